@@ -1,0 +1,62 @@
+# Everything a person types here works on a fresh machine with Python 3.11 and nothing else.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SYSTEM_PACKAGES := chromium prometheus postgresql iproute2
+PYTEST_ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+export RAY_DEDUP_LOGS ?= 0
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: help setup demo test lint format bench bench-overlap system-packages clean
+
+help:
+	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
+	@echo "make test           install, run every test"
+	@echo "make setup          install into $(VENV) only"
+	@echo "make lint           ruff check and format check;  make format  rewrites"
+	@echo "make bench          the scheduler's and the engine's benchmarks"
+	@echo "make bench-overlap  pipelines over rate-limited links, beside torch's own (root)"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11, or name one with PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Slotline and what it needs into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/slotline demo
+
+# Debian packages that some tests drive: a browser, a real Prometheus, a real PostgreSQL, network namespaces.
+system-packages:
+	@missing=""; for p in $(SYSTEM_PACKAGES); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then echo "not installed:$$missing; the tests that need them skip themselves"; exit 0; fi; \
+	echo "installing$$missing"; \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
+
+test: setup system-packages
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m tests.benchmarks
+
+bench-overlap: setup
+	$(BIN)/python -m tests.benchmarks.overlap_cpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

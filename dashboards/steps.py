@@ -1,0 +1,131 @@
+"""The dashboard of stored steps: any profiled step of any job, from PostgreSQL's tables.
+
+Reads `jobs`, `steps`, `timelines` and `slots` as the role of reader.sql; knows no metrics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana_foundation_sdk.builders import bargauge, common, dashboard, table, trend
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.runtime import UnknownDataquery
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+from panels import slot_timeline
+
+_KIND = "grafana-postgresql-datasource"
+_SOURCE = common_models.DataSourceRef(type_val=_KIND, uid="${database}")
+_JOB = "${job:sqlstring}"
+_STEP = f"job_id = {_JOB} AND step = $step"
+
+_TIMELINE = f"""
+WITH whole AS (SELECT min(start_s) AS first_s, nullif(max(end_s) - min(start_s), 0) AS length_s FROM slots WHERE {_STEP})
+SELECT mesh || ' ' || lane AS row,
+       to_timestamp((${{__from}} + (${{__to}} - ${{__from}}) * (start_s - first_s) / length_s) / 1000.0) AS start,
+       to_timestamp((${{__from}} + (${{__to}} - ${{__from}}) * (end_s - first_s) / length_s) / 1000.0) AS end,
+       action || coalesce(microbatch::text, '') || ' ' || coalesce(stage, '') AS "Value"
+FROM slots, whole
+WHERE {_STEP}
+ORDER BY row, start_s
+"""
+_CURVES = (
+    f"SELECT step, loss, step_s, makespan_s, bubble_ratio FROM steps WHERE job_id = {_JOB} ORDER BY step"
+)
+_NUMBERS = f"""
+SELECT step, attempt, loss, step_s, makespan_s, bubble_ratio, exposed_transfer_s, overlap_ratio, grad_norm
+FROM steps WHERE {_STEP}
+"""
+_COMPUTE = f"""
+SELECT mesh, sum(end_s - start_s) AS seconds
+FROM slots WHERE {_STEP} AND action IN ('F', 'B', 'I', 'W') GROUP BY mesh ORDER BY mesh
+"""
+
+
+def build() -> models.Dashboard:
+    """One job's curves over steps, and the slots of the step that is chosen."""
+    board = (
+        dashboard.Dashboard("Slotline: stored steps")
+        .uid("slotline-steps")
+        .description("Any profiled step of any job, as the control plane stored it in PostgreSQL.")
+        .tags(["slotline"])
+        .time("now-15m", "now")
+        .with_variable(dashboard.DatasourceVariable("database").label("Database").type(_KIND))
+        .with_variable(
+            _variable(
+                "job",
+                "Job",
+                "SELECT name || ' ' || id AS __text, id AS __value FROM jobs ORDER BY created_at DESC",
+            )
+        )
+        .with_variable(
+            _variable("step", "Step", f"SELECT step FROM timelines WHERE job_id = {_JOB} ORDER BY step DESC")
+        )
+    )
+    panels = [
+        _curve("Loss", "short", ["loss"]),
+        _curve("Step time and makespan", "s", ["step_s", "makespan_s"]),
+        _curve("Bubble", "percentunit", ["bubble_ratio"]),
+        table.Panel()
+        .title("Step $step")
+        .datasource(_SOURCE)
+        .span(16)
+        .height(4)
+        .with_target(_Query(_NUMBERS)),
+        bargauge.Panel()
+        .title("Compute time of each mesh")
+        .datasource(_SOURCE)
+        .unit("s")
+        .min(0)
+        .span(8)
+        .height(4)
+        .orientation(common_models.VizOrientation.HORIZONTAL)
+        .reduce_options(common.ReduceDataOptions().values(True).calcs([]))
+        .with_target(_Query(_COMPUTE)),
+        slot_timeline("Slots of step $step, stretched over the time range", _SOURCE, []).with_target(
+            _Query(_TIMELINE)
+        ),
+    ]
+    for panel in panels:
+        board = board.with_panel(panel)
+    return board.build()
+
+
+def _variable(name: str, label: str, sql: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(_SOURCE)
+        .query(sql)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    )
+
+
+def _curve(title: str, unit: str, columns: list[str]) -> trend.Panel:
+    """Columns over the step number."""
+    keep = {"include": {"names": ["step", *columns]}}
+    return (
+        trend.Panel()
+        .title(title)
+        .datasource(_SOURCE)
+        .x_field("step")
+        .unit(unit)
+        .span(8)
+        .height(8)
+        .override_by_name("step", [models.DynamicConfigValue("unit", "none")])
+        .legend(common.VizLegendOptions().show_legend(len(columns) > 1))
+        .with_target(_Query(_CURVES))
+        .with_transformation(models.DataTransformerConfig("filterFieldsByName", options=keep))
+    )
+
+
+class _Query(Builder[UnknownDataquery]):
+    """A SQL query whose answer is a table (the SDK has no builder for PostgreSQL)."""
+
+    def __init__(self, sql: str) -> None:
+        self._sql = sql
+
+    def build(self) -> UnknownDataquery:
+        source: dict[str, Any] = {"type": _KIND, "uid": "${database}"}
+        options = {"datasource": source, "format": "table", "rawQuery": True, "editorMode": "code"}
+        return UnknownDataquery({**options, "rawSql": self._sql.strip(), "refId": "A"})

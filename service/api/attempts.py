@@ -1,0 +1,143 @@
+"""What the driver of an attempt asks and reports; each call carries the attempt's token.
+
+401 for a wrong token; 409 when the attempt is no longer the job's current one, or is over.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from service.api.auth import DriverAttempt
+from service.api.context import Current, Service
+from service.api.errors import ProblemError, responses
+from service.api.schemas import (
+    AttemptGiven,
+    JobPlanView,
+    PlanRequest,
+    ReportAnswer,
+    ReportIn,
+    checkpoint_view,
+)
+from service.jobs import AttemptState, FiniteJson, JobSpec
+from service.orchestrator import outcome
+from service.orchestrator.planning import PlanTimeoutError
+from service.store import attempts as store
+from service.store.attempts import SlotRecord, StepRecord
+from service.store.database import utc_now
+from service.store.jobs import find_job
+from service.store.tables import Attempt, Job
+
+router = APIRouter(
+    prefix="/api/v1/attempts/{attempt_id}", tags=["attempts"], responses=responses(401, 409, 422)
+)
+ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,300}$")]
+
+
+@router.get("")
+@router.get("/", include_in_schema=False)
+async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
+    """The job that this attempt runs, its device, and the checkpoint to go on from."""
+    job = await _current_job(service, attempt)
+    return AttemptGiven(
+        attempt_id=attempt.id,
+        job_id=job.id,
+        number=attempt.number,
+        job=JobSpec.model_validate(job.spec),
+        device=attempt.device,
+        resume=checkpoint_view(job),
+    )
+
+
+@router.get("/profile", responses=responses(404))
+async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey) -> dict[str, Any]:
+    """The layer profile that an earlier attempt stored under `key`."""
+    await _current_job(service, attempt)
+    async with service.database.read() as session:
+        profile = await store.find_profile(session, key)
+    if profile is None:
+        raise ProblemError(404, f"no profile is stored under {key}: measure one and PUT it here")
+    return profile
+
+
+@router.put("/profile", status_code=204)
+async def write_profile(
+    attempt: DriverAttempt, service: Current, key: ProfileKey, profile: dict[str, FiniteJson]
+) -> Response:
+    """Store a layer profile for later attempts."""
+    await _current_job(service, attempt)
+    async with service.database.write() as session:
+        await store.record_profile(session, key, profile, at=utc_now())
+    return Response(status_code=204)
+
+
+@router.post("/plan", response_model=JobPlanView, responses=responses(503))
+async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -> Response:
+    """Partition the profiled layers and schedule them; the plan becomes the job's plan."""
+    job = await _current_job(service, attempt)
+    try:
+        planned = await service.planner.plan_job(
+            job.spec, request.profile, request.network.model_dump(), budget_s=service.settings.plan_budget_s
+        )
+    except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
+        raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
+    async with service.database.write() as session:
+        await _check_current(session, attempt)
+        await store.record_plan(session, attempt, planned, at=utc_now())
+    return Response(planned, media_type="application/json")
+
+
+@router.post("/reports")
+async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> ReportAnswer:
+    """Store what happened since the last report; the answer tells the driver to go on or to end."""
+    async with service.database.write() as session:
+        command = await outcome.apply_report(
+            session,
+            attempt.id,
+            _report(body),
+            at=utc_now(),
+            backoff=service.backoff,
+            keep=service.settings.timelines_kept,
+        )
+    if body.state is not None:
+        service.orchestrator.wake()
+    return ReportAnswer(command=command)
+
+
+async def _current_job(service: Service, attempt: Attempt) -> Job:
+    async with service.database.read() as session:
+        return await _check_current(session, attempt)
+
+
+async def _check_current(session: Any, attempt: Attempt) -> Job:
+    job = await find_job(session, attempt.job_id)
+    assert job is not None, attempt.job_id
+    outcome.check_current(job, attempt)
+    return job
+
+
+def _report(body: ReportIn) -> outcome.Report:
+    return outcome.Report(
+        sequence=body.sequence,
+        state=None if body.state is None else AttemptState(body.state),
+        reason=body.reason,
+        message=body.message,
+        steps=[StepRecord(**vars(step)) for step in body.steps],
+        timelines=[
+            outcome.TimelineRecord(
+                step=timeline.step,
+                started_at=timeline.started_at,
+                uncertainty_s=timeline.uncertainty_s,
+                slots=[SlotRecord(**vars(slot)) for slot in timeline.slots],
+            )
+            for timeline in body.timelines
+        ],
+        events=[
+            outcome.EventRecord(datetime.fromtimestamp(event.at, UTC), event.kind, event.message)
+            for event in body.events
+        ],
+        metrics_endpoint=body.metrics_endpoint,
+        checkpoint=None if body.checkpoint is None else (body.checkpoint.step, body.checkpoint.uri),
+    )

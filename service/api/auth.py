@@ -1,0 +1,89 @@
+"""Who may call: users with an API token (when one is asked for), drivers with their attempt's token.
+
+A token comes as `Authorization: Bearer`, or as the password of HTTP Basic, which browsers ask for;
+Basic may change nothing unless the page that asks is our own (browsers send it with any request).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from service.api.context import Current, Service
+from service.api.errors import ProblemError
+from service.store.attempts import find_attempt
+from service.store.packages import find_token
+from service.store.tables import Attempt
+
+_CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
+
+
+async def user(request: Request, service: Current) -> None:
+    """Let the call through, or answer 401."""
+    settings = service.settings
+    if not settings.authenticates:
+        return
+    token = _bearer(request) or _basic(request)
+    if token is None:
+        raise ProblemError(401, "a token is needed: send Authorization: Bearer <token>", headers=_CHALLENGE)
+    if settings.api_token is not None and _same(token, settings.api_token.get_secret_value()):
+        return
+    if not await _is_known(service, token):
+        raise ProblemError(
+            401, "the token is not valid: ask for one made by `slotline token`", headers=_CHALLENGE
+        )
+
+
+async def driver(attempt_id: str, request: Request, service: Current) -> Attempt:
+    """The attempt whose token the call carries; 401 for any other token, also of an unknown attempt."""
+    async with service.database.read() as session:
+        attempt = await find_attempt(session, attempt_id)
+    token = _bearer(request)
+    if token is None or attempt is None or not _same(token, attempt.token):
+        raise ProblemError(
+            401, "the attempt's token is needed: send the SLOTLINE_ATTEMPT_TOKEN that the driver was given"
+        )
+    return attempt
+
+
+DriverAttempt = Annotated[Attempt, Depends(driver)]
+
+
+def new_token() -> str:
+    return f"slotline_{secrets.token_urlsafe(32)}"
+
+
+def token_digest(token: str) -> str:
+    """What the store keeps of a user's token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+async def _is_known(service: Service, token: str) -> bool:
+    async with service.database.read() as session:
+        return await find_token(session, token_digest(token))
+
+
+def _bearer(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token else None
+
+
+def _basic(request: Request) -> str | None:
+    scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
+    own_page = request.headers.get("sec-fetch-site") == "same-origin"
+    if scheme.lower() != "basic" or not (request.method in ("GET", "HEAD") or own_page):
+        return None
+    try:
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2] or None
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())

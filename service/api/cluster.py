@@ -1,0 +1,149 @@
+"""Nodes and accelerators, queues and why jobs wait, and where Prometheus finds the drivers."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from service.api.context import Current
+from service.api.schemas import JobSummary, job_summary
+from service.store.attempts import active_attempts, measured_attempts
+from service.store.database import utc_now
+from service.store.jobs import waiting_jobs
+
+router = APIRouter(prefix="/api/v1", tags=["cluster"])
+
+
+class NodeView(BaseModel):
+    id: str
+    address: str
+    resources: dict[str, float]
+
+
+class AcceleratorsView(BaseModel):
+    """Accelerators of one device; `used` counts what Slotline's own attempts hold."""
+
+    device: str
+    resource: str
+    total: int
+    used: int
+    free: int
+
+
+class GangView(BaseModel):
+    """The meshes of one running attempt."""
+
+    job_id: str
+    attempt: int
+    device: str
+    meshes: int
+    workers_per_mesh: int
+
+
+class ClusterView(BaseModel):
+    available: bool
+    error: str | None
+    seen_at: datetime | None
+    nodes: list[NodeView]
+    accelerators: list[AcceleratorsView]
+    gangs: list[GangView]
+
+
+class QueueView(BaseModel):
+    """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what."""
+
+    name: str
+    quota: int | None
+    used: int
+    depth: int
+    waiting: list[JobSummary]
+
+
+class QueueList(BaseModel):
+    items: list[QueueView]
+
+
+class TargetGroup(BaseModel):
+    """An entry of Prometheus's HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+@router.get("/cluster")
+async def read_cluster(service: Current) -> ClusterView:
+    """The cluster as last seen, and who uses it."""
+    view, capacity = service.orchestrator.view, service.orchestrator.capacity
+    async with service.database.read() as session:
+        active = await active_attempts(session)
+    used = {
+        device: sum(a.accelerators for a, _ in active if a.device == device) for device in ("cpu", "cuda")
+    }
+    accelerators = (
+        []
+        if capacity is None
+        else [
+            AcceleratorsView(
+                device=device,
+                resource=capacity.resource[device],
+                total=total,
+                used=used[device],
+                free=max(total - used[device], 0),
+            )
+            for device, total in capacity.total.items()
+        ]
+    )
+    return ClusterView(
+        available=view.available,
+        error=view.error,
+        seen_at=None if view.seen_at is None else datetime.fromtimestamp(view.seen_at, UTC),
+        nodes=[NodeView(id=n.id, address=n.address, resources=dict(n.resources)) for n in view.nodes],
+        accelerators=accelerators,
+        gangs=[
+            GangView(
+                job_id=job.id,
+                attempt=attempt.number,
+                device=attempt.device,
+                meshes=job.spec["resources"]["meshes"],
+                workers_per_mesh=job.spec["resources"]["workers_per_mesh"],
+            )
+            for attempt, job in active
+        ],
+    )
+
+
+@router.get("/queues")
+async def list_queues(service: Current) -> QueueList:
+    """Queues, their quotas, and why each waiting job waits; in the order in which jobs will start."""
+    async with service.database.read() as session:
+        active = await active_attempts(session)
+        waiting = sorted(await waiting_jobs(session), key=lambda j: (-j.priority, j.queued_at, j.id))
+    quotas = dict(service.settings.queues)
+    names = dict.fromkeys([*quotas, *(job.queue for job in waiting), *(job.queue for _, job in active)])
+    items = []
+    for name in names:
+        jobs = [job_summary(job) for job in waiting if job.queue == name]
+        used = sum(attempt.accelerators for attempt, job in active if job.queue == name)
+        items.append(QueueView(name=name, quota=quotas.get(name), used=used, depth=len(jobs), waiting=jobs))
+    return QueueList(items=items)
+
+
+@router.get("/prometheus/targets")
+async def prometheus_targets(service: Current) -> list[TargetGroup]:
+    """Drivers that serve metrics, for Prometheus's http_sd_configs."""
+    since = utc_now() - timedelta(seconds=service.settings.metrics_linger_s)
+    async with service.database.read() as session:
+        measured = await measured_attempts(session, ended_after=since)
+    return [
+        TargetGroup(
+            targets=[str(attempt.metrics_endpoint)],
+            labels={
+                "__meta_slotline_job": job.id,
+                "__meta_slotline_name": job.name,
+                "__meta_slotline_attempt": str(attempt.number),
+            },
+        )
+        for attempt, job in measured
+    ]

@@ -1,0 +1,41 @@
+"""What a route may use: the running service's parts, found on the application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, FastAPI
+from starlette.requests import HTTPConnection
+
+from service.orchestrator.loop import Orchestrator
+from service.orchestrator.outcome import Backoff
+from service.orchestrator.planning import Planner
+from service.settings import Settings
+from service.store.database import Database
+
+
+@dataclass
+class Service:
+    """One control plane in this process."""
+
+    settings: Settings
+    database: Database
+    planner: Planner
+    orchestrator: Orchestrator
+
+    @property
+    def backoff(self) -> Backoff:
+        return Backoff(self.settings.retry_backoff_s, self.settings.retry_backoff_limit_s)
+
+
+def service_of(app: FastAPI) -> Service:
+    """The service behind an application made by `create_app`."""
+    return app.state.service
+
+
+def _current(connection: HTTPConnection) -> Service:
+    return service_of(connection.app)
+
+
+Current = Annotated[Service, Depends(_current)]

@@ -1,0 +1,222 @@
+"""Every error as `application/problem+json` (RFC 9457): what is wrong, with which value, what to change."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from starlette.exceptions import HTTPException
+
+from service.jobs import JobSpec
+from service.orchestrator.outcome import StaleAttemptError
+from service.orchestrator.planning import PlannerBusyError, PlanRefusedError, PlanTimeoutError
+from service.orchestrator.ray_jobs import ClusterError
+from service.store.states import TransitionError
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+_VALUE_LIMIT = 200
+_UNREADABLE = "There was an error parsing the body"  # FastAPI's words
+
+
+class Problem(BaseModel):
+    """The body of every error."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    errors: list[dict[str, Any]] | None = None
+
+
+class ProblemError(Exception):
+    """An error that a route answers with."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        errors: Sequence[Mapping[str, Any]] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.detail = status, detail
+        self.errors, self.headers = errors, headers
+
+
+def problem_response(
+    status: int,
+    detail: str,
+    *,
+    errors: Sequence[Mapping[str, Any]] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """A problem as a response; text that is no valid Unicode is escaped, not refused."""
+    body: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+    }
+    if errors:
+        body["errors"] = errors
+    content = json.dumps(body, default=str).encode("ascii")
+    return Response(content, status_code=status, media_type=MEDIA_TYPE, headers=dict(headers or {}))
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says about the errors of a route."""
+    return {
+        status: {
+            "description": HTTPStatus(status).phrase,
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status in statuses
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception with a problem."""
+
+    async def problem(_: Request, error: ProblemError) -> Response:
+        return problem_response(error.status, error.detail, errors=error.errors, headers=error.headers)
+
+    async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400 and error.detail == _UNREADABLE:
+            return problem_response(422, "the body is not JSON in UTF-8: send it so")
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_allowed_methods(request, headers.get("Allow")))
+        return problem_response(error.status_code, _http_detail(request, error, headers), headers=headers)
+
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        errors = [_field_error(one) for one in error.errors()]
+        detail = "; ".join(f"{one['field']}: {one['message']}" for one in errors)
+        return problem_response(422, detail, errors=errors)
+
+    async def transition(_: Request, error: TransitionError) -> Response:
+        return problem_response(409, f"{error}; read the job to see its state")
+
+    async def stale(_: Request, error: StaleAttemptError) -> Response:
+        return problem_response(409, str(error))
+
+    async def refused(_: Request, error: PlanRefusedError) -> Response:
+        return problem_response(422, str(error))
+
+    async def busy(_: Request, error: PlannerBusyError) -> Response:
+        return problem_response(503, f"{error}: try again", headers={"Retry-After": "5"})
+
+    async def too_slow(_: Request, error: PlanTimeoutError) -> Response:
+        detail = f"{error}: lower the budget, choose a named schedule, or shrink the spec"
+        return problem_response(503, detail, headers={"Retry-After": "30"})
+
+    async def no_cluster(_: Request, error: ClusterError) -> Response:
+        return problem_response(503, str(error), headers={"Retry-After": "5"})
+
+    async def no_database(request: Request, error: DBAPIError) -> Response:
+        logger.error("%s %s: the database does not answer: %s", request.method, request.url.path, error.orig)
+        return problem_response(503, "the database does not answer: try again", headers={"Retry-After": "5"})
+
+    async def too_deep(_: Request, __: RecursionError) -> Response:
+        return problem_response(422, "the body is nested too deeply: flatten it")
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return problem_response(500, "the server failed; its log says why")
+
+    handlers: list[tuple[type[Exception], Any]] = [
+        (ProblemError, problem),
+        (HTTPException, http),
+        (RequestValidationError, invalid),
+        (TransitionError, transition),
+        (StaleAttemptError, stale),
+        (PlanRefusedError, refused),
+        (PlannerBusyError, busy),
+        (PlanTimeoutError, too_slow),
+        (ClusterError, no_cluster),
+        (OperationalError, no_database),
+        (InterfaceError, no_database),
+        (RecursionError, too_deep),
+        (Exception, unexpected),
+    ]
+    for kind, handler in handlers:
+        app.add_exception_handler(kind, handler)
+
+
+def _http_detail(request: Request, error: HTTPException, headers: Mapping[str, str]) -> str:
+    if error.detail != HTTPStatus(error.status_code).phrase:
+        return str(error.detail)
+    if error.status_code == 404:
+        return f"nothing is at {request.url.path}; /docs lists the routes"
+    if error.status_code == 405:
+        return f"{request.method} does not work at {request.url.path}: use {headers['Allow']}"
+    return str(error.detail)
+
+
+def _allowed_methods(request: Request, named: str | None) -> list[str]:
+    """Of all routes at this path; the router itself names those of one route only."""
+    methods = {method.strip() for method in (named or "").split(",")} - {""}
+    for path, operations in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), request.url.path):
+            methods |= {method.upper() for method in operations}
+    return sorted(methods)
+
+
+def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
+    where, *path = error["loc"] or ("body",)
+    field = ".".join(str(part) for part in path) or str(where)
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = _unknown_field(path)
+    elif error["type"] == "missing":
+        return {"field": field, "value": None, "message": "is missing: give it"}
+    elif error["type"] in ("model_attributes_type", "dict_type", "model_type") and not path:
+        message = "is no JSON object: send one, with Content-Type: application/json"
+    elif error["type"] == "string_pattern_mismatch" and field.endswith("factory"):
+        message = "is no import path: write package.module:attribute"
+    elif error["type"] == "string_pattern_mismatch" and field in ("name", "queue"):
+        message = "is no name: begin with a letter or digit, go on with letters, digits, '.', '_' and '-'"
+    elif error["type"] == "json_invalid":
+        field, message = "body", f"is not JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
+    return {"field": field, "value": _shown(error.get("input")), "message": message}
+
+
+def _unknown_field(path: Sequence[Any]) -> str:
+    known = sorted(_fields_at(JobSpec, path[:-1]))
+    near = difflib.get_close_matches(str(path[-1]), known, n=1) if path else []
+    if near:
+        return f"unknown field: did you mean {near[0]}?"
+    known_here = f"; known here: {', '.join(known)}" if known else ""
+    return f"unknown field: remove it{known_here}"
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
+    """Names of the fields of a job specification below `path`; empty where that is no job's place."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return set()
+        model = inner
+    return set(model.model_fields)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _VALUE_LIMIT else f"{text[:_VALUE_LIMIT]}..."

@@ -1,0 +1,70 @@
+"""What the job page asks for beside the JSON API: profiled steps, and the gaps of a step.
+
+Turns stored plans and slots into the values of gaps.py; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from sqlalchemy import select
+
+from service.api.context import Current
+from service.api.errors import ProblemError
+from service.api.jobs import JobId, existing_job
+from service.api.pages.gaps import find_gaps
+from service.api.schemas import Integer, SlotView
+from service.scheduler.spec import PipelineSpec
+from service.store.attempts import find_plan, find_timeline, profiled_steps
+from service.store.tables import JobPlan
+from worker.program import COMPUTE_OPS, TRANSFER_OPS
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/jobs/{job_id}/profiled-steps")
+async def steps(job_id: JobId, service: Current) -> dict[str, Any]:
+    """Whether the job has a plan, and the numbers of the steps whose slots are stored, in order."""
+    async with service.database.read() as session:
+        await existing_job(session, job_id)
+        plan = await session.scalar(select(JobPlan.attempt).where(JobPlan.job_id == job_id))
+        return {"planned": plan is not None, "steps": list(await profiled_steps(session, job_id))}
+
+
+@router.get("/jobs/{job_id}/gaps")
+async def gaps(job_id: JobId, service: Current, step: Integer | None = None) -> dict[str, Any]:
+    """The gaps of the planned and of the measured compute lanes of one step (the last profiled one if null)."""
+    async with service.database.read() as session:
+        await existing_job(session, job_id)
+        plan = await find_plan(session, job_id)
+        timeline = await find_timeline(session, job_id, step)
+    if plan is None:
+        raise ProblemError(404, f"job {job_id} has no plan yet: it gets one when its first attempt starts")
+    measured = (
+        [] if timeline is None else [SlotView.model_validate(s, from_attributes=True) for s in timeline[1]]
+    )
+    return await asyncio.to_thread(_explain, plan.body, measured)
+
+
+def _explain(plan_text: str, measured: list[SlotView]) -> dict[str, Any]:
+    body = json.loads(plan_text)
+    spec = PipelineSpec.model_validate(body["spec"])
+    planned = [SlotView.model_validate(slot) for slot in body["plan"]["slots"]]
+    return {
+        "meshes": [mesh.name for mesh in spec.meshes],
+        "planned": _gaps(spec, planned),
+        "measured": _gaps(spec, measured),
+    }
+
+
+def _gaps(spec: PipelineSpec, slots: list[SlotView]) -> list[dict[str, Any]]:
+    """Gaps between the first start and the last end; REDUCE and STEP come after the makespan."""
+    timed = [slot for slot in slots if slot.action in COMPUTE_OPS + TRANSFER_OPS]
+    if not timed:
+        return []
+    start_s, end_s = min(slot.start_s for slot in timed), max(slot.end_s for slot in timed)
+    return [asdict(gap) for gap in find_gaps(spec, timed, start_s=start_s, end_s=end_s)]

@@ -1,0 +1,47 @@
+"""Routes of the web pages: two HTML shells and their script, style and icon.
+
+The pages fill themselves from the JSON API; this module must not know the store.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.templating import Jinja2Templates
+
+from service.jobs import JobState
+
+_HERE = Path(__file__).parent
+_STATIC = {path.name: path for path in (_HERE / "static").iterdir() if path.suffix in (".js", ".css", ".svg")}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_templates = Jinja2Templates(directory=_HERE / "templates")
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/", response_class=HTMLResponse)
+async def jobs_page(request: Request) -> HTMLResponse:
+    """The list of jobs."""
+    context = {"states": list(JobState)}
+    return _templates.TemplateResponse(request, "jobs.html", context, headers=_HEADERS)
+
+
+@router.get("/jobs/{job_id}", response_class=HTMLResponse)
+async def job_page(request: Request, job_id: str) -> HTMLResponse:
+    """The page of one job; its script says when there is no such job."""
+    return _templates.TemplateResponse(request, "job.html", {"job_id": job_id}, headers=_HEADERS)
+
+
+@router.get("/static/{name}")
+async def static(name: str) -> FileResponse:
+    """Script, style or icon."""
+    if name not in _STATIC:
+        raise HTTPException(404, f"no file {name} belongs to the pages")
+    return FileResponse(_STATIC[name], headers=_HEADERS)

@@ -1,0 +1,44 @@
+// Calls to the JSON API. Where the server asks for a token, the browser asks for it (HTTP Basic).
+
+/** A refused call: the problem's detail, ready to be read by a person. */
+export class Problem extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+/** JSON at `path`; throws Problem for an error answer, TypeError when the server is away. */
+export async function read(path) {
+  // an address with a name and password in it (http://me:token@host) is no base that fetch takes
+  const response = await fetch(`${location.origin}${path}`, { headers: { Accept: "application/json" }, cache: "no-store" });
+  if (response.ok) return response.json();
+  const body = await response.json().catch(() => ({}));
+  throw new Problem(response.status, body.detail || body.title || `HTTP ${response.status}`);
+}
+
+/**
+ * Run `work` now and again `pause` ms after it ended, as long as it returns true and the tab is seen.
+ * Says so at the top of the page while the server is away.
+ */
+export function repeat(work, pause) {
+  const note = document.getElementById("connection");
+  const round = async () => {
+    let again = true;
+    try {
+      again = await work();
+      note.textContent = "";
+    } catch (error) {
+      note.textContent = error instanceof Problem ? error.message : "The server does not answer; trying again.";
+      if (!(error instanceof Problem) && !(error instanceof TypeError)) throw error;
+    } finally {
+      document.body.dataset.ready = "true";
+      if (again) setTimeout(whenSeen, pause);
+    }
+  };
+  const whenSeen = () => {
+    if (!document.hidden) return round();
+    document.addEventListener("visibilitychange", whenSeen, { once: true });
+  };
+  return round();
+}

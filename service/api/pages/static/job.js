@@ -1,0 +1,180 @@
+// The page of one job: reads the JSON API every two seconds until the job has ended.
+
+import { read, repeat } from "./api.js";
+import { lineChart } from "./chart.js";
+import { csv, make, number, percent, seconds, stateBadge, time } from "./format.js";
+import { REASONS, TimelineView } from "./timeline.js";
+
+const PAUSE_MS = 2000;
+const PAGE = 1000;
+const SHOWN_EVENTS = 500;
+const FINAL = new Set(["SUCCEEDED", "FAILED", "CANCELLED"]);
+const COMPUTE = new Set(["F", "B", "I", "W"]);
+const SLOT_COLUMNS = ["panel", "mesh", "lane", "action", "stage", "peer_stage", "peer_mesh", "edge", "microbatch", "start_s", "end_s"];
+const STEP_COLUMNS = ["step", "loss", "step_s", "makespan_s", "bubble_ratio", "exposed_transfer_s", "overlap_ratio", "grad_norm", "started_at"];
+
+const $ = (id) => document.getElementById(id);
+const id = $("job").dataset.job;
+const api = `/api/v1/jobs/${encodeURIComponent(id)}`;
+const page = `/jobs/${encodeURIComponent(id)}`;
+const view = new TimelineView($("timeline"), $("tip"), $("legend"));
+const steps = [];
+const events = [];
+let planned = null;
+let shownStep = null;
+
+async function refresh() {
+  const job = await read(api);
+  showJob(job);
+  await readOn(`${api}/steps`, steps, "step");
+  showCharts();
+  await refreshTimeline();
+  await readOn(`${api}/events`, events, "number");
+  showEvents();
+  return !FINAL.has(job.state);
+}
+
+function showJob(job) {
+  document.title = `${job.name} · Slotline`;
+  $("name").textContent = job.name;
+  const state = $("state");
+  if (state.textContent !== job.state) state.textContent = job.state;
+  state.dataset.state = job.state;
+  const why = [job.reason, job.message].filter(Boolean).join(": ");
+  $("reason").hidden = !why;
+  $("reason").textContent = why;
+  const progress = job.progress ?? {};
+  $("progress").max = progress.steps || 1;
+  $("progress").value = progress.step ?? 0;
+  const spec = job.spec ?? {};
+  facts({
+    Step: `${progress.step ?? 0} of ${progress.steps ?? spec.training?.steps ?? "–"}`,
+    Loss: number(progress.loss),
+    "Step time": seconds(progress.step_s),
+    Pipeline: `${spec.pipeline?.stages ?? "–"} stages, ${spec.resources?.meshes ?? "–"} meshes, ${spec.training?.microbatches ?? "–"} microbatches`,
+    Schedule: spec.pipeline?.schedule ?? "–",
+    Submitted: time(job.created_at),
+    Started: time(job.started_at),
+    ...(job.finished_at ? { Ended: time(job.finished_at) } : {}),
+  });
+  rows("attempts", (job.attempts ?? []).map((a) => make("tr", {},
+    make("td", { class: "number" }, String(a.number)), make("td", {}, stateBadge(a.state)),
+    make("td", {}, a.reason ?? "", ...(a.message ? [make("small", {}, a.message)] : [])),
+    make("td", {}, time(a.started_at)), make("td", {}, time(a.finished_at)))));
+}
+
+function facts(values) {
+  const pairs = Object.entries(values).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  $("facts").replaceChildren(...pairs);
+}
+
+function rows(table, list) {
+  document.querySelector(`#${table} tbody`).replaceChildren(...list);
+}
+
+/** Add to `list` what came since the last look, a few pages a round. */
+async function readOn(path, list, key) {
+  for (let page = 0; page < 20; page++) {
+    const after = list.length ? `&after=${list.at(-1)[key]}` : "";
+    const answer = await read(`${path}?limit=${PAGE}${after}`);
+    list.push(...answer.items);
+    if (!answer.next_page_token || answer.items.length === 0) return;
+  }
+}
+
+function showCharts() {
+  lineChart($("loss"), { series: [{ name: "loss", points: steps.map((s) => [s.step, s.loss]) }], label: "Loss" });
+  lineChart($("seconds"), {
+    series: [
+      { name: "step", points: steps.map((s) => [s.step, s.step_s]) },
+      { name: "measured makespan", points: steps.map((s) => [s.step, s.makespan_s]) },
+    ],
+    level: planned ? { name: "planned makespan", value: planned.makespan_s } : null,
+    show: seconds,
+    label: "Step time",
+  });
+}
+
+/** Read the timeline only when another step is to be shown: a step's slots never change. */
+async function refreshTimeline() {
+  const known = await read(`${page}/profiled-steps`);
+  offerSteps(known.steps);
+  if (!known.planned) return;
+  const chosen = $("step").value;
+  const wanted = chosen ? Number(chosen) : (known.steps.at(-1) ?? null);
+  if (wanted === shownStep && planned) return;
+  const query = wanted === null ? "" : `step=${wanted}`;
+  const timeline = await read(`${api}/timeline?format=json&${query}`);
+  const gaps = await read(`${page}/gaps?${query}`);
+  if (chosen !== $("step").value) return;
+  const keep = planned !== null;
+  planned = timeline.planned;
+  shownStep = wanted;
+  showTimeline(timeline, gaps, keep);
+  showCharts();
+}
+
+function showTimeline(timeline, gaps, keep) {
+  const panels = [];
+  const add = (name, title, line, list, note) => {
+    if (line) panels.push({ name, title, note, makespan_s: line.makespan_s, slots: line.slots, gaps: list });
+  };
+  add("planned", "Planned", timeline.planned, gaps.planned, lengths(timeline.planned, gaps.meshes));
+  const exact = timeline.uncertainty_s ? `, clocks agree to ${seconds(timeline.uncertainty_s)}` : "";
+  add("measured", "Measured", timeline.measured, gaps.measured,
+    `step ${timeline.step}, ${lengths(timeline.measured, gaps.meshes)}${exact}`);
+  $("timeline-note").hidden = panels.length > 0;
+  view.show(panels, { meshes: gaps.meshes, keep });
+  showGaps(gaps, timeline);
+  $("chrome").href = `${api}/timeline?format=chrome${timeline.step === null ? "" : `&step=${timeline.step}`}`;
+  $("chrome").download = `${id}-step-${timeline.step}.json`;
+  const slots = panels.flatMap((panel) => panel.slots.map((slot) => ({ panel: panel.name, ...slot })));
+  offer($("csv"), csv(SLOT_COLUMNS, slots), `${id}-step-${timeline.step}.csv`);
+  offer($("steps-csv"), csv(STEP_COLUMNS, steps), `${id}-steps.csv`);
+}
+
+/** Makespan and bubble in words; the bubble is what the compute lanes of all meshes leave of the makespan. */
+function lengths(line, meshes) {
+  if (!line) return "";
+  const busy = line.slots.filter((s) => COMPUTE.has(s.action)).reduce((sum, s) => sum + s.end_s - s.start_s, 0);
+  return `makespan ${seconds(line.makespan_s)}, bubble ${percent(1 - busy / (meshes.length * line.makespan_s))}`;
+}
+
+function showGaps(gaps, timeline) {
+  const share = (list, line, mesh, reason) => {
+    if (!line) return null;
+    const sum = list.filter((g) => g.mesh === mesh && g.reason === reason).reduce((total, g) => total + g.end_s - g.start_s, 0);
+    return sum / line.makespan_s;
+  };
+  const reasons = REASONS.map(([reason]) => reason).filter((r) => [...gaps.planned, ...gaps.measured].some((g) => g.reason === r));
+  document.querySelector("#gaps thead").replaceChildren(make("tr", {}, make("th", { scope: "col" }, "Mesh"),
+    ...reasons.map((r) => make("th", { scope: "col", class: "number" }, r))));
+  rows("gaps", gaps.meshes.map((mesh) => make("tr", {}, make("th", { scope: "row" }, mesh),
+    ...reasons.map((r) => make("td", { class: "number" },
+      `${percent(share(gaps.measured, timeline.measured, mesh, r))} (${percent(share(gaps.planned, timeline.planned, mesh, r))})`)))));
+}
+
+function showEvents() {
+  rows("events", events.slice(-SHOWN_EVENTS).reverse().map((event) =>
+    make("tr", {}, make("td", {}, time(event.at)), make("td", {}, event.kind), make("td", {}, event.message ?? ""))));
+}
+
+function offerSteps(numbers) {
+  const select = $("step");
+  if (select.options.length === numbers.length + 1 && Number(select.options[1]?.value) === numbers.at(-1)) return;
+  const chosen = select.value;
+  select.replaceChildren(make("option", { value: "" }, "latest"), ...[...numbers].reverse().map((n) => make("option", { value: n }, String(n))));
+  select.value = numbers.includes(Number(chosen)) ? chosen : "";
+}
+
+function offer(anchor, text, name) {
+  if (anchor.href.startsWith("blob:")) URL.revokeObjectURL(anchor.href);
+  anchor.href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  anchor.download = name;
+}
+
+for (const button of document.querySelectorAll("[data-zoom]")) button.addEventListener("click", () => view.zoom(button.dataset.zoom));
+$("transfers").addEventListener("change", (event) => { view.transfers = event.target.checked; view.draw(); });
+$("step").addEventListener("change", refreshTimeline);
+addEventListener("resize", showCharts);
+repeat(refresh, PAUSE_MS);

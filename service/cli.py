@@ -1,0 +1,38 @@
+"""The `slotline` command: every verb is a short function; the work is elsewhere.
+
+Exit code 0 only on success; messages for people on standard error, results on standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.markup import escape
+
+from service import cli_jobs, cli_plan, cli_serve
+from service.cli_client import CliError, err
+
+app = typer.Typer(
+    name="slotline",
+    help="Train models too deep for one accelerator, and see where every millisecond went.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cli_serve.register(app)
+cli_jobs.register(app)
+app.command()(cli_plan.plan)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        app()
+    except CliError as error:
+        err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""The verbs about jobs: submit, jobs, job, cancel, retry, events, logs, timeline, top."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+import yaml
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from service.cli_client import Client, CliError, Json, out, print_json, problem_text
+from service.cli_package import zip_folder
+from service.jobs import FINAL_STATES, PACKAGE_PREFIX, REMOTE_CODE, JobState
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
+_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs of this module to the command."""
+    app.command()(submit)
+    app.command("jobs")(list_jobs)
+    app.command("job")(show_job)
+    app.command()(cancel)
+    app.command()(retry)
+    app.command()(events)
+    app.command()(logs)
+    app.command()(timeline)
+    app.command()(top)
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="The job as YAML or JSON; - reads standard input")],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end; exit code 0 only on success")
+    ] = False,
+    key: Annotated[str | None, typer.Option(help="Idempotency key: the same key submits only once")] = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a job. A folder in code.working_dir is uploaded."""
+    client = Client()
+    spec = _upload_code(client, read_spec(file), file)
+    job = client.post("/api/v1/jobs", json=spec, headers={"Idempotency-Key": key} if key else {})
+    if wait:
+        job = _wait(client, job["id"])
+    _show(client, job, as_json)
+    if wait:
+        _fail_unless_succeeded(job)
+
+
+def list_jobs(
+    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state")] = None,
+    queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    jobs: list[dict[str, Any]] = []
+    token, client = None, Client()
+    while len(jobs) < limit:
+        size = min(limit - len(jobs), 500)
+        page = client.get(
+            "/api/v1/jobs", state=state and state.value, queue=queue, limit=size, page_token=token
+        )
+        jobs += page["items"]
+        if (token := page["next_page_token"]) is None:
+            break
+    if as_json:
+        print_json(jobs)
+    else:
+        out.print(_jobs_table(jobs) if jobs else "no jobs")
+
+
+def show_job(job: JobArgument, as_json: Json = False) -> None:
+    """State, reason, attempts and progress of a job."""
+    client = Client()
+    _show(client, client.get(f"/api/v1/jobs/{job}"), as_json)
+
+
+def cancel(job: JobArgument, as_json: Json = False) -> None:
+    """End a job."""
+    client = Client()
+    _show(client, client.post(f"/api/v1/jobs/{job}/cancel"), as_json)
+
+
+def retry(job: JobArgument, as_json: Json = False) -> None:
+    """Queue a failed or cancelled job again, from its last checkpoint."""
+    client = Client()
+    _show(client, client.post(f"/api/v1/jobs/{job}/retry"), as_json)
+
+
+def events(job: JobArgument, follow: Follow = False, as_json: Json = False) -> None:
+    """The job's event log; --json prints one event a line."""
+    for event in _items(f"/api/v1/jobs/{job}/events", follow):
+        if as_json:
+            print(json.dumps(event), flush=True)
+        else:
+            out.print(
+                f"{_clock(event['at'])} {event['kind']:10} {event['message']}", highlight=False, markup=False
+            )
+
+
+def logs(
+    job: JobArgument,
+    follow: Follow = False,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt")] = None,
+    as_json: Json = False,
+) -> None:
+    """The logs of the job's drivers; --json prints one line as one object."""
+    query = "" if attempt is None else f"?attempt={attempt}"
+    for line in _items(f"/api/v1/jobs/{job}/logs{query}", follow):
+        print(json.dumps(line) if as_json else line["text"], flush=True)
+
+
+def timeline(
+    job: JobArgument,
+    step: Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a Chrome trace here")] = None,
+    as_json: Json = False,
+) -> None:
+    """Planned and measured time of a step: a short table, or with -o a trace for Perfetto."""
+    client = Client()
+    path = f"/api/v1/jobs/{job}/timeline"
+    if output is not None:
+        trace = client.get(path, step=step, format="chrome")
+        try:
+            output.write_text(json.dumps(trace))
+        except OSError as error:
+            raise CliError(f"cannot write {output}: {error.strerror}") from None
+    view = client.get(path, step=step)
+    if as_json:
+        print_json(view)
+        return
+    table = Table(title=f"{job}, step {view['step']}")
+    for title in ("", "makespan", "slots", "compute"):
+        table.add_column(title, justify="left" if not title else "right")
+    for side in ("planned", "measured"):
+        if view[side]:
+            table.add_row(side, *_side(view[side]))
+    out.print(table)
+    where = f"trace: {output} (open it in Perfetto)" if output else f"{client.url}/jobs/{job}"
+    out.print(where, soft_wrap=True)
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False, as_json: Json = False
+) -> None:
+    """Accelerators, queues and running jobs, renewed every second; Ctrl-C ends it."""
+    client = Client()
+    if as_json or once or not sys.stdout.isatty():
+        state = _overview(client)
+        print_json(state) if as_json else out.print(_overview_table(state))
+        return
+    with Live(_overview_table(_overview(client)), console=out, screen=True) as live:
+        try:
+            while True:
+                time.sleep(1.0)
+                live.update(_overview_table(_overview(client)))
+        except KeyboardInterrupt:
+            return
+
+
+def read_spec(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; CliError when there is none."""
+    try:
+        text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
+        spec = yaml.safe_load(text)
+    except OSError as error:
+        raise CliError(f"cannot read {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CliError(f"{file} is no YAML: {error}") from None
+    if not isinstance(spec, dict):
+        raise CliError(f"{file} holds no job: give model, data, loss, ... as the README shows")
+    return spec
+
+
+def _upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A folder of this machine in code.working_dir becomes the URI of an uploaded package."""
+    code = spec.get("code")
+    place = code.get("working_dir") if isinstance(code, dict) else None
+    if not isinstance(place, str) or place.startswith((PACKAGE_PREFIX, *REMOTE_CODE)):
+        return spec
+    folder = Path(place).expanduser()
+    if not folder.is_absolute() and str(file) != "-":
+        folder = file.parent / folder
+    content = zip_folder(folder)
+    package = client.post("/api/v1/packages", content=content, headers={"Content-Type": "application/zip"})
+    return {**spec, "code": {**code, "working_dir": package["uri"]}}
+
+
+def _wait(client: Client, job_id: str) -> dict[str, Any]:
+    while True:
+        job = client.get(f"/api/v1/jobs/{job_id}")
+        if job["state"] in FINAL_STATES:
+            return job
+        time.sleep(0.5)
+
+
+def _fail_unless_succeeded(job: dict[str, Any]) -> None:
+    if job["state"] != JobState.SUCCEEDED:
+        raise CliError(f"job {job['id']} {job['state']}: {job['reason']}: {job['message']}")
+
+
+def _items(path: str, follow: bool) -> Iterator[dict[str, Any]]:
+    """Items of all pages, or of a stream that is taken up again where it broke."""
+    client = Client()
+    if follow:
+        yield from _follow(client, path)
+        return
+    token: str | None = None
+    while True:
+        given = {} if token is None else {"page_token": token}
+        page = client.call("GET", str(httpx.URL(path).copy_merge_params(given))).json()
+        yield from page["items"]
+        if (token := page["next_page_token"]) is None:
+            return
+
+
+def _follow(client: Client, path: str) -> Iterator[dict[str, Any]]:
+    last, failures = None, 0
+    while True:
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
+        try:
+            with client.stream(path, headers) as response:
+                if response.status_code == 204:
+                    return
+                if response.is_error:
+                    response.read()
+                    raise CliError(problem_text(response))
+                for event, number, data in _parse_stream(response.iter_lines()):
+                    last, failures = number or last, 0
+                    if event == "end":
+                        return
+                    yield data
+        except httpx.HTTPError as error:
+            failures += 1
+            if failures > 5:
+                raise client.unreachable(error) from None
+            time.sleep(1.0)
+
+
+def _parse_stream(lines: Iterator[str]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    fields: dict[str, str] = {}
+    for line in lines:
+        if not line and "data" in fields:
+            yield fields.get("event", "message"), fields.get("id"), json.loads(fields["data"])
+            fields = {}
+        elif line and not line.startswith(":"):
+            name, _, value = line.partition(":")
+            fields[name] = value.removeprefix(" ")
+
+
+def _show(client: Client, job: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(job)
+        return
+    out.print(_job_line(job), soft_wrap=True)
+    for attempt in job["attempts"]:
+        reason = f" {attempt['reason']}: {attempt['message']}" if attempt["reason"] else ""
+        out.print(f"  attempt {attempt['number']} {attempt['state']}{reason}", soft_wrap=True, markup=False)
+    out.print(f"  {client.url}/jobs/{job['id']}", soft_wrap=True)
+
+
+def _job_line(job: dict[str, Any]) -> str:
+    colour = _COLOURS.get(job["state"], "default")
+    why = ": ".join(str(part) for part in (job["reason"], job["message"]) if part)
+    done = job["progress"]
+    loss = "" if done["loss"] is None else f", loss {done['loss']:.4g}"
+    line = f"{job['id']} {job['name']} [{colour}]{job['state']}[/] step {done['step']}/{done['steps']}{loss}"
+    return f"{line}  {escape(why)}" if why else line
+
+
+def _jobs_table(jobs: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for title in ("job", "name", "queue", "state", "step", "loss", "why"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("job", "state"))
+    for job in jobs:
+        done = job["progress"]
+        colour = _COLOURS.get(job["state"], "default")
+        table.add_row(
+            job["id"],
+            job["name"],
+            job["queue"],
+            f"[{colour}]{job['state']}[/]",
+            f"{done['step']}/{done['steps']}",
+            "" if done["loss"] is None else f"{done['loss']:.4g}",
+            escape((job["message"] or job["reason"] or "")[:120]),
+        )
+    return table
+
+
+def _overview(client: Client) -> dict[str, Any]:
+    return {
+        "cluster": client.get("/api/v1/cluster"),
+        "queues": client.get("/api/v1/queues")["items"],
+        "jobs": client.get("/api/v1/jobs", limit=20)["items"],
+    }
+
+
+def _overview_table(state: dict[str, Any]) -> Table:
+    cluster = state["cluster"]
+    if cluster["available"]:
+        parts = [
+            f"{a['free']} of {a['total']} {a['resource']} free" for a in cluster["accelerators"] if a["total"]
+        ]
+        title = ", ".join(parts) or "no accelerators"
+    else:
+        title = escape(cluster["error"])
+    waiting = ", ".join(f"{queue['name']}: {queue['depth']} wait" for queue in state["queues"])
+    table = _jobs_table(state["jobs"])
+    table.title, table.caption = title, waiting
+    return table
+
+
+def _side(side: dict[str, Any]) -> tuple[str, str, str]:
+    compute = sum(slot["end_s"] - slot["start_s"] for slot in side["slots"] if slot["lane"] == "compute")
+    return f"{1e3 * side['makespan_s']:.2f} ms", str(len(side["slots"])), f"{1e3 * compute:.2f} ms"
+
+
+def _clock(text: str) -> str:
+    return datetime.fromisoformat(text).astimezone().strftime("%H:%M:%S")

@@ -1,0 +1,111 @@
+"""`slotline plan`: a spec file in, a plan out; needs no server. Mounted by cli.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from service.scheduler import PipelineSpec
+
+app = typer.Typer()
+
+
+def plan(
+    spec: Annotated[Path, typer.Argument(help="PipelineSpec as JSON or YAML; - reads standard input.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Use this schedule instead of the spec's.")] = None,
+    orders: Annotated[
+        Path | None,
+        typer.Option(help="Compute orders as torch's action CSV, one row a mesh; plans schedule csv."),
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="json, csv, table, events, chrome, svg or text (default: text, or json with -o)."),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules on this spec.")] = False,
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Plan one training step: timeline, memory and programs of every mesh."""
+    try:
+        if compare:
+            text = _compare(_read_spec(spec, schedule, orders), _format(format, as_json, output), budget_s)
+        else:
+            text = _plan(_read_spec(spec, schedule, orders), _format(format, as_json, output), budget_s)
+        if output is not None:
+            output.write_text(text)
+    except (ValueError, OSError) as error:
+        typer.echo(f"slotline plan: {error}", err=True)
+        raise typer.Exit(1) from error
+    if output is None:
+        typer.echo(text, nl=False)
+
+
+def _format(format: str | None, as_json: bool, output: Path | None) -> str:
+    if as_json:
+        if format not in (None, "json"):
+            raise ValueError(f"--json and --format {format} contradict each other: give one of them")
+        return "json"
+    return format or ("text" if output is None else "json")
+
+
+def _plan(spec: PipelineSpec, format: str, budget_s: float) -> str:
+    # the scheduler takes a second to import: only this command pays for it
+    from service.scheduler import make_plan
+    from service.scheduler.render import FORMATS, render
+
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")
+    return render(spec, make_plan(spec, budget_s=budget_s), format)
+
+
+def _compare(spec: PipelineSpec, format: str, budget_s: float) -> str:
+    from service.scheduler.compare import compare, comparison_text
+
+    if format not in ("text", "json"):
+        raise ValueError(f"--compare prints text or json, not {format}: leave --format out")
+    rows = compare(spec, budget_s=budget_s)
+    if format == "json":
+        return json.dumps([row.to_json() for row in rows], indent=1) + "\n"
+    return comparison_text(rows)
+
+
+def _read_spec(path: Path, schedule: str | None, orders: Path | None) -> PipelineSpec:
+    from service.scheduler import load_spec
+    from service.scheduler.schedules.csv_orders import orders_from_csv
+
+    text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text()
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        import yaml
+
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is neither JSON nor YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no pipeline spec: write an object with meshes, stages and edges")
+    if schedule is not None:
+        data = {**data, "schedule": schedule}
+    spec = load_spec(data)
+    if orders is None:
+        return spec
+    if schedule not in (None, "csv"):
+        raise ValueError(f"--orders and --schedule {schedule} contradict each other: give one of them")
+    return spec.model_copy(update={"schedule": "csv", "orders": orders_from_csv(spec, orders.read_text())})
+
+
+app.command()(plan)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,169 @@
+"""`slotline serve`, `token` and `demo`: the verbs that run something on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.cli_client import CliError, Json, err, out
+from service.settings import Settings, load_settings
+from service.store.database import Database, utc_now
+from service.store.packages import delete_token, list_tokens, store_token
+
+tokens = typer.Typer(help="API tokens, for SLOTLINE_REQUIRE_TOKEN=true.", no_args_is_help=True)
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs of this module to the command."""
+    app.command()(serve)
+    app.command()(demo)
+    app.add_typer(tokens, name="token")
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on (SLOTLINE_HOST)")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (SLOTLINE_PORT)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the control plane; with no RAY_ADDRESS it starts a local Ray too. Ctrl-C ends both."""
+    import uvicorn
+
+    from service.api.app import create_app
+
+    settings = settings_or_fail(host=host, port=port)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for noisy in ("httpx", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level.lower(),
+        access_log=settings.log_level.lower() == "debug",
+        timeout_graceful_shutdown=3,
+        log_config=None,
+    )
+    listener = _listen(settings)
+    if settings.port == 0:
+        settings.port = listener.getsockname()[1]
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                text = json.dumps({"url": settings.url}) if as_json else f"Slotline at {settings.url}"
+                out.print(text, soft_wrap=True)
+
+    server = Server(config)
+    server.run(sockets=[listener])
+    if not server.started:
+        raise CliError("the server did not start; its log above says why")
+
+
+def settings_or_fail(**values: object) -> Settings:
+    """Settings from the environment and `values`; CliError names each wrong variable."""
+    try:
+        return load_settings(**values)
+    except ValidationError as error:
+        raise CliError("; ".join(_setting_error(one) for one in error.errors())) from None
+
+
+@tokens.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(help="Whose token it is")], as_json: Json = False
+) -> None:
+    """Make a token and show it, this once; the store keeps only its digest."""
+    from service.api.auth import new_token, token_digest
+
+    token = new_token()
+
+    async def work(session: AsyncSession) -> None:
+        store_token(session, name, token_digest(token), at=utc_now())
+
+    try:
+        asyncio.run(_in_store(work))
+    except IntegrityError:
+        raise CliError(f"there is a token named {name} already: choose another name, or revoke it") from None
+    print(json.dumps({"name": name, "token": token}) if as_json else token)
+
+
+@tokens.command("list")
+def list_all_tokens(as_json: Json = False) -> None:
+    """Names of the tokens that are valid."""
+    found = asyncio.run(_in_store(list_tokens))
+    rows = [{"name": token.name, "created_at": token.created_at.isoformat()} for token in found]
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(row["name"], row["created_at"])
+
+
+@tokens.command("revoke")
+def revoke_token(name: Annotated[str, typer.Argument()], as_json: Json = False) -> None:
+    """Make a token invalid."""
+    if not asyncio.run(_in_store(lambda session: delete_token(session, name))):
+        raise CliError(f"there is no token named {name}: `slotline token list` shows them")
+    print(json.dumps({"revoked": name}) if as_json else f"revoked {name}")
+
+
+def demo(
+    directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = Path(".slotline"),
+    as_json: Json = False,
+) -> None:
+    """Train two small models on this machine and show where the time went."""
+    from service.demo import DemoFailed, run_demo
+
+    try:
+        rows = run_demo(directory=directory, console=err if as_json else out)
+    except DemoFailed as failure:
+        raise CliError(str(failure)) from None
+    if as_json:
+        print(json.dumps(rows))
+
+
+async def _in_store(work: Callable[[AsyncSession], Awaitable[T]]) -> T:
+    """Run `work` in a write session of the database that the settings name."""
+    database = Database(settings_or_fail().sqlalchemy_url)
+    try:
+        await database.start()
+        async with database.write() as session:
+            return await work(session)
+    finally:
+        await database.close()
+
+
+def _setting_error(error: Mapping[str, Any]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    name = ".".join(str(part) for part in error["loc"])
+    if not name:
+        return message
+    return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={error['input']!r}: {message}"
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise CliError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}): "
+            "another server runs there; end it or give --port"
+        ) from None
+    return listener

@@ -1,0 +1,303 @@
+"""`slotline demo`: a local Slotline, two training jobs over REST, and where their time went.
+
+A client like any other: it starts `slotline serve` as a process of its own, talks REST to it and
+ends it again. Knows nothing of the inside of the control plane.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
+
+READY_LIMIT_S = 90.0
+JOBS_LIMIT_S = 600.0
+STOP_LIMIT_S = 30.0
+FINAL_STATES = {"SUCCEEDED", "FAILED", "CANCELLED"}
+
+GPT_JOB: dict[str, Any] = {
+    "name": "gpt-stdlib",
+    "model": {
+        "factory": "worker.model.gpt:build",
+        "args": {"layers": 6, "width": 96, "heads": 4, "length": 64},
+    },
+    "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 64}},
+    "loss": {"factory": "torch.nn.functional:cross_entropy"},
+    "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1.0e-3}},
+    "training": {"steps": 160, "global_batch": 32, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
+    "pipeline": {"stages": 4, "cut": "auto", "schedule": "auto"},
+    "resources": {"meshes": 4, "workers_per_mesh": 1, "device": "cpu"},
+}
+
+UNET_JOB: dict[str, Any] = {
+    "name": "unet-digits",
+    "model": {"factory": "worker.model.unet:build", "args": {}},
+    "data": {"factory": "worker.data.digits:NoisyDigits", "args": {}},
+    "loss": {"factory": "torch.nn.functional:mse_loss"},
+    "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 2.0e-3}},
+    "training": {"steps": 60, "global_batch": 64, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
+    "pipeline": {"stages": 4, "cut": "auto", "schedule": "auto"},
+    "resources": {"meshes": 4, "workers_per_mesh": 1, "device": "cpu"},
+}
+
+
+class DemoFailed(RuntimeError):
+    """The demo could not show what it is for; the message says what happened and where to look."""
+
+
+def run_demo(
+    *, directory: Path = Path(".slotline"), port: int | None = None, console: Console | None = None
+) -> dict[str, Any]:
+    """Run both jobs on a local Slotline and print the table; returns its rows by job name.
+
+    Traces and the server's log go below `directory`. Raises DemoFailed; leaves no process behind,
+    also when interrupted.
+    """
+    console = console or Console()
+    out = (directory / "demo").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with LocalServer(
+        directory=directory.resolve(), port=port or _usable_port(), log=out / "serve.log"
+    ) as server:
+        console.print(f"Slotline runs at [bold]{server.url}[/bold] (its log: {_shown(server.log)})")
+        with httpx.Client(base_url=server.url, timeout=30.0) as client:
+            jobs = {spec["name"]: _submit(client, spec) for spec in (GPT_JOB, UNET_JOB)}
+            _follow(client, jobs, console, server)
+            rows = {name: _result(client, job_id, out) for name, job_id in jobs.items()}
+        baseline = unigram_entropy_bits(standard_library_corpus())
+        _print_table(console, rows, server.url)
+        return _judge(console, rows, baseline, directory)
+
+
+class LocalServer:
+    """`slotline serve` as a child process in a session of its own; a context that ends it."""
+
+    def __init__(self, *, directory: Path, port: int, log: Path):
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._environment = {
+            **os.environ,
+            "SLOTLINE_HOST": "127.0.0.1",
+            "SLOTLINE_PORT": str(port),
+            "SLOTLINE_DATA_DIR": str(directory),
+            "SLOTLINE_PLAN_BUDGET_S": "3",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalServer:
+        with open(self.log, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "serve"],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def check(self) -> None:
+        """Raise DemoFailed when the server has ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise DemoFailed(f"`slotline serve` ended with code {code}; the end of its log:\n{self.tail()}")
+
+    def tail(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_LIMIT_S
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                if httpx.get(f"{self.url}/readyz", timeout=2.0).is_success:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise DemoFailed(
+            f"no answer from {self.url}/readyz in {READY_LIMIT_S:.0f} s; its log:\n{self.tail()}"
+        )
+
+
+def _submit(client: httpx.Client, spec: dict[str, Any]) -> str:
+    response = client.post("/api/v1/jobs", json=spec)
+    if response.is_error:
+        raise DemoFailed(f"job {spec['name']} was refused: {response.text}")
+    return response.json()["id"]
+
+
+def _follow(client: httpx.Client, jobs: dict[str, str], console: Console, server: LocalServer) -> None:
+    """Progress bars until both jobs are final."""
+    columns = (
+        TextColumn("{task.fields[name]:12}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks = {name: progress.add_task(name, total=None, name=name, note="QUEUED") for name in jobs}
+        open_jobs = dict(jobs)
+        deadline = time.monotonic() + JOBS_LIMIT_S
+        while open_jobs:
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"not finished within {JOBS_LIMIT_S:.0f} s: {', '.join(open_jobs)}")
+            server.check()
+            for name, job_id in list(open_jobs.items()):
+                job = client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
+                done = job.get("progress") or {}
+                note = job["state"] if not done.get("loss") else f"{job['state']} loss {done['loss']:.3f}"
+                if job["state"] == "QUEUED" and job.get("message"):
+                    note = f"QUEUED: {job['message']}"
+                progress.update(
+                    tasks[name], total=done.get("steps"), completed=done.get("step") or 0, note=note[:90]
+                )
+                if job["state"] in FINAL_STATES:
+                    del open_jobs[name]
+                    if job["state"] != "SUCCEEDED":
+                        raise DemoFailed(
+                            f"job {name} {job['state']}: {job.get('reason')}: {job.get('message')}"
+                        )
+            time.sleep(0.3)
+
+
+def _result(client: httpx.Client, job_id: str, out: Path) -> dict[str, Any]:
+    """The row of one finished job; its Chrome trace is written below `out`."""
+    job = client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
+    plan = client.get(f"/api/v1/jobs/{job_id}/plan").raise_for_status().json()["plan"]
+    steps = _all_steps(client, job_id)
+    trace = out / f"{job['name']}.trace.json"
+    response = client.get(f"/api/v1/jobs/{job_id}/timeline", params={"format": "chrome"}).raise_for_status()
+    trace.write_bytes(response.content)
+    settled = steps[len(steps) // 5 :]
+    return {
+        "id": job_id,
+        "first_loss": steps[0]["loss"],
+        "last_loss": _mean([s["loss"] for s in steps[-5:]]),
+        "step_s": _median([s["step_s"] for s in settled]),
+        "planned_makespan_s": plan["makespan_s"],
+        "measured_makespan_s": _median([s["makespan_s"] for s in settled]),
+        "planned_bubble": plan["bubble_ratio"],
+        "measured_bubble": _median([s["bubble_ratio"] for s in settled]),
+        "chosen": plan["chosen"],
+        "trace": str(trace),
+    }
+
+
+def _all_steps(client: httpx.Client, job_id: str) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    token: str | None = None
+    while True:
+        parameters = {"limit": 500} | ({"page_token": token} if token else {})
+        page = client.get(f"/api/v1/jobs/{job_id}/steps", params=parameters).raise_for_status().json()
+        steps += page["items"]
+        token = page.get("next_page_token")
+        if not token:
+            return steps
+
+
+def _print_table(console: Console, rows: dict[str, dict[str, Any]], url: str) -> None:
+    table = Table(title="What was trained, and how the plan held")
+    table.add_column("")
+    for name in rows:
+        table.add_column(name, justify="right")
+    lines = [
+        ("loss, first → last", lambda r: f"{r['first_loss']:.3f} → {r['last_loss']:.3f}"),
+        ("step time", lambda r: f"{1e3 * r['step_s']:.1f} ms"),
+        ("schedule", lambda r: r["chosen"]),
+        ("makespan, planned", lambda r: f"{1e3 * r['planned_makespan_s']:.1f} ms"),
+        ("makespan, measured", lambda r: f"{1e3 * r['measured_makespan_s']:.1f} ms"),
+        ("bubble, planned", lambda r: f"{r['planned_bubble']:.1%}"),
+        ("bubble, measured", lambda r: f"{r['measured_bubble']:.1%}"),
+    ]
+    for title, cell in lines:
+        table.add_row(title, *(cell(row) for row in rows.values()))
+    console.print(table)
+    for name, row in rows.items():
+        console.print(f"{name}: timeline {url}/jobs/{row['id']}", soft_wrap=True)
+        console.print(f"{name}: trace    {_shown(Path(row['trace']))} (open it in Perfetto)", soft_wrap=True)
+
+
+def _judge(
+    console: Console, rows: dict[str, dict[str, Any]], baseline: float, directory: Path
+) -> dict[str, dict[str, Any]]:
+    """Say whether the text model learned more than byte frequencies; DemoFailed when it did not."""
+    bits = rows[GPT_JOB["name"]]["last_loss"] / math.log(2)
+    rows[GPT_JOB["name"]] |= {"bits_per_byte": bits, "unigram_bits_per_byte": baseline}
+    console.print(
+        f"{GPT_JOB['name']}: {bits:.3f} bits per byte at the end; "
+        f"the corpus's single-byte frequencies alone give {baseline:.3f}"
+    )
+    console.print(
+        f"The pages stay readable: `{Path(sys.prefix).name}/bin/slotline serve` (data below {_shown(directory)}) "
+        "serves them again at the same address."
+    )
+    if not bits < 0.9 * baseline:
+        raise DemoFailed(
+            f"the text model ended at {bits:.3f} bits per byte, not clearly below {baseline:.3f}"
+        )
+    unet = rows[UNET_JOB["name"]]
+    if not unet["last_loss"] < 0.8 * unet["first_loss"]:
+        raise DemoFailed(
+            f"the denoiser did not learn: loss {unet['first_loss']:.3f} → {unet['last_loss']:.3f}"
+        )
+    return rows
+
+
+def _usable_port() -> int:
+    """8000 when it is free, else any free port."""
+    for port in (8000, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise DemoFailed("no free port on 127.0.0.1")
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _median(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

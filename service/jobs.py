@@ -1,0 +1,256 @@
+"""What a job is: its specification as users type it, its states, and the causes of an end.
+
+Values only: no database, no HTTP, no Ray.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+PACKAGE_PREFIX = "package:"
+REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
+TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+
+
+class JobState(StrEnum):
+    """Where a job stands; the last three are final (until a user asks for a retry)."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    CANCELLING = "CANCELLING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def final(self) -> bool:
+        return self in FINAL_STATES
+
+
+FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+WAITING_STATES = frozenset({JobState.QUEUED, JobState.RECOVERING})
+_ENDS = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.RECOVERING}
+TRANSITIONS: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
+    JobState.STARTING: frozenset({JobState.RUNNING, JobState.CANCELLING} | _ENDS),
+    JobState.RUNNING: frozenset({JobState.CANCELLING} | _ENDS),
+    JobState.RECOVERING: frozenset({JobState.STARTING, JobState.CANCELLED}),
+    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.SUCCEEDED, JobState.FAILED}),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
+    JobState.SUCCEEDED: frozenset(),
+}
+
+
+class AttemptState(StrEnum):
+    """Where one attempt stands."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def final(self) -> bool:
+        return self not in (AttemptState.STARTING, AttemptState.RUNNING)
+
+
+class Cause(StrEnum):
+    """Who is to blame for a failed attempt; each has its own number of retries."""
+
+    INFRASTRUCTURE = "infrastructure"
+    USER = "user"
+    PREEMPTION = "preemption"
+
+
+_USER_REASONS = frozenset(
+    {
+        "MODEL_BUILD_FAILED",
+        "DATA_FAILED",
+        "CUT_IMPOSSIBLE",
+        "PLAN_INFEASIBLE",
+        "USER_CODE_RAISED",
+        "NAN_LOSS",
+        "CHECKPOINT_UNWRITABLE",
+        "CODE_SETUP_FAILED",
+    }
+)
+
+
+def cause_of(reason: str | None) -> Cause:
+    """The cause behind a reason code; a code that nobody blames on the user is infrastructure's."""
+    if reason in _USER_REASONS:
+        return Cause.USER
+    return Cause.PREEMPTION if reason == "PREEMPTED" else Cause.INFRASTRUCTURE
+
+
+def _printable(value: str) -> str:
+    if any(ord(character) < 32 for character in value):
+        raise ValueError(f"{value!r} holds control characters: remove them")
+    return value
+
+
+def _finite(value: JsonValue) -> JsonValue:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a JSON number: give a finite number, or null")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(inner)
+    return value
+
+
+FiniteJson = Annotated[JsonValue, AfterValidator(_finite)]
+Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Factory(_Part):
+    """An import path `module:attribute` and the arguments it is called with."""
+
+    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
+    args: dict[str, FiniteJson] = {}
+
+
+class Training(_Part):
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
+    global_batch: Count = 32
+    microbatches: Count = 8
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _microbatches_divide_the_batch(self) -> Self:
+        if self.global_batch % self.microbatches:
+            near = next(n for n in range(self.microbatches, 0, -1) if self.global_batch % n == 0)
+            raise ValueError(
+                f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}: "
+                f"set microbatches to {near}, or global_batch to a multiple of {self.microbatches}"
+            )
+        return self
+
+
+class Pipeline(_Part):
+    stages: Annotated[int, Field(ge=1, le=1024)] = 1
+    cut: Literal["auto"] | list[Text] = "auto"
+    schedule: str = "auto"
+    overlap: bool = True
+
+    @model_validator(mode="after")
+    def _schedule_trains_and_cut_fits(self) -> Self:
+        if self.schedule not in TRAINING_SCHEDULES:
+            raise ValueError(
+                f"schedule {self.schedule!r} cannot train a job: use one of {', '.join(TRAINING_SCHEDULES)}"
+            )
+        if self.cut != "auto" and len(self.cut) != self.stages:
+            raise ValueError(
+                f"cut names {len(self.cut)} modules for {self.stages} stages: "
+                "name the module that begins each stage, the first one too, or write auto"
+            )
+        return self
+
+
+class Resources(_Part):
+    meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="One a stage if null"
+    )
+    workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class Checkpoint(_Part):
+    uri: Text
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 50
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+
+
+class Retry(_Part):
+    """How often an attempt that failed is followed by another, by cause; -1 is without end."""
+
+    infrastructure: Annotated[int, Field(ge=-1, le=1_000_000)] = 3
+    user: Annotated[int, Field(ge=-1, le=1_000_000)] = 0
+    preemption: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
+
+
+class Code(_Part):
+    working_dir: Text | None = None
+    pip: list[Text] = []
+
+    @model_validator(mode="after")
+    def _server_can_read_the_code(self) -> Self:
+        place = self.working_dir
+        if place is not None and not place.startswith((PACKAGE_PREFIX, *REMOTE_CODE)):
+            raise ValueError(
+                f"working_dir {place!r} is a folder that the server cannot read: submit with "
+                "`slotline submit`, which uploads it, or POST a zip to /api/v1/packages and give the uri it answers"
+            )
+        return self
+
+
+class JobSpec(_Part):
+    """What a user submits (DESIGN section 11). Unknown fields are refused."""
+
+    name: Name = "job"
+    model: Factory
+    data: Factory
+    loss: Factory
+    optimizer: Factory = Factory(factory="torch.optim:AdamW")
+    training: Training = Training()
+    pipeline: Pipeline = Pipeline()
+    resources: Resources = Resources()
+    checkpoint: Checkpoint | None = None
+    retry: Retry = Retry()
+    code: Code = Code()
+    queue: Name = "default"
+    priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_mesh_a_stage_by_default(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        resources, pipeline = data.get("resources", {}), data.get("pipeline", {})
+        if (
+            not isinstance(resources, dict)
+            or not isinstance(pipeline, dict)
+            or resources.get("meshes") is not None
+        ):
+            return data
+        stages = pipeline.get("stages", 1)
+        if not isinstance(stages, int) or stages < 1:
+            return data  # refused where it stands, once
+        return {**data, "resources": {**resources, "meshes": stages}}
+
+    @model_validator(mode="after")
+    def _meshes_and_workers_fit(self) -> Self:
+        meshes, workers = self.resources.meshes or 1, self.resources.workers_per_mesh
+        if meshes > self.pipeline.stages:
+            raise ValueError(
+                f"resources.meshes {meshes} is more than pipeline.stages {self.pipeline.stages}: "
+                f"a mesh would hold no stage; set resources.meshes to {self.pipeline.stages} or raise pipeline.stages"
+            )
+        size = self.training.global_batch // self.training.microbatches
+        if size % workers:
+            raise ValueError(
+                f"a microbatch of {size} samples cannot be shared by resources.workers_per_mesh {workers}: "
+                f"choose a divisor of {size}, or raise training.global_batch"
+            )
+        return self
+
+    @property
+    def accelerators(self) -> int:
+        """How many accelerators the whole gang needs."""
+        return (self.resources.meshes or 1) * self.resources.workers_per_mesh

@@ -1,0 +1,200 @@
+"""The end of an attempt, and what a driver's report changes: one place for both.
+
+Works inside a write session of the caller; the decision itself is decide.after_failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.jobs import AttemptState, JobState, Retry
+from service.orchestrator.decide import GiveUp, after_failure
+from service.store import attempts as attempt_store
+from service.store.attempts import SlotRecord, StepRecord
+from service.store.jobs import attempts_of
+from service.store.states import add_event, lock_job, move_attempt, move_job
+from service.store.tables import Attempt, Job
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The pause before the next attempt, in seconds."""
+
+    base_s: float = 2.0
+    limit_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class TimelineRecord:
+    step: int
+    started_at: float
+    uncertainty_s: float | None
+    slots: Sequence[SlotRecord]
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    at: datetime
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a driver says since its last report; `sequence` counts from 1 and makes it idempotent."""
+
+    sequence: int
+    state: AttemptState | None = None
+    reason: str | None = None
+    message: str | None = None
+    steps: Sequence[StepRecord] = ()
+    timelines: Sequence[TimelineRecord] = ()
+    events: Sequence[EventRecord] = ()
+    metrics_endpoint: str | None = None
+    checkpoint: tuple[int, str] | None = None
+
+
+class StaleAttemptError(Exception):
+    """The attempt is not the job's current one, or it is over: its driver is fenced off."""
+
+
+async def apply_report(
+    session: AsyncSession, attempt_id: str, report: Report, *, at: datetime, backoff: Backoff, keep: int
+) -> str:
+    """Store a report; the command for the driver, `continue` or `cancel`. Raises StaleAttemptError."""
+    attempt = await attempt_store.find_attempt(session, attempt_id)
+    assert attempt is not None, attempt_id
+    job = await lock_job(session, attempt.job_id)
+    assert job is not None, attempt.job_id
+    await session.refresh(attempt)
+    if report.sequence <= attempt.last_sequence:
+        return _command(job)
+    check_current(job, attempt)
+    attempt.last_sequence, attempt.heartbeat_at = report.sequence, at
+    await _store_measurements(session, job, attempt, report, keep)
+    for event in report.events:
+        add_event(session, job, event.kind, event.message, at=event.at, attempt=attempt.number)
+    if report.state is AttemptState.RUNNING:
+        _run(session, job, attempt, at)
+    elif report.state is not None and report.state.final:
+        await end_attempt(
+            session,
+            job,
+            attempt,
+            report.state,
+            reason=report.reason,
+            message=report.message,
+            at=at,
+            backoff=backoff,
+        )
+    return _command(job)
+
+
+def check_current(job: Job, attempt: Attempt) -> None:
+    """Raise StaleAttemptError unless the attempt is the job's own and goes on."""
+    if job.current_attempt != attempt.id:
+        raise StaleAttemptError(
+            f"attempt {attempt.number} of job {job.id} was replaced by attempt {job.attempts_made}: end this driver"
+        )
+    if attempt.attempt_state.final:
+        raise StaleAttemptError(
+            f"attempt {attempt.number} of job {job.id} is over ({attempt.state}): end this driver"
+        )
+
+
+async def end_attempt(
+    session: AsyncSession,
+    job: Job,
+    attempt: Attempt,
+    state: AttemptState,
+    *,
+    reason: str | None,
+    message: str | None,
+    at: datetime,
+    backoff: Backoff,
+) -> None:
+    """Make the attempt final and move its (locked) job on: to an end, or to RECOVERING."""
+    number = attempt.number
+    if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
+        state, reason = AttemptState.FAILED, "DRIVER_LOST"
+        message = "the driver was told to end by somebody else than Slotline"
+    if state is AttemptState.FAILED:
+        reason, message = reason or "INTERNAL", message or "no message was given"
+    move_attempt(attempt, state, at=at, reason=reason, message=message)
+    if state is AttemptState.SUCCEEDED:
+        move_job(session, job, JobState.SUCCEEDED, at=at, message=message, attempt=number)
+        return
+    if job.job_state is JobState.CANCELLING:
+        message = "cancelled by the user"
+        move_job(
+            session,
+            job,
+            JobState.CANCELLED,
+            at=at,
+            reason="CANCELLED_BY_USER",
+            message=message,
+            attempt=number,
+        )
+        return
+    before = [
+        one.reason or "INTERNAL"
+        for one in await attempts_of(session, job.id)
+        if job.attempts_forgiven < one.number < number and one.state == AttemptState.FAILED
+    ]
+    decision = after_failure(
+        reason or "INTERNAL",
+        message or "",
+        allowed=Retry.model_validate(job.spec["retry"]),
+        failures_before=before,
+        backoff_s=backoff.base_s,
+        backoff_limit_s=backoff.limit_s,
+    )
+    if isinstance(decision, GiveUp):
+        move_job(
+            session, job, JobState.FAILED, at=at, reason=reason, message=decision.message, attempt=number
+        )
+        return
+    job.not_before = at + timedelta(seconds=decision.after_s)
+    job.queued_at = job.created_at  # a job that recovers keeps its place in the line
+    move_job(
+        session, job, JobState.RECOVERING, at=at, reason=reason, message=decision.message, attempt=number
+    )
+
+
+def _run(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
+    if attempt.attempt_state is AttemptState.STARTING:
+        move_attempt(attempt, AttemptState.RUNNING, at=at)
+    if job.job_state is JobState.STARTING:
+        move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
+
+
+async def _store_measurements(
+    session: AsyncSession, job: Job, attempt: Attempt, report: Report, keep: int
+) -> None:
+    steps = {step.step: step for step in report.steps}
+    await attempt_store.record_steps(session, attempt, steps.values())
+    if steps:
+        last = steps[max(steps)]
+        job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
+    for timeline in report.timelines:
+        await attempt_store.record_timeline(
+            session,
+            attempt,
+            step=timeline.step,
+            started_at=timeline.started_at,
+            uncertainty_s=timeline.uncertainty_s,
+            slots=timeline.slots,
+            keep=keep,
+        )
+    if report.metrics_endpoint is not None:
+        attempt.metrics_endpoint = report.metrics_endpoint
+    if report.checkpoint is not None:
+        job.checkpoint_step, job.checkpoint_uri = report.checkpoint
+
+
+def _command(job: Job) -> str:
+    return "cancel" if job.job_state in (JobState.CANCELLING, JobState.CANCELLED) else "continue"

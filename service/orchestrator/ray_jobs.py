@@ -1,0 +1,153 @@
+"""The cluster as the orchestrator sees it: one interface, and its implementation over Ray's HTTP API.
+
+Plain HTTP with timeouts instead of Ray's own client: that one has no timeouts, needs a thread per
+call and imports all of Ray into the control plane. Nothing here touches the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from service.orchestrator.decide import RayJob, RayState
+
+
+class ClusterError(Exception):
+    """The cluster did not do what was asked: it is away, or it refused. The message says which."""
+
+
+class ClusterUnreachableError(ClusterError):
+    """No answer: nothing is known about what was asked."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node and what it offers, by Ray resource name."""
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A driver to start: `env` are its environment variables."""
+
+    id: str
+    entrypoint: str
+    env: Mapping[str, str]
+    metadata: Mapping[str, str]
+    working_dir: str | None = None
+    pip: tuple[str, ...] = ()
+
+
+class Cluster(Protocol):
+    """What the orchestrator asks of a Ray cluster. Every call may raise ClusterError."""
+
+    async def submit(self, submission: Submission) -> None:
+        """Start a driver; a submission id that Ray knows already is not started twice."""
+
+    async def job(self, submission_id: str) -> RayJob: ...
+
+    async def stop(self, submission_id: str) -> None:
+        """Ask Ray to end a driver: SIGTERM, then SIGKILL. Unknown or ended ones are fine."""
+
+    async def log(self, submission_id: str) -> str: ...
+
+    async def nodes(self) -> list[Node]: ...
+
+    async def upload_package(self, name: str, content: bytes) -> str:
+        """Make a zip available to drivers; the URI for `working_dir`."""
+
+    async def close(self) -> None: ...
+
+
+class RayCluster:
+    """A Ray cluster by the address of its dashboard, e.g. http://head:8265."""
+
+    def __init__(self, address: str, *, timeout_s: float = 20.0, token: str | None = None) -> None:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self.address = address
+        self._client = httpx.AsyncClient(
+            base_url=address, timeout=timeout_s, headers=headers, trust_env=False
+        )
+
+    async def submit(self, submission: Submission) -> None:
+        environment: dict[str, Any] = {"env_vars": dict(submission.env)}
+        if submission.working_dir is not None:
+            environment["working_dir"] = submission.working_dir
+        if submission.pip:
+            environment["pip"] = list(submission.pip)
+        body = {
+            "submission_id": submission.id,
+            "entrypoint": submission.entrypoint,
+            "runtime_env": environment,
+            "metadata": dict(submission.metadata),
+            "entrypoint_num_cpus": 0,
+        }
+        response = await self._call("POST", "/api/jobs/", json=body, accept=(400, 500))
+        if response.is_success:
+            return
+        if (await self.job(submission.id)).state is not RayState.MISSING:
+            return
+        raise ClusterError(f"Ray refused the attempt: {_reason(response)}")
+
+    async def job(self, submission_id: str) -> RayJob:
+        response = await self._call("GET", f"/api/jobs/{submission_id}", accept=(404,))
+        if response.status_code == 404:
+            return RayJob(RayState.MISSING)
+        body = response.json()
+        return RayJob(RayState(body["status"]), body.get("message"), body.get("driver_exit_code"))
+
+    async def stop(self, submission_id: str) -> None:
+        await self._call("POST", f"/api/jobs/{submission_id}/stop", accept=(400, 404, 500))
+
+    async def log(self, submission_id: str) -> str:
+        response = await self._call("GET", f"/api/jobs/{submission_id}/logs", accept=(404,))
+        return "" if response.status_code == 404 else response.json().get("logs") or ""
+
+    async def nodes(self) -> list[Node]:
+        response = await self._call("GET", "/api/v0/nodes", params={"detail": "1", "limit": "10000"})
+        rows = response.json()["data"]["result"]["result"]
+        return [
+            Node(id=row["node_id"], address=row["node_ip"], resources=row["resources_total"])
+            for row in rows
+            if row["state"] == "ALIVE"
+        ]
+
+    async def upload_package(self, name: str, content: bytes) -> str:
+        path = f"/api/packages/gcs/{name}"
+        if not (await self._call("GET", path, accept=(404,))).is_success:
+            await self._call("PUT", path, content=content)
+        return f"gcs://{name}"
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(
+        self, method: str, path: str, *, accept: tuple[int, ...] = (), **kwargs: Any
+    ) -> httpx.Response:
+        """The response, when it is a success or its status is in `accept`."""
+        try:
+            response = await self._client.request(method, path, **kwargs)
+        except httpx.HTTPError as error:
+            raise ClusterUnreachableError(
+                f"Ray at {self.address} does not answer: {error or type(error).__name__}"
+            ) from error
+        if response.is_success or response.status_code in accept:
+            return response
+        if response.status_code in (401, 403):
+            raise ClusterError(
+                f"Ray at {self.address} wants a token: set RAY_AUTH_TOKEN to the cluster's token"
+            )
+        if response.status_code >= 500:
+            raise ClusterUnreachableError(f"Ray at {self.address} fails: {_reason(response)}")
+        raise ClusterError(f"Ray at {self.address} answered {response.status_code}: {_reason(response)}")
+
+
+def _reason(response: httpx.Response) -> str:
+    lines = [line for line in response.text.strip().splitlines() if line.strip()]
+    return lines[-1][:500] if lines else f"status {response.status_code}"

@@ -1,0 +1,141 @@
+"""All schedules on one spec, beside two baselines of the past that the field started from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from service.scheduler import kernels
+from service.scheduler.memory import peak_activation
+from service.scheduler.plan import plan_metrics
+from service.scheduler.planner import check_limits, find_timeline
+from service.scheduler.problem import BACKWARD, FORWARD, Problem, build_problem
+from service.scheduler.schedules import AUTO, SCHEDULES, eager
+from service.scheduler.schedules.placement import one_stage_a_mesh
+from service.scheduler.spec import PipelineSpec, SpecError
+from service.scheduler.timeline import Timeline, compress_edges, order_by_start, order_edges, retime
+from service.scheduler.views.text import columns
+
+_BASELINES = {
+    "onnxruntime": "eager-1f1b with max_in_flight = stages, compute and communication rows in lockstep",
+    "alpa": "eager-1f1b, transfers in order of definition, receives at the producer's tick",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule on the spec; numbers are None where `refused` says why it cannot run."""
+
+    schedule: str
+    makespan_s: float | None = None
+    span_s: float | None = None
+    bubble_ratio: float | None = None
+    peak_activation_bytes: int | None = None
+    refused: str | None = None
+
+    def to_json(self) -> dict[str, str | float | int | None]:
+        return asdict(self)
+
+
+def compare(spec: PipelineSpec, *, budget_s: float = 10.0) -> list[Row]:
+    """Every named training schedule, `auto` with this budget, and the two baselines."""
+    rows = []
+    for name in [*SCHEDULES, AUTO]:
+        if name in ("inference", "csv"):
+            continue
+        changed = spec.model_copy(update={"schedule": name})
+        rows.append(_row(name, lambda changed=changed: find_timeline(changed, budget_s=budget_s)))
+    rows.append(_row("onnxruntime", lambda: lockstep_timeline(spec)))
+    rows.append(_row("alpa", lambda: definition_order_timeline(spec)))
+    return rows
+
+
+def comparison_text(rows: list[Row]) -> str:
+    """The rows as a table, what the baselines are, and why schedules were refused."""
+    table: list[tuple[str, ...]] = [("schedule", "makespan s", "span s", "bubble", "peak activations")]
+    for row in rows:
+        if row.refused is None:
+            table.append(
+                (
+                    row.schedule,
+                    f"{row.makespan_s:g}",
+                    f"{row.span_s:g}",
+                    f"{row.bubble_ratio:.1%}",
+                    str(row.peak_activation_bytes),
+                )
+            )
+        else:
+            table.append((row.schedule, "-", "-", "-", "-"))
+    lines = columns(table)
+    lines += ["", *(f"{name}: {what}" for name, what in _BASELINES.items())]
+    lines += [f"{row.schedule} cannot run: {row.refused}" for row in rows if row.refused is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, timeline: Callable[[], Timeline]) -> Row:
+    try:
+        found = timeline()
+    except SpecError as error:
+        return Row(name, refused=str(error))
+    metrics = plan_metrics(found)
+    peak = max(peak_activation(found.problem, lane)[0] for lane in found.lanes)
+    return Row(name, found.makespan, metrics.span_s, metrics.bubble_ratio, peak)
+
+
+def lockstep_timeline(spec: PipelineSpec) -> Timeline:
+    """ONNX Runtime's: rows of computation and rows of communication, each as long as its longest task."""
+    problem, lanes, clock = _eager(spec, cap=len(spec.stages))
+    check_limits(problem, lanes, "onnxruntime")
+    duration, exists = problem.duration.reshape(-1), problem.exists.reshape(-1)
+    row = _transfer_clocks(problem, 2 * clock, consumer=True)
+    rows = int(row[exists].max()) + 1
+    length = np.zeros(rows)
+    np.maximum.at(length, row[exists], duration[exists])
+    begin = np.concatenate(([0.0], np.cumsum(length)[:-1]))
+    start = np.where(exists, begin[np.maximum(row, 0)], 0.0)
+    tasks = np.flatnonzero(exists)
+    return Timeline(problem, start, tasks[np.argsort(row[tasks], kind="stable")])
+
+
+def definition_order_timeline(spec: PipelineSpec) -> Timeline:
+    """Alpa's: each mesh sends and receives tick by tick of the producers, within a tick in the order of the edges."""
+    problem, lanes, clock = _eager(spec, cap=None)
+    check_limits(problem, lanes, "alpa")
+    key = _transfer_clocks(problem, 2 * clock, consumer=False).astype(float)
+    first = problem.compute_tasks
+    edges = np.repeat([t.edge for t in problem.transfers for _ in range(2)], problem.microbatches)
+    key[first:] += edges / (len(spec.edges) + 1)
+    return retime(problem, order_by_start(problem, key))
+
+
+def _eager(spec: PipelineSpec, cap: int | None) -> tuple[Problem, list[np.ndarray], np.ndarray]:
+    """Problem, compute orders and unit clock of each compute task of eager-1f1b with a cap of its own."""
+    if not one_stage_a_mesh(spec):
+        raise SpecError("this baseline wants one stage a mesh")
+    problem = build_problem(spec.model_copy(update={"max_in_flight": cap}), split=False, inference=False)
+    lanes = eager.lanes(problem)
+    unit = np.zeros(problem.tasks)
+    unit[: problem.compute_tasks] = 1.0
+    pointer, successors = compress_edges(problem.tasks, *order_edges(problem, lanes))
+    start, _, _ = kernels.longest_paths(pointer, successors, unit, problem.exists.reshape(-1))
+    return problem, lanes, start[: problem.compute_tasks].astype(np.int64)
+
+
+def _transfer_clocks(problem: Problem, compute: np.ndarray, *, consumer: bool) -> np.ndarray:
+    """Row of every task: computation as given, a transfer just before its first consumer or after its producers."""
+    rows = np.zeros((problem.kinds, problem.microbatches), dtype=np.int64)
+    rows[: 3 * problem.stages] = compute.reshape(-1, problem.microbatches)
+    for index, transfer in enumerate(problem.transfers):
+        source, targets = transfer.source, transfer.targets
+        if consumer:
+            arrives = np.min([rows[3 * t + FORWARD] for t in targets], axis=0)
+            rows[problem.transfer_kind(index, 0)] = arrives - 1
+            rows[problem.transfer_kind(index, 1)] = rows[3 * source + BACKWARD] - 1
+        else:
+            rows[problem.transfer_kind(index, 0)] = rows[3 * source + FORWARD] + 1
+            rows[problem.transfer_kind(index, 1)] = (
+                np.max([rows[3 * t + BACKWARD] for t in targets], axis=0) + 1
+            )
+    return rows.reshape(-1)

@@ -1,0 +1,100 @@
+"""What a list of slots amounts to: makespan, span, bubble, exposed transfers; planned or measured alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+COMPUTE_ACTIONS = frozenset("FBIW")
+TRANSFER_ACTIONS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
+
+
+@dataclass(frozen=True)
+class MeshMetrics:
+    """Seconds of one mesh. `span_s` runs from the start of its first to the end of its last compute action;
+    `exposed_transfer_s` is the part of it with an idle compute lane and a running transfer."""
+
+    compute_s: float
+    span_s: float
+    transfer_s: float
+    exposed_transfer_s: float
+
+
+@dataclass(frozen=True)
+class TimelineMetrics:
+    """`bubble_ratio` = 1 − compute / (meshes × makespan); `overlap_ratio` = 1 − exposed / time with a transfer."""
+
+    makespan_s: float
+    span_s: float
+    bubble_ratio: float
+    overlap_ratio: float
+    exposed_transfer_s: float
+    meshes: dict[str, MeshMetrics]
+
+
+def timeline_metrics(slots: Iterable[Any], meshes: Iterable[str] | None = None) -> TimelineMetrics:
+    """Metrics of slots (objects or JSON mappings with mesh, action, start_s, end_s).
+
+    REDUCE and STEP are left out. `meshes` names the meshes to count; by default those that have slots.
+    """
+    rows: dict[str, tuple[list, list]] = {name: ([], []) for name in meshes or ()}
+    for slot in slots:
+        get = slot.get if isinstance(slot, Mapping) else lambda key, slot=slot: getattr(slot, key)
+        action = get("action")
+        if action in COMPUTE_ACTIONS or action in TRANSFER_ACTIONS:
+            row = rows.setdefault(get("mesh"), ([], []))
+            row[action in TRANSFER_ACTIONS].append((get("start_s"), get("end_s")))
+    arrays = {
+        name: tuple(np.array(part, dtype=float).reshape(-1, 2) for part in row) for name, row in rows.items()
+    }
+    everything = [part for row in arrays.values() for part in row if len(part)]
+    makespan = (
+        max(float(part[:, 1].max()) for part in everything)
+        - min(float(part[:, 0].min()) for part in everything)
+        if everything
+        else 0.0
+    )
+    return combine(
+        {name: mesh_metrics(compute, moves) for name, (compute, moves) in arrays.items()}, makespan
+    )
+
+
+def mesh_metrics(compute: np.ndarray, transfers: np.ndarray) -> MeshMetrics:
+    """Metrics of one mesh from float[n, 2] arrays of starts and ends."""
+    transfer_s = _covered(transfers)
+    if not len(compute):
+        return MeshMetrics(0.0, 0.0, transfer_s, 0.0)
+    first, last = float(compute[:, 0].min()), float(compute[:, 1].max())
+    inside = np.clip(transfers, first, last)
+    exposed = _covered(np.concatenate((compute, inside))) - _covered(compute)
+    if exposed <= 1e-9 * (last - first):
+        exposed = 0.0
+    return MeshMetrics(float((compute[:, 1] - compute[:, 0]).sum()), last - first, transfer_s, exposed)
+
+
+def combine(meshes: dict[str, MeshMetrics], makespan: float) -> TimelineMetrics:
+    """Metrics of all meshes together."""
+    compute = sum(mesh.compute_s for mesh in meshes.values())
+    exposed = sum(mesh.exposed_transfer_s for mesh in meshes.values())
+    moving = sum(mesh.transfer_s for mesh in meshes.values())
+    return TimelineMetrics(
+        makespan_s=makespan,
+        span_s=max((mesh.span_s for mesh in meshes.values()), default=0.0),
+        bubble_ratio=1.0 - compute / (len(meshes) * makespan) if makespan > 0 else 0.0,
+        overlap_ratio=1.0 - exposed / moving if moving > 0 else 1.0,
+        exposed_transfer_s=exposed,
+        meshes=meshes,
+    )
+
+
+def _covered(intervals: np.ndarray) -> float:
+    """Length of the union of intervals."""
+    if not len(intervals):
+        return 0.0
+    ordered = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(ordered[:, 1])
+    begin = np.maximum(ordered[1:, 0], reached[:-1])
+    return float(ordered[0, 1] - ordered[0, 0] + np.maximum(ordered[1:, 1] - begin, 0.0).sum())

@@ -1,0 +1,214 @@
+"""Plan: what the scheduler answers (DESIGN section 4), made from a timeline.
+
+Slots and programs are plain data; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, field_serializer
+
+from service.scheduler.memory import peak_activation, peak_receive_buffers
+from service.scheduler.metrics import TimelineMetrics, combine, mesh_metrics
+from service.scheduler.problem import Problem
+from service.scheduler.timeline import Timeline
+from worker.program import COMPUTE_LANE, Instruction, Program, program_from_json, receive_lane, send_lane
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operation on one lane of one mesh, in seconds from the start of the step."""
+
+    mesh: str
+    lane: str
+    action: str
+    stage: str
+    microbatch: int
+    start_s: float
+    end_s: float
+    peer_stage: str | None = None
+    peer_mesh: str | None = None
+    edge: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of DESIGN section 4; compute slots have no peer fields."""
+        out: dict[str, Any] = {
+            "mesh": self.mesh,
+            "lane": self.lane,
+            "action": self.action,
+            "stage": self.stage,
+        }
+        if self.edge is not None:
+            out |= {"peer_stage": self.peer_stage, "peer_mesh": self.peer_mesh, "edge": self.edge}
+        return out | {"microbatch": self.microbatch, "start_s": self.start_s, "end_s": self.end_s}
+
+
+class MeshPlan(BaseModel):
+    """What the plan asks of one mesh."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    peak_activation_bytes: int
+    compute_s: float
+    exposed_transfer_s: float
+    peak_receive_buffers: int
+
+
+class Plan(BaseModel):
+    """A timed, proven schedule with the programs that run it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: str
+    chosen: str
+    makespan_s: float
+    span_s: float
+    lower_bound_s: float
+    proven_optimal: bool
+    truncated: bool = False
+    bubble_ratio: float
+    overlap_ratio: float
+    meshes: list[MeshPlan]
+    slots: list[Slot]
+    programs: dict[str, list[dict[str, Any]]]
+
+    @field_serializer("slots")
+    def _slots_json(self, slots: list[Slot]) -> list[dict[str, Any]]:
+        return [slot.to_json() for slot in slots]
+
+    def program(self, mesh: str) -> Program:
+        """The instructions of one mesh."""
+        return program_from_json(self.programs[mesh])
+
+
+def make_plan_from(
+    timeline: Timeline,
+    *,
+    chosen: str,
+    lower_bound_s: float,
+    proven_optimal: bool,
+    truncated: bool,
+    programs: dict[str, list[Instruction]],
+) -> Plan:
+    """The plan of a timeline and its programs."""
+    problem = timeline.problem
+    metrics = plan_metrics(timeline)
+    buffers = peak_receive_buffers(timeline)
+    lanes = timeline.lanes
+    meshes = []
+    for index, mesh in enumerate(problem.spec.meshes):
+        of_mesh = metrics.meshes[mesh.name]
+        meshes.append(
+            MeshPlan(
+                name=mesh.name,
+                peak_activation_bytes=peak_activation(problem, lanes[index])[0],
+                compute_s=of_mesh.compute_s,
+                exposed_transfer_s=of_mesh.exposed_transfer_s,
+                peak_receive_buffers=buffers[index],
+            )
+        )
+    return Plan.model_construct(
+        schedule=problem.spec.schedule,
+        chosen=chosen,
+        makespan_s=timeline.makespan,
+        span_s=metrics.span_s,
+        lower_bound_s=lower_bound_s,
+        proven_optimal=proven_optimal,
+        truncated=truncated,
+        bubble_ratio=metrics.bubble_ratio,
+        overlap_ratio=metrics.overlap_ratio,
+        meshes=meshes,
+        slots=make_slots(timeline),
+        programs={name: [_instruction_json(ins) for ins in program] for name, program in programs.items()},
+    )
+
+
+def _instruction_json(ins: Instruction) -> dict[str, Any]:
+    # the same as Instruction.to_json, which is slow for hundreds of thousands of instructions
+    return {
+        "op": ins.op,
+        "lane": ins.lane,
+        "stage": ins.stage,
+        "microbatch": ins.microbatch,
+        "edge": ins.edge,
+        "peer": ins.peer,
+        "wait": list(ins.wait),
+        "record": ins.record,
+    }
+
+
+def plan_metrics(timeline: Timeline) -> TimelineMetrics:
+    """The metrics of a planned timeline, mesh by mesh."""
+    problem = timeline.problem
+    moves = timeline.sequence[timeline.sequence >= problem.compute_tasks]
+    kinds = moves // problem.microbatches
+    result = {}
+    for index, (mesh, lane) in enumerate(zip(problem.spec.meshes, timeline.lanes, strict=True)):
+        here = moves[(problem.sender_of_kind[kinds] == index) | (problem.receiver_of_kind[kinds] == index)]
+        result[mesh.name] = mesh_metrics(_intervals(timeline, lane), _intervals(timeline, here))
+    return combine(result, timeline.makespan)
+
+
+def _intervals(timeline: Timeline, tasks: np.ndarray) -> np.ndarray:
+    return np.column_stack((timeline.start[tasks], timeline.end[tasks]))
+
+
+def make_slots(timeline: Timeline) -> list[Slot]:
+    """All slots by mesh and lane (compute first, then by peer, sends before receives), each lane by start."""
+    problem = timeline.problem
+    microbatches = problem.microbatches
+    kinds = timeline.sequence // microbatches
+    lanes: dict[tuple[int, int], list[tuple]] = {}
+    order: dict[tuple[int, int], list[np.ndarray]] = {}
+    for kind in range(problem.kinds):
+        for mesh, code, label in _slot_labels(problem, kind):
+            order.setdefault((mesh, code), [])
+            lanes.setdefault((mesh, code), []).append((kind, label))
+    slots: list[Slot] = []
+    fused = problem.fused.tolist()
+    for key in sorted(lanes):
+        labels = dict(lanes[key])
+        chosen = np.zeros(problem.kinds, dtype=bool)
+        chosen[list(labels)] = True
+        tasks = timeline.sequence[chosen[kinds]]
+        starts, ends = timeline.start[tasks].tolist(), timeline.end[tasks].tolist()
+        for task, start, end in zip(tasks.tolist(), starts, ends, strict=True):
+            kind, microbatch = divmod(task, microbatches)
+            mesh, lane, action, stage, peer_stage, peer_mesh, edge = labels[kind]
+            if action == "I" and fused[kind // 3][microbatch]:
+                action = "B"
+            slots.append(Slot(mesh, lane, action, stage, microbatch, start, end, peer_stage, peer_mesh, edge))
+    return slots
+
+
+def _slot_labels(problem: Problem, kind: int) -> list[tuple[int, int, tuple]]:
+    """(mesh, lane code, fields of the slot) for each mesh on which a kind has a slot."""
+    spec = problem.spec
+    if kind < 3 * problem.stages:
+        stage, op = divmod(kind, 3)
+        mesh = int(problem.mesh_of_stage[stage])
+        name = spec.stages[stage].name
+        return [(mesh, -1, (spec.meshes[mesh].name, COMPUTE_LANE, "FIW"[op], name, None, None, None))]
+    index, backward = divmod(kind - 3 * problem.stages, 2)
+    transfer = problem.transfers[index]
+    user, maker = spec.stages[transfer.targets[0]].name, spec.stages[transfer.source].name
+    sender, receiver = int(problem.sender_of_kind[kind]), int(problem.receiver_of_kind[kind])
+    here, there = spec.meshes[sender].name, spec.meshes[receiver].name
+    suffix = "B" if backward else "F"
+    sending, receiving = (user, maker) if backward else (maker, user)
+    return [
+        (
+            sender,
+            2 * receiver,
+            (here, send_lane(there), f"SEND_{suffix}", sending, receiving, there, transfer.edge),
+        ),
+        (
+            receiver,
+            2 * sender + 1,
+            (there, receive_lane(here), f"RECV_{suffix}", receiving, sending, here, transfer.edge),
+        ),
+    ]

@@ -1,0 +1,151 @@
+"""From a spec to a proven plan: picks the schedule, simulates, compiles, verifies."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from service.scheduler.bounds import lower_bound
+from service.scheduler.events import compile_programs
+from service.scheduler.memory import in_flight_violation, peak_activation
+from service.scheduler.plan import Plan, make_plan_from
+from service.scheduler.problem import Problem, build_problem
+from service.scheduler.schedules import AUTO, find_schedule, fitting_names
+from service.scheduler.schedules.csv_orders import fused_of_orders
+from service.scheduler.search import Found, reaches, search
+from service.scheduler.spec import PipelineSpec, SpecError, check_spec
+from service.scheduler.timeline import Timeline, needed_receive_buffers, simulate
+from service.scheduler.verify import verify
+
+
+def make_plan(
+    spec: PipelineSpec, *, budget_s: float = 10.0, expired: Callable[[], bool] | None = None
+) -> Plan:
+    """The plan of a spec; raises SpecError when there is none.
+
+    `budget_s` is how long `auto` may search, counted in work, so that the same spec gives the same
+    plan; 0 gives the best constructive plan. `expired` is a wall-clock deadline: once it returns
+    True the search ends and the plan says `truncated`.
+    """
+    with _collector_paused():
+        found = _find(spec, budget_s, expired)
+        programs = compile_programs(found.timeline)
+        verify(spec, programs)
+        return make_plan_from(
+            found.timeline,
+            chosen=found.chosen,
+            lower_bound_s=found.lower_bound_s,
+            proven_optimal=found.proven_optimal,
+            truncated=found.truncated,
+            programs=programs,
+        )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A plan is up to a million small objects without cycles: walking them again and again doubles the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
+    """The timeline of the plan of a spec, without programs."""
+    return _find(spec, budget_s, None).timeline
+
+
+def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
+    check_spec(spec)
+    return _auto(spec, budget_s, expired) if spec.schedule == AUTO else _named(spec)
+
+
+def _named(spec: PipelineSpec) -> Found:
+    timeline = named_timeline(spec, spec.schedule)
+    bound = lower_bound(timeline.problem)
+    return Found(
+        timeline=timeline,
+        chosen=spec.schedule,
+        lower_bound_s=min(bound, timeline.makespan),
+        proven_optimal=reaches(timeline.makespan, bound),
+        truncated=False,
+    )
+
+
+def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
+    # splitting can only help in this model: the same order with W right after I is never later
+    split = spec.split_backward
+    if split is None:
+        split = any(stage.backward_weight_s > 0 for stage in spec.stages)
+    problem = build_problem(spec, split=split, inference=False)
+    seeds = []
+    for name in fitting_names(spec)[:-1]:
+        for form in (spec, spec.model_copy(update={"split_backward": split})):
+            try:
+                seeds.append((name, named_timeline(form, name)))
+            except SpecError:
+                continue
+            if spec.split_backward is not None:
+                break  # both forms are the same
+    found = search(problem, seeds, budget_s=budget_s, expired=expired)
+    if found is None:
+        raise SpecError(_no_plan_message(problem))
+    return found
+
+
+def _no_plan_message(problem: Problem) -> str:
+    """The limits under which no order was found, and limits that are certainly enough."""
+    changes = []
+    found = None
+    unlimited = [mesh.model_copy(update={"receive_buffer_limit": None}) for mesh in problem.spec.meshes]
+    free = replace(problem, spec=problem.spec.model_copy(update={"meshes": unlimited}))
+    if (problem.receive_limit >= 0).any():
+        found = search(free, [], budget_s=0.0)
+    for index, mesh in enumerate(problem.spec.meshes):
+        # one microbatch at a time holds every stage's activation once
+        enough = int(problem.activation[problem.mesh_of_stage == index].sum())
+        limit = mesh.activation_limit_bytes
+        if found is None and limit is not None and limit < enough:
+            changes.append(f"raise activation_limit_bytes of mesh {mesh.name!r} from {limit} to {enough}")
+        limit = mesh.receive_buffer_limit
+        if found is not None and limit is not None:
+            needed = needed_receive_buffers(problem, found.timeline.lanes[index])
+            if limit < needed:
+                changes.append(f"raise receive_buffer_limit of mesh {mesh.name!r} from {limit} to {needed}")
+    return f"no order was found within the limits: {', '.join(changes) or 'raise the memory limits'}"
+
+
+def named_timeline(spec: PipelineSpec, name: str) -> Timeline:
+    """The timeline of a named schedule on a spec; raises SpecError where it does not fit the placement or limits."""
+    schedule = find_schedule(spec, name)
+    if name == "csv":
+        fused, inference = fused_of_orders(spec)
+        problem = build_problem(spec, inference=inference).with_fused(fused)
+    else:
+        split = schedule.splits if spec.split_backward is None else spec.split_backward
+        problem = build_problem(spec, split=split, inference=name == "inference")
+    lanes = schedule.lanes(problem)
+    check_limits(problem, lanes, name)
+    return simulate(problem, lanes)
+
+
+def check_limits(problem: Problem, lanes: list[np.ndarray], name: str) -> None:
+    """Raise SpecError where the compute orders of a schedule break a memory limit or max_in_flight."""
+    for mesh, lane in enumerate(lanes):
+        limit = int(problem.activation_limit[mesh])
+        peak, _ = peak_activation(problem, lane)
+        if 0 <= limit < peak:
+            raise SpecError(
+                f"schedule {name!r} holds {peak} bytes of activations on mesh {problem.spec.meshes[mesh].name!r}, over "
+                f"its activation_limit_bytes {limit}: raise the limit to {peak}, or use schedule 'auto'"
+            )
+        broken = in_flight_violation(problem, lane)
+        if broken is not None:
+            raise SpecError(f"schedule {name!r}: {broken}: raise max_in_flight, or use schedule 'auto'")

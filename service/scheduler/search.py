@@ -1,0 +1,166 @@
+"""The `auto` schedule: named schedules and priority rules, a search over rules, then the exact solver
+on the whole problem, on parts of it, and on the whole again from what that found.
+
+Deterministic: budgets count runs and the solver's deterministic time. A deadline comes in as a callable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.scheduler import exact, neighbourhoods, rules
+from service.scheduler.bounds import lower_bound
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.memory import keeps_limits
+from service.scheduler.problem import Problem
+from service.scheduler.timeline import OrderError, Timeline, retime, simulate
+
+SEARCHED = "searched"
+# Calibrated on two 2.x GHz cores: work done in one second.
+_TASK_RUNS_PER_SECOND = 1_500_000  # tasks dispatched by rules, with a fixed cost for each run
+_TASKS_OF_AN_EMPTY_RUN = 100
+_SOLVER_TIME_PER_SECOND = 1.5  # CP-SAT's deterministic time
+_SLACK = 1.01  # how much a timeline may gain by being timed again
+_LARGEST_MODEL = 150_000  # literals of the solver's model
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best timeline, the name of the schedule it came from, and what is proven about it."""
+
+    timeline: Timeline
+    chosen: str
+    lower_bound_s: float
+    proven_optimal: bool
+    truncated: bool
+
+
+def reaches(makespan: float, bound: float) -> bool:
+    """Whether a makespan equals a lower bound, within the tolerance of times."""
+    return makespan <= bound * (1 + TOLERANCE)
+
+
+def search(
+    problem: Problem,
+    seeds: list[tuple[str, Timeline]],
+    *,
+    budget_s: float,
+    expired: Callable[[], bool] | None = None,
+) -> Found | None:
+    """The shortest timeline found, never longer than any seed; None when nothing fits the limits."""
+    search = _Search(problem, seeds, expired)
+    search.construct()
+    # small problems are solved at once; larger ones need a good plan first
+    steps = (
+        (search.solve, 0.05),
+        (search.improve_rules, 0.2),
+        (search.rearrange, 0.1),
+        (search.solve, 0.65),
+    )
+    for step, share in steps:
+        if budget_s > 0 and not search.done:
+            step(share * budget_s)
+    if search.best is None:
+        return None
+    return Found(
+        timeline=search.best,
+        chosen=search.chosen,
+        lower_bound_s=min(search.bound, search.best.makespan),
+        proven_optimal=reaches(search.best.makespan, search.bound),
+        truncated=search.truncated,
+    )
+
+
+class _Search:
+    def __init__(
+        self, problem: Problem, seeds: list[tuple[str, Timeline]], expired: Callable[[], bool] | None
+    ) -> None:
+        self.problem = problem
+        self.bound = lower_bound(problem)
+        self.best: Timeline | None = None
+        self._hint: Timeline | None = None  # the best with the backwards split as in `problem`
+        self.chosen = SEARCHED
+        self.truncated = False
+        self._expired = expired
+        self._runner = rules.RuleRunner(problem)
+        for name, timeline in seeds:
+            self._offer(timeline, name)
+
+    @property
+    def done(self) -> bool:
+        return (self.best is not None and reaches(self.best.makespan, self.bound)) or self._stop()
+
+    def _stop(self) -> bool:
+        if not self.truncated and self._expired is not None and self._expired():
+            self.truncated = True
+        return self.truncated
+
+    def _offer(self, timeline: Timeline, name: str) -> None:
+        if np.array_equal(timeline.problem.fused, self.problem.fused) and (
+            self._hint is None or timeline.makespan < self._hint.makespan * (1 - TOLERANCE)
+        ):
+            self._hint = timeline
+        if self.best is None or timeline.makespan < self.best.makespan * (1 - TOLERANCE):
+            self.best, self.chosen = timeline, name
+
+    def _offer_starts(self, timeline: Timeline | None) -> None:
+        """Take the orders of a timeline of the planning model and time them again, with every limit."""
+        if timeline is None or (self.best is not None and timeline.makespan > _SLACK * self.best.makespan):
+            return
+        try:
+            limited = bool((self.problem.receive_limit >= 0).any())
+            again = (
+                simulate(self.problem, timeline.lanes) if limited else retime(self.problem, timeline.sequence)
+            )
+        except OrderError:
+            return
+        if keeps_limits(self.problem, again.lanes):  # actions without length may have changed places
+            self._offer(again, SEARCHED)
+
+    def construct(self) -> None:
+        """The standard rules, each once."""
+        for rule in rules.standard_rules(self.problem):
+            if self.best is not None and self.done:
+                return
+            self._offer_starts(self._runner.timeline(rule))
+
+    def improve_rules(self, budget_s: float) -> None:
+        cost = _TASKS_OF_AN_EMPTY_RUN + int(self.problem.exists.sum())
+        runs = int(budget_s * _TASK_RUNS_PER_SECOND / cost)
+        found = rules.search_rules(
+            self._runner, runs=runs, goal_s=self.bound * (1 + TOLERANCE), stop=self._stop
+        )
+        if found is not None:
+            self._offer_starts(self._runner.timeline(found[1]))
+
+    def solve(self, budget_s: float) -> None:
+        """The exact solver on the whole problem."""
+        if self._hint is None or exact.model_size(self.problem) > _LARGEST_MODEL:
+            return
+        answer = exact.solve(
+            self.problem,
+            self._hint,
+            lower_bound_s=self.bound,
+            deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND,
+            expired=self._expired,
+        )
+        self._offer_starts(answer.timeline)
+        self.bound = max(self.bound, answer.lower_bound_s)
+        if not answer.finished:
+            self._stop()
+
+    def rearrange(self, budget_s: float) -> None:
+        """The exact solver on parts of the best plan."""
+        if self._hint is None or exact.model_size(self.problem) > _LARGEST_MODEL:
+            return
+        better = neighbourhoods.improve(
+            self.problem,
+            self._hint,
+            lower_bound_s=self.bound,
+            deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND,
+            stop=self._stop,
+        )
+        self._offer_starts(better)

@@ -1,0 +1,299 @@
+"""PipelineSpec: the planning problem as a user writes it (DESIGN section 4), and its checks.
+
+Knows shapes, costs and limits of stages, edges and meshes; nothing of orders or times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Contention = Literal["none", "link", "full-duplex", "half-duplex"]
+
+
+class SpecError(ValueError):
+    """A spec that no plan can satisfy; the message names the value and the least change that helps."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MeshSpec(_Model):
+    """A group of accelerators; both limits are optional."""
+
+    name: Name
+    activation_limit_bytes: Bytes | None = None
+    receive_buffer_limit: Annotated[int, Field(ge=0)] | None = None
+
+
+class StageSpec(_Model):
+    """A piece of the model on one mesh; costs are of one microbatch."""
+
+    name: Name
+    mesh: Name
+    forward_s: Seconds
+    backward_input_s: Seconds = 0.0
+    backward_weight_s: Seconds = 0.0
+    activation_bytes: Bytes = 0
+    weight_stash_bytes: Bytes = 0
+
+
+class EdgeSpec(_Model):
+    """A tensor from one stage to another: its transfer times, or its sizes."""
+
+    source: Name
+    target: Name
+    forward_s: Seconds | None = None
+    backward_s: Seconds | None = None
+    forward_bytes: Bytes | None = None
+    backward_bytes: Bytes | None = None
+    tensor: str | None = None
+
+
+class NetworkSpec(_Model):
+    """What transfers may share, and how bytes become seconds."""
+
+    contention: Contention = "none"
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    latency_s: Seconds = 0.0
+
+
+class PipelineSpec(_Model):
+    """Stages, edges, meshes and costs: what `make_plan` turns into a Plan."""
+
+    microbatches: Annotated[int, Field(ge=1, le=1_000_000)]
+    meshes: Annotated[list[MeshSpec], Field(min_length=1)]
+    stages: Annotated[list[StageSpec], Field(min_length=1)]
+    edges: list[EdgeSpec] = []
+    network: NetworkSpec = NetworkSpec()
+    overlap: bool = True
+    schedule: str = "auto"
+    orders: dict[str, list[str]] | None = None
+    split_backward: bool | None = None
+    max_in_flight: Annotated[int, Field(ge=1)] | None = None
+
+
+def load_spec(data: Mapping[str, Any] | str | bytes) -> PipelineSpec:
+    """The checked spec of JSON data or text; raises SpecError with every problem of its fields in one message."""
+    try:
+        spec = (
+            PipelineSpec.model_validate_json(data)
+            if isinstance(data, str | bytes)
+            else PipelineSpec.model_validate(data)
+        )
+    except ValidationError as error:
+        raise SpecError("; ".join(_describe(item) for item in error.errors())) from error
+    check_spec(spec)
+    return spec
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in item["loc"]) or "spec"
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        return f"{place} is not a field of a pipeline spec: remove it"
+    if kind == "missing":
+        return f"{place} is missing: give it"
+    if kind in ("json_invalid", "json_type"):
+        return f"the spec is not JSON: {item['msg']}"
+    return f"{place} is {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+
+
+def check_spec(spec: PipelineSpec) -> None:
+    """Raise SpecError when the stage graph or the limits admit no plan at all."""
+    _check_names(spec)
+    _check_edges(spec)
+    _check_sum(spec)
+    topological_order(spec)
+    _check_activation_limits(spec)
+    _check_receive_limits(spec)
+
+
+def _check_names(spec: PipelineSpec) -> None:
+    for what, names in (("mesh", [m.name for m in spec.meshes]), ("stage", [s.name for s in spec.stages])):
+        repeated = (
+            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        )
+        if repeated:
+            raise SpecError(
+                f"{what} name {repeated[0]!r} is used more than once: give each {what} its own name"
+            )
+    meshes = {mesh.name for mesh in spec.meshes}
+    for stage in spec.stages:
+        if stage.mesh not in meshes:
+            raise SpecError(
+                f"stage {stage.name!r} is on mesh {stage.mesh!r}, which does not exist: "
+                f"add that mesh or use one of {', '.join(sorted(meshes))}"
+            )
+        if stage.weight_stash_bytes > stage.activation_bytes:
+            raise SpecError(
+                f"stage {stage.name!r} has weight_stash_bytes {stage.weight_stash_bytes}, a part of its "
+                f"activation_bytes {stage.activation_bytes}: lower the stash to at most that"
+            )
+    used = {stage.mesh for stage in spec.stages}
+    for mesh in spec.meshes:
+        if mesh.name not in used:
+            raise SpecError(f"mesh {mesh.name!r} holds no stage: place a stage on it or remove the mesh")
+
+
+def _check_edges(spec: PipelineSpec) -> None:
+    stages = {stage.name: stage for stage in spec.stages}
+    merged: dict[tuple[str, str, str], tuple[int, tuple[float, float]]] = {}
+    for index, edge in enumerate(spec.edges):
+        for end in ("source", "target"):
+            if getattr(edge, end) not in stages:
+                raise SpecError(
+                    f"edge {index} has {end} {getattr(edge, end)!r}, which is no stage: "
+                    f"add that stage or use one of {', '.join(stages)}"
+                )
+        if edge.source == edge.target:
+            raise SpecError(f"edge {index} leads from stage {edge.source!r} to itself: remove it")
+        costs = edge_seconds(spec, index)
+        mesh = stages[edge.target].mesh
+        if edge.tensor is None or mesh == stages[edge.source].mesh:
+            continue
+        first, other = merged.setdefault((edge.source, edge.tensor, mesh), (index, costs))
+        if costs != other:
+            raise SpecError(
+                f"edges {first} and {index} share tensor {edge.tensor!r} on mesh {mesh!r} but cost {other} and "
+                f"{costs} seconds: give both the same costs, or another tensor name"
+            )
+
+
+def _check_sum(spec: PipelineSpec) -> None:
+    """No step is longer than all its actions and transfers one after the other: that sum must be a number."""
+    stages = sum(s.forward_s + s.backward_input_s + s.backward_weight_s for s in spec.stages)
+    seconds = spec.microbatches * (stages + sum(sum(edge_seconds(spec, i)) for i in range(len(spec.edges))))
+    if not math.isfinite(seconds):
+        raise SpecError("the times of all actions add up to more than a number holds: give smaller seconds")
+
+
+def edge_seconds(spec: PipelineSpec, index: int) -> tuple[float, float]:
+    """(forward, backward) seconds of the transfers of one edge, from its times or its bytes."""
+    edge, network = spec.edges[index], spec.network
+    costs = []
+    for direction in ("forward", "backward"):
+        seconds, size = getattr(edge, f"{direction}_s"), getattr(edge, f"{direction}_bytes")
+        if seconds is not None and size is not None:
+            raise SpecError(
+                f"edge {index} gives both {direction}_s {seconds} and {direction}_bytes {size}: keep one of them"
+            )
+        if seconds is None and size is None:
+            if direction == "backward" and spec.schedule == "inference":
+                seconds = 0.0
+            else:
+                raise SpecError(
+                    f"edge {index} has no {direction} cost: give {direction}_s or {direction}_bytes"
+                )
+        if seconds is None:
+            if network.bandwidth_bytes_per_s is None:
+                raise SpecError(f"edge {index} is given in bytes: set network.bandwidth_bytes_per_s")
+            seconds = network.latency_s + size / network.bandwidth_bytes_per_s
+            if not math.isfinite(seconds):
+                raise SpecError(f"edge {index} takes {seconds} seconds: raise network.bandwidth_bytes_per_s")
+        costs.append(float(seconds))
+    return costs[0], costs[1]
+
+
+def topological_order(spec: PipelineSpec) -> list[int]:
+    """Stage indices so that every edge goes forward, ties by index; raises SpecError naming a cycle."""
+    index = {stage.name: i for i, stage in enumerate(spec.stages)}
+    successors: list[list[int]] = [[] for _ in spec.stages]
+    missing = [0] * len(spec.stages)
+    for edge in spec.edges:
+        successors[index[edge.source]].append(index[edge.target])
+        missing[index[edge.target]] += 1
+    ready = [i for i, count in enumerate(missing) if not count]
+    order = []
+    while ready:
+        ready.sort(reverse=True)
+        stage = ready.pop()
+        order.append(stage)
+        for target in successors[stage]:
+            missing[target] -= 1
+            if not missing[target]:
+                ready.append(target)
+    if len(order) < len(spec.stages):
+        cycle = _find_cycle(successors, set(range(len(spec.stages))) - set(order))
+        names = [spec.stages[i].name for i in cycle]
+        raise SpecError(
+            f"stages {' -> '.join([*names, names[0]])} form a cycle: remove the edge {names[-1]!r} -> {names[0]!r}"
+        )
+    return order
+
+
+def _find_cycle(successors: list[list[int]], left: set[int]) -> list[int]:
+    # every stage of `left` has a predecessor in `left`: walk backwards until one repeats
+    predecessors = {t: s for s in sorted(left, reverse=True) for t in successors[s] if t in left}
+    path, stage = [], min(left)
+    while stage not in path:
+        path.append(stage)
+        stage = predecessors[stage]
+    return path[path.index(stage) :][::-1]
+
+
+def _check_activation_limits(spec: PipelineSpec) -> None:
+    related = (
+        _related_stages(spec) if spec.schedule != "inference" else [1 << i for i in range(len(spec.stages))]
+    )
+    for mesh in spec.meshes:
+        if mesh.activation_limit_bytes is None:
+            continue
+        here = [i for i, stage in enumerate(spec.stages) if stage.mesh == mesh.name]
+        # the first backward on the mesh needs the forwards of every stage here that is related to it
+        first = min(sum(spec.stages[j].activation_bytes for j in here if related[i] >> j & 1) for i in here)
+        single = max(spec.stages[i].activation_bytes for i in here)
+        needed = max(first, single)
+        if needed > mesh.activation_limit_bytes:
+            raise SpecError(
+                f"mesh {mesh.name!r} has activation_limit_bytes {mesh.activation_limit_bytes}, less than the "
+                f"{needed} that one microbatch needs there: raise the limit to at least {needed}"
+            )
+
+
+def _check_receive_limits(spec: PipelineSpec) -> None:
+    """A stage starts when all its received tensors (or gradients) are there at once."""
+    mesh_of = {stage.name: stage.mesh for stage in spec.stages}
+    limits = {mesh.name: mesh.receive_buffer_limit for mesh in spec.meshes}
+    arriving: dict[tuple[str, bool], set[tuple]] = {}
+    for index, edge in enumerate(spec.edges):
+        if mesh_of[edge.source] != mesh_of[edge.target]:
+            key = (index,) if edge.tensor is None else (edge.source, edge.tensor, mesh_of[edge.target])
+            arriving.setdefault((edge.target, False), set()).add(key)
+            if spec.schedule != "inference":
+                arriving.setdefault((edge.source, True), set()).add(key)
+    for (stage, backward), tensors in arriving.items():
+        limit = limits[mesh_of[stage]]
+        if limit is not None and len(tensors) > limit:
+            what = "gradients for the backward" if backward else "tensors for the forward"
+            raise SpecError(
+                f"mesh {mesh_of[stage]!r} has receive_buffer_limit {limit}, but stage {stage!r} needs {len(tensors)} "
+                f"received {what} at once: raise the limit to at least {len(tensors)}"
+            )
+
+
+def _related_stages(spec: PipelineSpec) -> list[int]:
+    """Bit set for each stage: the stages whose forward must come before its backward."""
+    order = topological_order(spec)
+    index = {stage.name: i for i, stage in enumerate(spec.stages)}
+    ancestors = [1 << i for i in range(len(spec.stages))]
+    incoming: list[list[int]] = [[] for _ in spec.stages]
+    outgoing: list[list[int]] = [[] for _ in spec.stages]
+    for edge in spec.edges:
+        incoming[index[edge.target]].append(index[edge.source])
+        outgoing[index[edge.source]].append(index[edge.target])
+    for stage in order:
+        for source in incoming[stage]:
+            ancestors[stage] |= ancestors[source]
+    related = list(ancestors)
+    for stage in reversed(order):
+        for target in outgoing[stage]:
+            related[stage] |= related[target]
+    return related

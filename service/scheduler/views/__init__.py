@@ -1,0 +1,1 @@
+"""One module for each way to show a plan; render.py is the door."""

@@ -1,0 +1,62 @@
+"""A plan as a Chrome/Perfetto trace: a process a mesh, a thread a lane, an arrow for each transfer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
+    """The trace of slots in their JSON form (planned or measured); times become microseconds."""
+    events: list[dict[str, Any]] = []
+    lanes: dict[tuple[str, str], tuple[int, int]] = {}
+    meshes: dict[str, int] = {}
+    for slot in slots:
+        mesh, lane, action = slot["mesh"], slot["lane"], slot["action"]
+        if mesh not in meshes:
+            meshes[mesh] = len(meshes)
+            events.append(_metadata("process_name", meshes[mesh], 0, {"name": mesh}))
+            events.append(_metadata("process_sort_index", meshes[mesh], 0, {"sort_index": meshes[mesh]}))
+        process = meshes[mesh]
+        if (mesh, lane) not in lanes:
+            thread = sum(1 for other, _ in lanes if other == mesh)
+            lanes[mesh, lane] = (process, thread)
+            events.append(_metadata("thread_name", process, thread, {"name": lane}))
+            events.append(_metadata("thread_sort_index", process, thread, {"sort_index": thread}))
+        thread = lanes[mesh, lane][1]
+        start, end = slot["start_s"] * 1e6, slot["end_s"] * 1e6
+        keys = ("stage", "microbatch", "peer_stage", "peer_mesh", "edge")
+        stage, microbatch = slot.get("stage"), slot.get("microbatch")
+        events.append(
+            {
+                "name": action if stage is None else f"{action} {stage}/{microbatch}",
+                "cat": "transfer" if "_" in action else "compute",
+                "ph": "X",
+                "pid": process,
+                "tid": thread,
+                "ts": start,
+                "dur": end - start,
+                "args": {key: slot[key] for key in keys if slot.get(key) is not None},
+            }
+        )
+        if "_" in action:
+            # both halves carry the same id: an arrow from the send to the receive
+            sending = action.startswith("SEND")
+            events.append(
+                {
+                    "name": "transfer",
+                    "cat": "transfer",
+                    "ph": "s" if sending else "f",
+                    **({} if sending else {"bp": "e"}),
+                    "id": f"{slot.get('edge')}{action[-1]}{microbatch}-{slot.get('peer_mesh') if sending else mesh}",
+                    "pid": process,
+                    "tid": thread,
+                    "ts": start,
+                }
+            )
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
+
+
+def _metadata(name: str, process: int, thread: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": dict(args)}

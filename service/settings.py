@@ -1,0 +1,176 @@
+"""Every setting of the control plane: one name (SLOTLINE_...), one default that works on a laptop.
+
+This module knows environment variables and nothing else of the service.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MEBIBYTE = 1 << 20
+
+
+class Settings(BaseSettings):
+    """Read from SLOTLINE_* (and RAY_ADDRESS, RAY_AUTH_TOKEN); see each field for its meaning and unit."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SLOTLINE_", extra="ignore", env_ignore_empty=True, populate_by_name=True
+    )
+
+    # The server and its data
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    public_url: str | None = Field(default=None, description="How drivers and users reach this server")
+    data_dir: Path = Path(".slotline")
+    database_url: str = Field(default="", description="SQLite in data_dir when empty")
+    log_level: str = "info"
+
+    # Who may call
+    api_token: SecretStr | None = Field(default=None, description="One token that every call must carry")
+    require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
+    open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
+
+    # The cluster
+    ray_address: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SLOTLINE_RAY_ADDRESS", "RAY_ADDRESS"),
+        description="Dashboard address of a Ray cluster (http://head:8265); empty: a local Ray is started",
+    )
+    ray_auth_token: SecretStr | None = Field(
+        default=None, validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN")
+    )
+    ray_auth_token_path: Path = Field(
+        default=Path("~/.ray/auth_token"),
+        validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH"),
+        description="Where Ray keeps the token when none is given; need not exist",
+    )
+    ray_timeout_s: Annotated[float, Field(gt=0)] = 20.0
+    driver_ray_address: str | None = Field(
+        default=None,
+        description="host:port at which drivers join the cluster; needed where several Ray run on one machine",
+    )
+    local_workers: Annotated[int, Field(ge=1, le=1024)] = 4
+    local_ray_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0, description="Port of the local Ray's Jobs API; 0 takes a free one"
+    )
+    local_object_store_bytes: Annotated[int, Field(ge=80 * MEBIBYTE)] = 128 * MEBIBYTE
+    worker_resource: str = Field(default="slotline_worker", description="Ray resource of one CPU worker")
+    driver_python: str | None = Field(default=None, description="Python that runs the driver in the cluster")
+
+    # Queues: name -> accelerators that its running jobs may hold together (null: no quota)
+    queues: dict[str, Annotated[int, Field(ge=0)] | None] = {"default": None}
+
+    # The orchestrator's clock
+    tick_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    cluster_refresh_s: Annotated[float, Field(gt=0)] = 2.0
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    silence_limit_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="A driver that Ray still runs but that says nothing for so long is stopped"
+    )
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    cancel_grace_s: Annotated[float, Field(ge=0)] = 15.0
+    retry_backoff_s: Annotated[float, Field(ge=0)] = 2.0
+    retry_backoff_limit_s: Annotated[float, Field(ge=0)] = 60.0
+    metrics_linger_s: Annotated[float, Field(ge=0)] = 60.0
+
+    # Limits
+    body_limit_bytes: Annotated[int, Field(ge=1024)] = 32 * MEBIBYTE
+    package_limit_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
+    package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = 512 * MEBIBYTE
+    log_limit_bytes: Annotated[int, Field(ge=1024)] = 1 * MEBIBYTE
+    timelines_kept: Annotated[int, Field(ge=1)] = 100
+
+    # Planning
+    plan_processes: Annotated[int, Field(ge=1)] = 1
+    plan_queue: Annotated[int, Field(ge=0)] = Field(
+        default=4, description="Plans that may wait for a process"
+    )
+    plan_budget_s: Annotated[float, Field(ge=0)] = 10.0
+    plan_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    plan_action_limit: Annotated[int, Field(ge=1)] = Field(
+        default=200_000, description="Largest microbatches x (stages + edges) of POST /api/v1/plans"
+    )
+
+    @field_validator("ray_address")
+    @classmethod
+    def _ray_address_is_http(cls, value: str | None) -> str | None:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError(
+                f"RAY_ADDRESS is {value!r}; Slotline talks to the Jobs API over HTTP: "
+                "give the dashboard's address, e.g. http://head:8265"
+            )
+        return value.rstrip("/") if value else None
+
+    @field_validator("public_url")
+    @classmethod
+    def _public_url_has_no_trailing_slash(cls, value: str | None) -> str | None:
+        return value.rstrip("/") if value else None
+
+    @model_validator(mode="after")
+    def _open_only_on_this_machine(self) -> Settings:
+        if is_loopback(self.host) or self.authenticates or self.open_access:
+            return self
+        raise ValueError(
+            f"SLOTLINE_HOST is {self.host}, which others can reach, and no token is asked for: set "
+            "SLOTLINE_API_TOKEN or SLOTLINE_REQUIRE_TOKEN=true, "
+            "or SLOTLINE_OPEN_ACCESS=true to allow everyone"
+        )
+
+    @property
+    def authenticates(self) -> bool:
+        """True where a call needs a bearer token."""
+        return self.require_token or self.api_token is not None
+
+    @property
+    def ray_token(self) -> str | None:
+        """The cluster's token: given, or in Ray's own file."""
+        if self.ray_auth_token is not None:
+            return self.ray_auth_token.get_secret_value()
+        file = self.ray_auth_token_path.expanduser()
+        return file.read_text().strip() or None if file.is_file() else None
+
+    @property
+    def url(self) -> str:
+        """The address that drivers and users call."""
+        if self.public_url:
+            return self.public_url
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def sqlalchemy_url(self) -> str:
+        """`database_url` with the asynchronous driver named; SQLite in `data_dir` when empty."""
+        url = self.database_url
+        if not url:
+            return f"sqlite+aiosqlite:///{self.data_dir.expanduser().resolve() / 'slotline.db'}"
+        for prefix, driver in _DRIVERS.items():
+            if url.startswith(f"{prefix}://"):
+                return f"{driver}://{url.removeprefix(f'{prefix}://')}"
+        return url
+
+
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """True for a host name or address that only this machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load_settings(**values: Any) -> Settings:
+    """Settings from the environment, with `values` taking precedence (None means: not given)."""
+    return Settings(**{name: value for name, value in values.items() if value is not None})

@@ -1,0 +1,117 @@
+"""The database: engine, read and write sessions, migrations at start.
+
+Sessions are asynchronous, so that a request waits for the database without holding a thread, on
+SQLite (a thread inside aiosqlite) as on PostgreSQL (psycopg). No network call inside a session.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import tenacity
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, event, make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_MIGRATION_LOCK = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
+_BUSY_TIMEOUT_S = 30
+
+
+def utc_now() -> datetime:
+    """Now, aware, in UTC."""
+    return datetime.now(UTC)
+
+
+class Database:
+    """One engine; `read()` and `write()` give sessions. Objects stay usable after their session."""
+
+    def __init__(self, url: str) -> None:
+        self.url = make_url(url)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
+
+    async def start(self) -> None:
+        """Create what is missing and migrate to the newest tables; safe to run twice."""
+        if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
+            Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
+        if self.is_sqlite:
+            await self._keep_a_write_ahead_log()
+        async with self.engine.connect() as connection:
+            connection = await connection.execution_options(slotline_write=True)
+            async with connection.begin():
+                if not self.is_sqlite:
+                    await connection.execute(
+                        text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
+                    )
+                await connection.run_sync(_migrate)
+
+    async def _keep_a_write_ahead_log(self) -> None:
+        """The file remembers it. SQLite does not wait for a lock when the journal changes, so we do."""
+        async for attempt in tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(sqlite3.OperationalError),
+            wait=tenacity.wait_random(0.01, 0.1),
+            stop=tenacity.stop_after_delay(_BUSY_TIMEOUT_S),
+            reraise=True,
+        ):
+            with attempt:
+                async with self.engine.connect() as connection:
+                    raw = await connection.get_raw_connection()
+                    await raw.driver_connection.execute("PRAGMA journal_mode=WAL")
+
+    async def close(self) -> None:
+        await self.engine.dispose()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """A session for queries; nothing is written."""
+        async with AsyncSession(self.engine, expire_on_commit=False, autoflush=False) as session:
+            yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """One transaction: committed at the end, rolled back on an exception.
+
+        On SQLite it takes the write lock at once (BEGIN IMMEDIATE): a read that becomes a write
+        later would fail with "database is locked" without waiting.
+        """
+        async with self.engine.connect() as connection:
+            connection = await connection.execution_options(slotline_write=True)
+            async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
+                yield session
+
+
+def _migrate(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _postgres_engine(url: str) -> AsyncEngine:
+    return create_async_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=10)
+
+
+def _sqlite_engine(url: str) -> AsyncEngine:
+    engine = create_async_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not begin transactions on its own
+        cursor = connection.cursor()
+        for pragma in ("synchronous=NORMAL", "foreign_keys=ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("slotline_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine

@@ -1,0 +1,158 @@
+"""Jobs in the store: submit, find, list in pages, cancel, retry.
+
+Functions take the caller's session; those that change something need a write session.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Select, and_, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.jobs import WAITING_STATES, JobSpec, JobState
+from service.store.states import add_event, lock_job, move_job
+from service.store.tables import Attempt, Event, Job
+
+_ALPHABET = string.ascii_lowercase + string.digits
+
+
+@dataclass(frozen=True)
+class PageKey:
+    """Where a page of jobs ends: jobs are listed newest first."""
+
+    created_at: datetime
+    job_id: str
+
+
+async def create_job(
+    session: AsyncSession,
+    spec: JobSpec,
+    *,
+    at: datetime,
+    idempotency_key: str | None = None,
+    request_digest: str | None = None,
+) -> Job:
+    """Store a job as QUEUED. A used `idempotency_key` raises sqlalchemy's IntegrityError at flush."""
+    job = Job(
+        id="job-" + "".join(secrets.choice(_ALPHABET) for _ in range(10)),
+        name=spec.name,
+        queue=spec.queue,
+        priority=spec.priority,
+        accelerators=spec.accelerators,
+        device=spec.resources.device,
+        spec=spec.model_dump(mode="json"),
+        state=JobState.QUEUED,
+        created_at=at,
+        queued_at=at,
+        idempotency_key=idempotency_key,
+        request_digest=request_digest,
+        attempts_made=0,
+        attempts_forgiven=0,
+        last_event=0,
+    )
+    session.add(job)
+    await session.flush()
+    add_event(session, job, "state", "QUEUED: submitted", at=at)
+    return job
+
+
+async def find_job(session: AsyncSession, job_id: str) -> Job | None:
+    return await session.get(Job, job_id)
+
+
+async def find_by_idempotency_key(session: AsyncSession, key: str) -> Job | None:
+    return (await session.execute(select(Job).where(Job.idempotency_key == key))).scalar_one_or_none()
+
+
+async def list_jobs(
+    session: AsyncSession,
+    *,
+    state: JobState | None = None,
+    queue: str | None = None,
+    limit: int = 50,
+    after: PageKey | None = None,
+) -> Sequence[Job]:
+    """At most `limit` jobs, newest first, that come after the page that ended with `after`."""
+    query: Select[tuple[Job]] = select(Job)
+    if state is not None:
+        query = query.where(Job.state == state)
+    if queue is not None:
+        query = query.where(Job.queue == queue)
+    if after is not None:
+        same_time = and_(Job.created_at == after.created_at, Job.id < after.job_id)
+        query = query.where(or_(Job.created_at < after.created_at, same_time))
+    query = query.order_by(Job.created_at.desc(), Job.id.desc()).limit(limit)
+    return (await session.execute(query)).scalars().all()
+
+
+async def waiting_jobs(session: AsyncSession) -> list[Job]:
+    """Jobs that want accelerators."""
+    query = select(Job).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
+    return list((await session.execute(query)).scalars())
+
+
+async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:
+    """The job's attempts, first to last."""
+    query = select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number)
+    return (await session.execute(query)).scalars().all()
+
+
+async def events_of(
+    session: AsyncSession, job_id: str, *, after: int = 0, limit: int = 500
+) -> Sequence[Event]:
+    """Events numbered above `after`, in order."""
+    query = (
+        select(Event).where(Event.job_id == job_id, Event.number > after).order_by(Event.number).limit(limit)
+    )
+    return (await session.execute(query)).scalars().all()
+
+
+async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job | None:
+    """Cancel at once what only waits; ask a running job to end. Twice is once. None: no such job.
+
+    Raises TransitionError for a job that has ended in another way.
+    """
+    job = await lock_job(session, job_id)
+    if job is None or job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
+        return job
+    job.cancel_requested_at = at
+    if job.job_state in WAITING_STATES:
+        move_job(
+            session,
+            job,
+            JobState.CANCELLED,
+            at=at,
+            reason="CANCELLED_BY_USER",
+            message="cancelled by the user",
+        )
+    else:
+        move_job(
+            session,
+            job,
+            JobState.CANCELLING,
+            at=at,
+            reason="CANCELLED_BY_USER",
+            message="the driver is asked to end",
+        )
+    return job
+
+
+async def retry_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job | None:
+    """Queue a failed or cancelled job again; it goes on from its last checkpoint. None: no such job.
+
+    Raises TransitionError for a job that is not FAILED or CANCELLED.
+    """
+    job = await lock_job(session, job_id)
+    if job is None:
+        return None
+    move_job(session, job, JobState.QUEUED, at=at, message="retried by the user")
+    job.message = None
+    job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
+    job.attempts_forgiven = job.attempts_made
+    job.current_attempt = None
+    return job

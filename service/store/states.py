@@ -1,0 +1,106 @@
+"""The one door for changes of state: checks the transition and writes the job's event log.
+
+Every function works inside the caller's write session, on a job that `lock_job` has locked.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.jobs import TRANSITIONS, AttemptState, JobState
+from service.store.tables import Attempt, Event, Job
+
+_MESSAGE_LIMIT = 20_000
+
+
+class TransitionError(ValueError):
+    """The job is in a state from which the wanted state cannot be reached."""
+
+    def __init__(self, job: Job, to: JobState) -> None:
+        super().__init__(f"job {job.id} is {job.state} and cannot become {to}")
+        self.state = job.job_state
+
+
+async def lock_job(session: AsyncSession, job_id: str) -> Job | None:
+    """The job, locked until the session ends, so that its event numbers have no gaps or doubles."""
+    return (await session.execute(select(Job).where(Job.id == job_id).with_for_update())).scalar_one_or_none()
+
+
+def move_job(
+    session: AsyncSession,
+    job: Job,
+    to: JobState,
+    *,
+    at: datetime,
+    reason: str | None = None,
+    message: str | None = None,
+    attempt: int | None = None,
+) -> None:
+    """Change the state; reason and message replace the old ones. Raises TransitionError."""
+    if to not in TRANSITIONS[job.job_state]:
+        raise TransitionError(job, to)
+    job.state, job.reason, job.message = to, reason, printable(message)
+    if to is JobState.RUNNING and job.started_at is None:
+        job.started_at = at
+    if to.final:
+        job.finished_at = at
+    described = f"{to}: {reason}" if reason else str(to)
+    add_event(
+        session, job, "state", f"{described}: {message}" if message else described, at=at, attempt=attempt
+    )
+
+
+def explain_wait(session: AsyncSession, job: Job, reason: str, message: str, *, at: datetime) -> None:
+    """Say why a queued job waits; an event only when the kind of reason changes."""
+    if job.reason != reason:
+        add_event(session, job, "waiting", message, at=at)
+    job.reason, job.message = reason, message
+
+
+def move_attempt(
+    attempt: Attempt,
+    to: AttemptState,
+    *,
+    at: datetime,
+    reason: str | None = None,
+    message: str | None = None,
+) -> None:
+    """Change the state of an attempt that is not final."""
+    assert not attempt.attempt_state.final, f"attempt {attempt.id} is already {attempt.state}"
+    attempt.state, attempt.reason, attempt.message = to, reason, printable(message)
+    if to is AttemptState.RUNNING:
+        attempt.started_at = at
+    if to.final:
+        attempt.finished_at = at
+
+
+def add_event(
+    session: AsyncSession, job: Job, kind: str, message: str, *, at: datetime, attempt: int | None = None
+) -> None:
+    """Append to the job's event log under the job's next number."""
+    job.last_event += 1
+    session.add(
+        Event(
+            job_id=job.id,
+            number=job.last_event,
+            at=at,
+            attempt=attempt,
+            kind=kind,
+            message=printable(message) or "",
+        )
+    )
+
+
+def printable(text: str | None) -> str | None:
+    """`text` as PostgreSQL takes it: no NUL, no half surrogates, not longer than the limit."""
+    if text is None:
+        return None
+    text = text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+    return (
+        text
+        if len(text) <= _MESSAGE_LIMIT
+        else f"{text[:_MESSAGE_LIMIT]} [cut at {_MESSAGE_LIMIT} characters]"
+    )

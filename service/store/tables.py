@@ -1,0 +1,218 @@
+"""The tables. Times are UTC; durations and slot times are seconds; sizes are bytes.
+
+`slots` is also read by Grafana with plain SQL: its column names are a border.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    DateTime,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from service.jobs import AttemptState, JobState
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware UTC time on every database; SQLite forgets the zone and gets it back here."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Any) -> datetime | None:
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Any) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {datetime: UtcDateTime, dict[str, Any]: JSON}  # noqa: RUF012
+
+
+class Job(Base):
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index("ix_jobs_created", "created_at", "id"),
+        Index("ix_jobs_state_queue", "state", "queue"),
+    )
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    queue: Mapped[str] = mapped_column(String(100))
+    priority: Mapped[int]
+    accelerators: Mapped[int]
+    device: Mapped[str] = mapped_column(String(10))
+    spec: Mapped[dict[str, Any]]
+    state: Mapped[str] = mapped_column(String(20), default=JobState.QUEUED)
+    reason: Mapped[str | None] = mapped_column(String(100))
+    message: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+    queued_at: Mapped[datetime]
+    not_before: Mapped[datetime | None]
+    cancel_requested_at: Mapped[datetime | None]
+    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    request_digest: Mapped[str | None] = mapped_column(String(64))
+    current_attempt: Mapped[str | None] = mapped_column(String(60))
+    attempts_made: Mapped[int] = mapped_column(default=0)
+    attempts_forgiven: Mapped[int] = mapped_column(default=0)
+    """Attempts up to this number no longer count against `retry`: the user asked to try again."""
+    last_event: Mapped[int] = mapped_column(default=0)
+    step: Mapped[int | None]
+    loss: Mapped[float | None]
+    step_s: Mapped[float | None]
+    checkpoint_step: Mapped[int | None]
+    checkpoint_uri: Mapped[str | None] = mapped_column(Text)
+
+    @property
+    def job_state(self) -> JobState:
+        return JobState(self.state)
+
+
+class Attempt(Base):
+    __tablename__ = "attempts"
+    __table_args__ = (UniqueConstraint("job_id", "number"), Index("ix_attempts_state", "state"))
+
+    id: Mapped[str] = mapped_column(String(60), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    number: Mapped[int]
+    state: Mapped[str] = mapped_column(String(20), default=AttemptState.STARTING)
+    reason: Mapped[str | None] = mapped_column(String(100))
+    message: Mapped[str | None] = mapped_column(Text)
+    token: Mapped[str] = mapped_column(String(100))
+    """Kept as it is: the orchestrator hands it out again when a start has to be repeated."""
+    device: Mapped[str] = mapped_column(String(10))
+    accelerators: Mapped[int]
+    created_at: Mapped[datetime]
+    submitted_at: Mapped[datetime | None]
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+    heartbeat_at: Mapped[datetime | None]
+    last_sequence: Mapped[int] = mapped_column(BigInteger, default=0)
+    metrics_endpoint: Mapped[str | None] = mapped_column(String(300))
+    log: Mapped[str | None] = mapped_column(Text)
+    """The driver's log, kept when the attempt is over; when it is long, from `log_first_line` on."""
+    log_first_line: Mapped[int] = mapped_column(default=1)
+
+    @property
+    def attempt_state(self) -> AttemptState:
+        return AttemptState(self.state)
+
+
+class Event(Base):
+    __tablename__ = "events"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    at: Mapped[datetime]
+    attempt: Mapped[int | None]
+    kind: Mapped[str] = mapped_column(String(100))
+    message: Mapped[str] = mapped_column(Text)
+
+
+class Step(Base):
+    __tablename__ = "steps"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    attempt: Mapped[int]
+    loss: Mapped[float | None]
+    step_s: Mapped[float | None]
+    makespan_s: Mapped[float | None]
+    bubble_ratio: Mapped[float | None]
+    exposed_transfer_s: Mapped[float | None]
+    overlap_ratio: Mapped[float | None]
+    grad_norm: Mapped[float | None]
+    started_at: Mapped[float | None]
+
+
+class JobPlan(Base):
+    __tablename__ = "plans"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    attempt: Mapped[int]
+    created_at: Mapped[datetime]
+    body: Mapped[str] = mapped_column(Text)
+    """JSON {"begins", "spec", "plan"} as text: a long plan is passed on as it is, never parsed on the way."""
+
+
+class Timeline(Base):
+    __tablename__ = "timelines"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    attempt: Mapped[int]
+    started_at: Mapped[float]
+    uncertainty_s: Mapped[float | None]
+
+
+class Slot(Base):
+    __tablename__ = "slots"
+    __table_args__ = (Index("ix_slots_job_step", "job_id", "step"),)
+
+    id: Mapped[int] = mapped_column(
+        BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
+    )
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    step: Mapped[int]
+    mesh: Mapped[str] = mapped_column(String(100))
+    lane: Mapped[str] = mapped_column(String(120))
+    action: Mapped[str] = mapped_column(String(20))
+    stage: Mapped[str | None] = mapped_column(String(100))
+    peer_stage: Mapped[str | None] = mapped_column(String(100))
+    peer_mesh: Mapped[str | None] = mapped_column(String(100))
+    edge: Mapped[int | None]
+    microbatch: Mapped[int | None]
+    start_s: Mapped[float]
+    end_s: Mapped[float]
+
+
+class Profile(Base):
+    __tablename__ = "profiles"
+
+    key: Mapped[str] = mapped_column(String(300), primary_key=True)
+    created_at: Mapped[datetime]
+    body: Mapped[dict[str, Any]]
+
+
+class Package(Base):
+    __tablename__ = "packages"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    created_at: Mapped[datetime]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    content: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class ApiToken(Base):
+    __tablename__ = "tokens"
+
+    name: Mapped[str] = mapped_column(String(100), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    created_at: Mapped[datetime]

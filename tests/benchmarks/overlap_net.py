@@ -1,0 +1,88 @@
+"""Rate-limited links between network namespaces of this machine (Linux, root).
+
+Each namespace has one port: a veth pair to a bridge, with a token bucket on both ends, so that what a
+namespace sends and what it receives are limited each to the link rate (`full-duplex` of the scheduler).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PREFIX = "slotbench"
+SUBNET = "10.213.77"
+
+
+@dataclass(frozen=True)
+class Network:
+    """`names[k]` is a namespace, `addresses[k]` its address; the bridge has `host`."""
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    host: str
+    bridge: str
+
+    def set_rate(self, bits_per_s: float) -> None:
+        """Limit every port to `bits_per_s` in both directions."""
+        for k, name in enumerate(self.names):
+            _limit(["tc"], f"{PREFIX}{k}", bits_per_s)
+            _limit(["ip", "netns", "exec", name, "tc"], "port", bits_per_s)
+
+    def run(self, k: int, command: list[str], **options) -> subprocess.Popen:
+        """Start `command` inside namespace k."""
+        return subprocess.Popen(["ip", "netns", "exec", self.names[k], *command], **options)
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make such a network, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not installed (Debian package iproute2)" if missing else None
+
+
+@contextlib.contextmanager
+def network(count: int) -> Iterator[Network]:
+    """`count` namespaces on one bridge; everything is removed at the end."""
+    bridge = f"{PREFIX}br"
+    names = tuple(f"{PREFIX}{k}" for k in range(count))
+    _remove(names, bridge)
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "addr", "add", f"{SUBNET}.254/24", "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
+        for k, name in enumerate(names):
+            inside = ("ip", "netns", "exec", name)
+            _run("ip", "netns", "add", name)
+            _run("ip", "link", "add", f"{PREFIX}{k}", "type", "veth", "peer", "name", "port", "netns", name)
+            _run("ip", "link", "set", f"{PREFIX}{k}", "master", bridge, "up")
+            _run(*inside, "ip", "addr", "add", f"{SUBNET}.{k + 1}/24", "dev", "port")
+            # small segments: a short message (who is ready for what) waits for at most two of them
+            _run(*inside, "ip", "link", "set", "port", "gso_max_size", "16384", "up")
+            _run(*inside, "ip", "link", "set", "lo", "up")
+            # cubic: bbr keeps probing the rate and would make equal transfers unequal
+            _run(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "port", "congctl", "cubic")
+            _run(*inside, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
+        yield Network(names, tuple(f"{SUBNET}.{k + 1}" for k in range(count)), f"{SUBNET}.254", bridge)
+    finally:
+        _remove(names, bridge)
+
+
+def _limit(tc: list[str], device: str, bits_per_s: float) -> None:
+    _run(*tc, "qdisc", "replace", "dev", device, "root", "handle", "1:", "tbf",
+         "rate", f"{round(bits_per_s)}bit", "burst", "32kb", "latency", "200ms")  # fmt: skip
+
+
+def _remove(names: tuple[str, ...], bridge: str) -> None:
+    for command in [["ip", "netns", "del", name] for name in names] + [["ip", "link", "del", bridge]]:
+        subprocess.run(command, check=False, capture_output=True)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,122 @@
+"""The dashboard of stored steps: its SQL on a real PostgreSQL, as the role that Grafana is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import pytest
+
+from service.scheduler import Plan
+from tests.dashboards.live import ROOT
+from tests.service.api.pages.seed import SLOWER, STAGES, STEPS, seed_store
+from tests.service.conftest import postgres_url  # noqa: F401
+
+FROM = datetime(2026, 1, 1, tzinfo=UTC)
+TO = datetime(2026, 1, 1, 0, 15, tzinfo=UTC)
+
+
+@dataclass
+class Grafana:
+    """What Grafana has: a connection with few rights, and the ids that a person picked."""
+
+    connection: psycopg.Connection
+    job: str
+    plan: Plan
+
+    def ask(self, sql: str, step: int = 20) -> list[dict[str, Any]]:
+        values = {
+            "${job:sqlstring}": f"'{self.job}'",
+            "$step": str(step),
+            "${__from}": str(int(FROM.timestamp() * 1000)),
+            "${__to}": str(int(TO.timestamp() * 1000)),
+        }
+        for variable, value in values.items():
+            sql = sql.replace(variable, value)
+        assert "$" not in sql, f"a variable nobody replaces in {sql}"
+        cursor = self.connection.execute(sql)
+        names = [column.name for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+@pytest.fixture(scope="module")
+def grafana(postgres_url: str) -> Iterator[Grafana]:  # noqa: F811
+    plain = postgres_url.replace("+psycopg", "")
+    with psycopg.connect(plain.format("postgres"), autocommit=True) as connection:
+        connection.execute("CREATE DATABASE dashboards")
+    seeded = asyncio.run(seed_store(postgres_url.format("dashboards")))
+    with psycopg.connect(plain.format("dashboards"), autocommit=True) as owner:
+        owner.execute((ROOT / "dashboards" / "reader.sql").read_text())
+        owner.execute("SET ROLE slotline_reader")
+        yield Grafana(owner, seeded["running"], seeded["plan"])
+
+
+@pytest.fixture(scope="module")
+def board() -> dict[str, Any]:
+    return json.loads((ROOT / "dashboards" / "slotline-steps.json").read_text())
+
+
+def sql_of(board: dict[str, Any], title: str) -> str:
+    (target,) = next(p for p in board["panels"] if p["title"].startswith(title))["targets"]
+    return target["rawSql"]
+
+
+def test_every_query_has_data(grafana: Grafana, board: dict[str, Any]):
+    queries = [target["rawSql"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(queries) == 6
+    for sql in queries:
+        assert grafana.ask(sql), sql
+
+
+def test_the_variables_offer_jobs_and_profiled_steps(grafana: Grafana, board: dict[str, Any]):
+    job, step = (v["query"] for v in board["templating"]["list"] if v["type"] == "query")
+    offered = grafana.ask(job)
+    assert [row["__text"].split()[0] for row in offered] == ["patient", "gpt", "broken"], "newest first"
+    assert offered[1]["__value"] == grafana.job
+    assert [row["step"] for row in grafana.ask(step)] == [40, 20]
+
+
+def test_the_timeline_stretches_every_slot_over_the_time_range(grafana: Grafana, board: dict[str, Any]):
+    rows = grafana.ask(sql_of(board, "Slots of step"))
+    assert len(rows) == len(grafana.plan.slots) + STAGES
+    assert list(rows[0]) == ["row", "start", "end", "Value"], (
+        "the state timeline takes the second time as the end"
+    )
+    assert min(row["start"] for row in rows) == FROM
+    assert max(row["end"] for row in rows) == TO
+    length_s = grafana.plan.makespan_s * SLOWER + 0.002
+    sends = [s for s in grafana.plan.slots if s.mesh == "mesh0" and s.lane == "send:mesh1"]
+    shown = [row for row in rows if row["row"] == "mesh0 send:mesh1"]
+    assert [row["Value"] for row in shown] == [f"SEND_F{s.microbatch} stage0" for s in sends]
+    for row, slot in zip(shown, sends, strict=True):
+        share = (row["start"] - FROM) / (TO - FROM)
+        assert share == pytest.approx(slot.start_s * SLOWER / length_s, abs=1e-6)
+    assert {row["Value"] for row in rows if row["Value"].startswith("STEP")} == {"STEP "}
+
+
+def test_curves_and_sums_are_those_of_the_store(grafana: Grafana, board: dict[str, Any]):
+    curve = grafana.ask(sql_of(board, "Loss"))
+    assert [row["step"] for row in curve] == list(range(1, STEPS + 1))
+    seconds = {row["mesh"]: row["seconds"] for row in grafana.ask(sql_of(board, "Compute time"))}
+    planned = {mesh.name: mesh.compute_s * SLOWER for mesh in grafana.plan.meshes}
+    assert seconds == pytest.approx(planned)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT token FROM attempts",
+        "SELECT digest FROM tokens",
+        "SELECT spec FROM jobs",
+        "SELECT content FROM packages",
+        "DELETE FROM slots",
+    ],
+)
+def test_the_role_of_grafana_reads_no_secret_and_changes_nothing(grafana: Grafana, sql: str):
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        grafana.connection.execute(sql)

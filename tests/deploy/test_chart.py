@@ -1,0 +1,214 @@
+"""The Helm chart: renders, lints and validates for every values file, and refuses bad values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart, HelmError, lint
+
+from service.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "chart"
+CASES = sorted((CHART / "ci").glob("*.yaml"))
+KUBERNETES = ("1.25", "1.37")
+CUSTOM_RESOURCES = {"RayCluster", "ServiceMonitor", "ScrapeConfig", "PrometheusRule"}
+"""Kinds of operators: kubernetes-validate has no schema of theirs. What they hold is checked below."""
+
+ANY_RAY = {"ray": {"address": "http://head:8265"}}
+
+
+@pytest.fixture(scope="module")
+def chart() -> Iterator[Chart]:
+    with Chart.load(CHART) as loaded:
+        yield loaded
+
+
+def objects(chart: Chart, values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Every rendered object by (kind, name)."""
+    found = {}
+    for name, text in chart.render(values, name="demo", namespace="ml").items():
+        if name.endswith(".yaml"):
+            for item in yaml.safe_load_all(text):
+                if item is not None:
+                    key = item["kind"], item["metadata"]["name"]
+                    assert key not in found, f"{key} twice"
+                    found[key] = item
+    return found
+
+
+def of_kind(found: dict[tuple[str, str], dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next(item for (k, _), item in found.items() if k == kind)
+
+
+def case(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CHART / "ci" / f"{name}.yaml").read_text())
+
+
+def environment(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, str]:
+    """What the container's settings come to, secrets as `secret/key`."""
+    container = of_kind(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    out = dict(of_kind(found, "ConfigMap")["data"])
+    for entry in container["env"] or []:
+        reference = entry["valueFrom"]["secretKeyRef"]
+        out[entry["name"]] = f"{reference['name']}/{reference['key']}"
+    return out
+
+
+@pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+def test_the_chart_lints_without_warnings(values: Path):
+    report = lint(CHART, yaml.safe_load(values.read_text()), strict=True)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+def test_every_object_is_valid_kubernetes(chart: Chart, values: Path, version: str):
+    found = objects(chart, yaml.safe_load(values.read_text()))
+    plain = {key: item for key, item in found.items() if key[0] not in CUSTOM_RESOURCES}
+    assert {"Deployment", "Service", "ServiceAccount", "ConfigMap"} <= {kind for kind, _ in plain}
+    for item in plain.values():
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_pod_templates_of_a_ray_cluster_are_valid_pods(chart: Chart):
+    """The custom resource has no schema here, but the pods in it have one."""
+    cluster = of_kind(objects(chart, case("production")), "RayCluster")["spec"]
+    templates = [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+    for template in templates:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, **template}
+        kubernetes_validate.validate(pod, KUBERNETES[-1], strict=True)
+        assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+@pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+def test_the_rendered_settings_are_ones_that_the_control_plane_takes(
+    chart: Chart, values: Path, monkeypatch: pytest.MonkeyPatch
+):
+    given = environment(objects(chart, yaml.safe_load(values.read_text())))
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert settings.host == "0.0.0.0"
+    assert settings.port == 8470
+    assert settings.ray_address == given["RAY_ADDRESS"]
+    known = {name for name in Settings.model_fields}
+    unknown = [
+        n for n in given if n.startswith("SLOTLINE_") and n.removeprefix("SLOTLINE_").lower() not in known
+    ]
+    assert unknown == []
+
+
+def test_secrets_are_only_referred_to(chart: Chart):
+    found = objects(chart, case("production"))
+    given = environment(found)
+    assert given["SLOTLINE_DATABASE_URL"] == "slotline-database/url"
+    assert given["SLOTLINE_API_TOKEN"] == "slotline-token/token"
+    assert given["RAY_AUTH_TOKEN"] == "demo-slotline-ray/auth_token", "the secret that KubeRay makes"
+    assert not any(kind == "Secret" for kind, _ in found)
+
+
+def test_an_existing_ray_cluster_makes_no_ray_cluster(chart: Chart):
+    found = objects(chart, case("existing-ray"))
+    assert not any(kind == "RayCluster" for kind, _ in found)
+    assert environment(found)["RAY_ADDRESS"] == "http://ray-head.ray.svc:8265"
+    token = {"ray": {**ANY_RAY["ray"], "tokenSecret": {"name": "ray"}}}
+    assert environment(objects(chart, token))["RAY_AUTH_TOKEN"] == "ray/auth_token"
+
+
+def test_a_ray_cluster_offers_accelerators_as_the_worker_asks_for_them(chart: Chart):
+    cluster = of_kind(objects(chart, case("production")), "RayCluster")["spec"]
+    gpu, cpu = cluster["workerGroupSpecs"]
+    limits = gpu["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 8
+    resources = json.loads(json.loads(cpu["rayStartParams"]["resources"]))
+    assert resources == {Settings.model_fields["worker_resource"].default: 4}
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
+def test_a_ray_cluster_without_tokens_says_so_on_every_node(chart: Chart):
+    """Ray decides by itself where nothing is said, and then nodes might differ."""
+    cluster = of_kind(objects(chart, case("open-cpu")), "RayCluster")["spec"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        environment = group["template"]["spec"]["containers"][0]["env"]
+        assert {"name": "RAY_AUTH_MODE", "value": "disabled"} in environment
+    assert "authOptions" not in cluster
+
+
+def test_the_control_plane_runs_without_rights(chart: Chart):
+    pod = of_kind(objects(chart, ANY_RAY), "Deployment")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {of_kind(objects(chart, ANY_RAY), "ConfigMap")["data"]["SLOTLINE_DATA_DIR"], "/tmp"} == mounts
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+    assert {"requests", "limits"} <= container["resources"].keys()
+
+
+def test_the_service_reaches_the_pods(chart: Chart):
+    found = objects(chart, ANY_RAY)
+    pod = of_kind(found, "Deployment")["spec"]["template"]
+    service = of_kind(found, "Service")["spec"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} <= ports
+
+
+def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart: Chart):
+    found = objects(chart, case("production"))
+    boards = found["ConfigMap", "demo-slotline-dashboard"]["data"]
+    committed = {path.name: path.read_text() for path in (ROOT / "dashboards").glob("*.json")}
+    assert {name: json.loads(text) for name, text in boards.items()} == {
+        name: json.loads(text) for name, text in committed.items()
+    }
+    sqlite = {**ANY_RAY, "monitoring": {"dashboard": {"enabled": True}}}
+    assert list(objects(chart, sqlite)["ConfigMap", "demo-slotline-dashboard"]["data"]) == ["slotline.json"]
+    rules = of_kind(found, "PrometheusRule")["spec"]
+    assert rules == yaml.safe_load((ROOT / "dashboards" / "rules.yml").read_text())
+    jobs = of_kind(found, "ScrapeConfig")["spec"]
+    assert jobs["honorLabels"] is True
+    assert jobs["httpSDConfigs"][0]["url"] == "http://demo-slotline.ml.svc:80/api/v1/prometheus/targets"
+    relabelings = of_kind(found, "ServiceMonitor")["spec"]["endpoints"][0]["relabelings"]
+    assert {"targetLabel": "job", "replacement": "slotline"} in relabelings, "the alert asks for this name"
+
+
+def test_without_monitoring_nothing_needs_an_operator(chart: Chart):
+    kinds = {kind for kind, _ in objects(chart, ANY_RAY)}
+    assert kinds & CUSTOM_RESOURCES == set()
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({}, "ray.address"),
+        ({**ANY_RAY, "auth": {"requireToken": False}}, "openAccess"),
+        ({**ANY_RAY, "imagee": {}}, "imagee"),
+        ({**ANY_RAY, "service": {"port": 0}}, "port"),
+        ({"ray": {"address": "ray://head:10001"}}, "address"),
+        ({**ANY_RAY, "settings": {"SLOTLINE_API_TOKEN": "secret"}}, "SLOTLINE_API_TOKEN"),
+        ({**ANY_RAY, "settings": {"LOG_LEVEL": "debug"}}, "LOG_LEVEL"),
+    ],
+    ids=[
+        "no Ray",
+        "no token",
+        "typing mistake",
+        "no port",
+        "wrong scheme",
+        "secret in the open",
+        "no setting",
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(chart: Chart, values: dict[str, Any], word: str):
+    with pytest.raises(HelmError, match=word):
+        chart.validate_schema(values)
+        objects(chart, values)

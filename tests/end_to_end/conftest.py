@@ -1,0 +1,201 @@
+"""A real Ray head and a real `slotline serve`, as processes of their own, and a client of its REST API."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.orchestrator.local_ray import LocalRay
+from service.settings import Settings
+
+FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`slotline serve` on a port and a data directory that stay the same over restarts."""
+
+    def __init__(self, directory: Path, environment: dict[str, str]):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / "serve.log"
+        self._environment = {
+            **os.environ,
+            "SLOTLINE_HOST": "127.0.0.1",
+            "SLOTLINE_PORT": str(self.port),
+            "SLOTLINE_DATA_DIR": str(directory),
+            "SLOTLINE_METRICS_LINGER_S": "2",
+            **environment,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+
+    def start(self, limit_s: float = 90) -> Server:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "serve"],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + limit_s
+        while True:
+            assert self.process.poll() is None, f"serve ended:\n{self.log.read_text()[-4000:]}"
+            assert time.monotonic() < deadline, f"not ready:\n{self.log.read_text()[-4000:]}"
+            try:
+                if self.client.get("/readyz").is_success:
+                    return self
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """As a crash would: no goodbye."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def stop(self, limit_s: float = 40) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(limit_s)
+
+    def submit(self, spec: dict[str, Any]) -> str:
+        response = self.client.post("/api/v1/jobs", json=spec)
+        assert response.status_code == 201, response.text
+        return response.json()["id"]
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return self.client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
+
+    def wait(self, job_id: str, states: set[str] = FINAL, limit_s: float = 150) -> dict[str, Any]:
+        """The job once it is in one of `states`; fails with the server's log after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while (job := self.job(job_id))["state"] not in states:
+            if time.monotonic() > deadline or job["state"] in FINAL:
+                logs = self.client.get(f"/api/v1/jobs/{job_id}/logs").text
+                raise AssertionError(f"{job}\n{logs[-3000:]}\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.2)
+        return job
+
+    def steps(self, job_id: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = []
+        token = None
+        while True:
+            page = self.client.get(
+                f"/api/v1/jobs/{job_id}/steps",
+                params={"limit": 500} | ({"page_token": token} if token else {}),
+            ).json()
+            items += page["items"]
+            token = page["next_page_token"]
+            if not token:
+                return items
+
+
+class RayHead:
+    """A Ray head with token authentication that outlives any control plane, as a cluster does."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._ray = LocalRay(Settings(local_workers=4))
+        self._call(self._ray.start())
+        self.address, self.token, self.gcs_address = self._ray.address, self._ray.token, self._ray.gcs_address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `slotline serve` needs to use this cluster."""
+        return {
+            "RAY_ADDRESS": self.address,
+            "RAY_AUTH_TOKEN": self.token,
+            "SLOTLINE_DRIVER_RAY_ADDRESS": self.gcs_address,
+            "SLOTLINE_DRIVER_PYTHON": sys.executable,
+        }
+
+    def held(self) -> dict[str, int]:
+        """Living training actors and placement groups, as Ray's own state API tells them."""
+        actors = [a for a in self._list("actors") if a["class_name"] == "Worker" and a["state"] != "DEAD"]
+        groups = [g for g in self._list("placement_groups") if g["state"] != "REMOVED"]
+        return {"actors": len(actors), "placement_groups": len(groups)}
+
+    def assert_nothing_held(self, limit_s: float = 20) -> None:
+        deadline = time.monotonic() + limit_s
+        while (held := self.held()) != {"actors": 0, "placement_groups": 0}:
+            assert time.monotonic() < deadline, held
+            time.sleep(0.3)
+
+    def stop(self) -> None:
+        self._call(self._ray.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    def _list(self, kind: str) -> list[dict[str, Any]]:
+        response = httpx.get(
+            f"{self.address}/api/v0/{kind}",
+            params={"limit": 1000, "detail": 1},
+            headers={"Authorization": f"Bearer {self.token}"},
+            timeout=20,
+        )
+        return response.raise_for_status().json()["data"]["result"]["result"]
+
+
+@pytest.fixture(scope="package")
+def ray_head() -> Iterator[RayHead]:
+    head = RayHead()
+    yield head
+    head.stop()
+
+
+@pytest.fixture(scope="package")
+def server(ray_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("slotline"), ray_head.environment).start()
+    yield server
+    server.stop()
+
+
+def job_spec(name: str, **changes: Any) -> dict[str, Any]:
+    """A GPT or U-Net job small enough for two cores; `changes` replace whole sections."""
+    models = {
+        "gpt": {
+            "model": {
+                "factory": "worker.model.gpt:build",
+                "args": {"layers": 4, "width": 32, "heads": 2, "length": 32},
+            },
+            "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 32}},
+            "loss": {"factory": "torch.nn.functional:cross_entropy"},
+        },
+        "unet": {
+            "model": {"factory": "worker.model.unet:build", "args": {}},
+            "data": {"factory": "worker.data.digits:NoisyDigits", "args": {}},
+            "loss": {"factory": "torch.nn.functional:mse_loss"},
+        },
+    }
+    return {
+        "name": name,
+        **models[name.split("-")[0]],
+        "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
+        "training": {"steps": 12, "global_batch": 16, "microbatches": 4, "seed": 3, "clip_grad_norm": 1.0},
+        "pipeline": {"stages": 4, "schedule": "auto"},
+        "resources": {"meshes": 4, "workers_per_mesh": 1, "device": "cpu"},
+        "retry": {"infrastructure": 0},
+    } | changes

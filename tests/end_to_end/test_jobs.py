@@ -1,0 +1,167 @@
+"""Jobs over REST on a real Ray: they learn what a plain loop learns, wait their turn, fail with a reason."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+import torch
+
+from tests.end_to_end.conftest import job_spec
+from tests.reference import train
+from worker.data.sampler import BatchSampler, collate
+from worker.model import build_model, call_factory, resolve
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
+def plain_losses(spec: dict) -> list[float]:
+    """The same job as a plain loop on the unsplit model, in this process."""
+    training = spec["training"]
+    model = build_model(spec["model"]["factory"], spec["model"].get("args"), seed=training["seed"])
+    dataset = call_factory(spec["data"]["factory"], spec["data"].get("args"))
+    sampler = BatchSampler(
+        len(dataset), training["global_batch"], training["microbatches"], seed=training["seed"]
+    )
+
+    def batch(step: int) -> list:
+        count = training["microbatches"]
+        return [collate([dataset[i] for i in sampler.indices(step, m)]) for m in range(count)]
+
+    records = train(
+        model,
+        batch,
+        steps=range(1, training["steps"] + 1),
+        loss=resolve(spec["loss"]["factory"]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, **spec["optimizer"]["args"]),
+        clip_grad_norm=training.get("clip_grad_norm"),
+    )
+    return [record.loss for record in records]
+
+
+def test_two_jobs_at_once_take_turns_and_learn_what_a_plain_loop_learns(server, ray_head):
+    """Four accelerators each on a cluster of four: the second waits with a reason, then runs."""
+    specs = {name: job_spec(name) for name in ("gpt", "unet")}
+    ids = {name: server.submit(spec) for name, spec in specs.items()}
+    reasons = set()
+    while server.job(ids["gpt"])["state"] not in ("SUCCEEDED", "FAILED"):
+        second = server.job(ids["unet"])
+        if second["state"] == "QUEUED" and second.get("message"):
+            reasons.add(second["message"])
+        time.sleep(0.2)
+    for name, job_id in ids.items():
+        job = server.wait(job_id)
+        assert job["state"] == "SUCCEEDED", job
+        measured = [step["loss"] for step in server.steps(job_id)]
+        assert measured == pytest.approx(plain_losses(specs[name]), rel=1e-5), name
+    assert any("accelerator" in reason for reason in reasons), reasons
+    ray_head.assert_nothing_held()
+
+
+def test_a_finished_job_shows_plan_timeline_and_trace(server):
+    job_id = server.submit(job_spec("gpt-timeline", pipeline={"stages": 4, "schedule": "eager-1f1b"}))
+    server.wait(job_id)
+    plan = server.client.get(f"/api/v1/jobs/{job_id}/plan").json()["plan"]
+    assert plan["schedule"] == "eager-1f1b" and plan["makespan_s"] > 0
+    timeline = server.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"step": 12}).json()
+    key = lambda s: (s["mesh"], s["lane"], s["action"], s["stage"], s["microbatch"])  # noqa: E731
+    planned = {key(s) for s in timeline["planned"]["slots"]}
+    measured = {key(s) for s in timeline["measured"]["slots"] if s["action"] not in ("REDUCE", "STEP")}
+    assert planned == measured
+    trace = server.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"format": "chrome"}).json()
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(events) >= 2 * len(planned)
+    page = server.client.get(f"/jobs/{job_id}")
+    assert page.status_code == 200 and "text/html" in page.headers["content-type"]
+
+
+def test_two_workers_a_mesh_share_each_microbatch_and_learn_the_same(server):
+    """Two stages on two meshes of two workers: data parallel inside a mesh, pipeline parallel between."""
+    spec = job_spec(
+        "unet-wide",
+        pipeline={"stages": 2, "schedule": "1f1b"},
+        resources={"meshes": 2, "workers_per_mesh": 2, "device": "cpu"},
+    )
+    job_id = server.submit(spec)
+    assert server.wait(job_id)["state"] == "SUCCEEDED"
+    assert [s["loss"] for s in server.steps(job_id)] == pytest.approx(plain_losses(spec), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "says"),
+    [
+        ({"model": {"factory": "worker.model.gpt:no_such", "args": {}}}, "MODEL_BUILD_FAILED", "no_such"),
+        ({"pipeline": {"stages": 64}, "resources": {"meshes": 4}}, None, "64"),
+        (
+            {"model": {"factory": "tests.end_to_end.broken:raises_in_forward"}},
+            "USER_CODE_RAISED",
+            "told to fail",
+        ),
+    ],
+    ids=["unknown factory", "more stages than modules", "raises in forward"],
+)
+def test_a_bad_job_fails_and_names_the_cause(server, ray_head, changes, reason, says):
+    job_id = server.submit(job_spec("gpt-bad", **changes))
+    job = server.wait(job_id)
+    assert job["state"] == "FAILED"
+    assert says in job["message"]
+    assert reason is None or job["reason"] == reason
+    ray_head.assert_nothing_held()
+
+
+def test_a_batch_that_microbatches_do_not_divide_is_refused_before_anything_is_written(server):
+    before = len(server.client.get("/api/v1/jobs").json()["items"])
+    spec = job_spec("gpt", training={"steps": 1, "global_batch": 10, "microbatches": 4})
+    response = server.client.post("/api/v1/jobs", json=spec)
+    assert response.status_code == 422
+    assert response.headers["content-type"].startswith("application/problem+json")
+    assert "10" in response.text and "4" in response.text
+    assert len(server.client.get("/api/v1/jobs").json()["items"]) == before
+
+
+def test_a_running_job_survives_a_crash_of_the_control_plane(server, ray_head):
+    spec = job_spec("gpt-survivor")
+    spec["training"] |= {"steps": 400}
+    job_id = server.submit(spec)
+    server.wait(job_id, {"RUNNING"})
+    while not server.steps(job_id):
+        time.sleep(0.1)
+    server.kill()
+    time.sleep(2)
+    server.start()
+    assert server.job(job_id)["state"] == "RUNNING"
+    job = server.wait(job_id)
+    assert job["state"] == "SUCCEEDED" and len(job["attempts"]) == 1
+    assert [s["step"] for s in server.steps(job_id)] == list(range(1, 401))
+    ray_head.assert_nothing_held()
+
+
+def test_a_cancelled_job_ends_soon_and_gives_everything_back(server, ray_head):
+    spec = job_spec("gpt-endless")
+    spec["training"] |= {"steps": 100_000}
+    job_id = server.submit(spec)
+    server.wait(job_id, {"RUNNING"})
+    server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
+    assert server.wait(job_id, limit_s=40)["state"] == "CANCELLED"
+    ray_head.assert_nothing_held()
+
+
+def test_a_killed_worker_is_followed_by_an_attempt_from_the_last_checkpoint(server, ray_head, tmp_path):
+    spec = job_spec("gpt-phoenix", retry={"infrastructure": 2})
+    spec["training"] |= {"steps": 200}
+    spec["checkpoint"] = {"uri": str(tmp_path / "checkpoints"), "every_steps": 10, "keep": 2}
+    job_id = server.submit(spec)
+    deadline = time.monotonic() + 60
+    while len(server.steps(job_id)) < 15:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    victims = subprocess.run(["pgrep", "-f", "ray::Worker"], capture_output=True, text=True).stdout.split()
+    assert len(victims) == 4
+    subprocess.run(["kill", "-9", victims[2]], check=True)
+    job = server.wait(job_id)
+    assert job["state"] == "SUCCEEDED", job
+    assert [a["reason"] for a in job["attempts"]] == ["WORKER_LOST", None]
+    losses = {s["step"]: s["loss"] for s in server.steps(job_id)}
+    assert [losses[s] for s in range(1, 201)] == pytest.approx(plain_losses(spec), rel=1e-4)
+    ray_head.assert_nothing_held()

@@ -1,0 +1,112 @@
+"""The application on a real store with a cluster in memory, called without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.api.app import create_app
+from service.api.context import Service, service_of
+from service.settings import Settings
+from service.store.attempts import find_attempt
+from tests.service.conftest import job_body
+from tests.service.fake_cluster import FakeCluster
+
+
+@dataclass
+class Api:
+    """A running application and the calls that tests make most."""
+
+    client: httpx.AsyncClient
+    service: Service
+    cluster: FakeCluster
+    attempts: dict[str, str] = field(default_factory=dict)
+
+    async def submit(self, **changes: Any) -> str:
+        response = await self.client.post("/api/v1/jobs", json=job_body(**changes))
+        assert response.status_code == 201, response.text
+        return response.json()["id"]
+
+    async def job(self, job_id: str) -> dict[str, Any]:
+        return (await self.client.get(f"/api/v1/jobs/{job_id}")).raise_for_status().json()
+
+    async def started(self, **changes: Any) -> str:
+        """A job whose first attempt was given to the cluster."""
+        job_id = await self.submit(**changes)
+        await self.rounds(job_id)
+        return job_id
+
+    async def rounds(self, job_id: str, number: int = 1) -> None:
+        """Work until the attempt `number` of a job was given to the cluster."""
+        for _ in range(10):
+            await self.service.orchestrator.refresh()
+            await self.service.orchestrator.round()
+            await self.service.orchestrator.settle()
+            if f"{job_id}-{number}" in self.cluster.submissions:
+                return
+        raise AssertionError(f"attempt {number} of {job_id} did not start")
+
+    async def driver(
+        self,
+        job_id: str,
+        method: str,
+        path: str = "",
+        *,
+        number: int = 1,
+        token: str | None = None,
+        **kwargs: Any,
+    ) -> httpx.Response:
+        """A call of an attempt's driver."""
+        attempt_id = f"{job_id}-{number}"
+        if token is None:
+            async with self.service.database.read() as session:
+                token = (await find_attempt(session, attempt_id)).token
+        headers = {"Authorization": f"Bearer {token}", **kwargs.pop("headers", {})}
+        return await self.client.request(
+            method, f"/api/v1/attempts/{attempt_id}{path}", headers=headers, **kwargs
+        )
+
+    async def report(self, job_id: str, sequence: int, *, number: int = 1, **fields: Any) -> httpx.Response:
+        return await self.driver(
+            job_id, "POST", "/reports", number=number, json={"sequence": sequence, **fields}
+        )
+
+
+ApiMaker = Callable[..., AbstractAsyncContextManager[Api]]
+
+
+@pytest.fixture
+def make_api(tmp_path: Path) -> ApiMaker:
+    """`async with make_api(setting=...) as api`; the orchestrator works only when a test says so."""
+
+    @asynccontextmanager
+    async def make(**settings: Any) -> AsyncIterator[Api]:
+        given = {
+            "data_dir": tmp_path,
+            "tick_s": 60,
+            "cluster_refresh_s": 600,
+            "retry_backoff_s": 0,
+            **settings,
+        }
+        cluster = FakeCluster()
+        app = create_app(Settings(**given), cluster)
+        async with app.router.lifespan_context(app):
+            service_of(app).orchestrator.stop()
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://slotline") as client:
+                yield Api(client, service_of(app), cluster)
+
+    return make
+
+
+@pytest.fixture
+async def api(make_api: ApiMaker, database_url: str) -> AsyncIterator[Api]:
+    """An application on each kind of database."""
+    async with make_api(database_url=database_url) as api:
+        yield api

@@ -1,0 +1,197 @@
+"""A store with three jobs, and the real application over it: one runs, one waits, one has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import uvicorn
+from pydantic import SecretStr
+
+from service.api.app import create_app
+from service.jobs import AttemptState, JobSpec, JobState
+from service.orchestrator.ray_jobs import ClusterUnreachableError
+from service.scheduler import Plan, make_plan
+from service.scheduler.spec import PipelineSpec
+from service.settings import Settings
+from service.store import attempts, jobs, states
+from service.store.database import Database, utc_now
+
+STAGES = 3
+MICROBATCHES = 4
+STEPS = 40
+SLOWER = 1.25
+
+
+class NoCluster:
+    """A cluster that is away: nothing starts, so that the seeded jobs stay as they are."""
+
+    async def _away(self, *_: object) -> None:
+        raise ClusterUnreachableError("there is no cluster in this test")
+
+    submit = job = stop = log = nodes = upload_package = _away
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass
+class Site:
+    url: str
+    running: str
+    waiting: str
+    failed: str
+    plan: Plan
+
+
+@contextlib.contextmanager
+def seeded_site(
+    data_dir: Path, *, serve_metrics: Callable[[str], str] | None = None, api_token: str | None = None
+) -> Iterator[Site]:
+    """Serve the application over a new store; the running attempt has two profiled steps.
+
+    `serve_metrics` takes its job's id and returns the endpoint that its driver would report.
+    With `api_token`, every call must carry it.
+    """
+    never_s = 3600
+    settings = Settings(
+        data_dir=data_dir,
+        port=0,
+        heartbeat_timeout_s=never_s,
+        start_timeout_s=never_s,
+        api_token=None if api_token is None else SecretStr(api_token),
+    )
+    seeded = asyncio.run(seed_store(settings.sqlalchemy_url, serve_metrics))
+    with _serve(settings) as url:
+        yield Site(url, **seeded)
+
+
+def pipeline() -> PipelineSpec:
+    stage = {"forward_s": 0.002, "backward_input_s": 0.002, "backward_weight_s": 0.002, "activation_bytes": 1}
+    return PipelineSpec.model_validate(
+        {
+            "microbatches": MICROBATCHES,
+            "meshes": [{"name": f"mesh{i}"} for i in range(STAGES)],
+            "stages": [{"name": f"stage{i}", "mesh": f"mesh{i}", **stage} for i in range(STAGES)],
+            "edges": [
+                {"source": f"stage{i}", "target": f"stage{i + 1}", "forward_s": 0.001, "backward_s": 0.001}
+                for i in range(STAGES - 1)
+            ],
+            "schedule": "1f1b",
+        }
+    )
+
+
+def job_spec(name: str) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": name,
+            "model": {"factory": "worker.model.gpt:build"},
+            "data": {"factory": "worker.data.text:ByteWindows"},
+            "loss": {"factory": "torch.nn.functional:cross_entropy"},
+            "training": {"steps": 100, "global_batch": 8, "microbatches": MICROBATCHES},
+            "pipeline": {"stages": STAGES},
+        }
+    )
+
+
+async def seed_store(url: str, serve_metrics: Callable[[str], str] | None = None) -> dict:
+    """Fill an empty database; answers the ids of `running`, `waiting` and `failed`, and the `plan`."""
+    database = Database(url)
+    await database.start()
+    try:
+        return await _seed_jobs(database, serve_metrics)
+    finally:
+        await database.close()
+
+
+async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | None) -> dict:
+    spec = pipeline()
+    plan = make_plan(spec)
+    now = utc_now()
+    async with database.write() as session:
+        failed = await jobs.create_job(session, job_spec("broken"), at=now - timedelta(minutes=2))
+        broken = await attempts.create_attempt(session, failed, device="cpu", at=now)
+        reason = {"reason": "MODEL_BUILD_FAILED", "message": "<b>no module named 'nope'</b>"}
+        states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
+        states.move_job(session, failed, JobState.FAILED, at=now, **reason)
+        running = await jobs.create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
+        attempt = await attempts.create_attempt(session, running, device="cpu", at=now)
+        attempt.submitted_at = now
+        attempt.metrics_endpoint = serve_metrics(running.id) if serve_metrics else None
+        states.move_attempt(attempt, AttemptState.RUNNING, at=now)
+        states.move_job(session, running, JobState.RUNNING, at=now)
+        running.step, running.loss, running.step_s = STEPS, 1.25, 0.05
+        body = {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+        await attempts.record_plan(session, attempt, json.dumps(body), at=now)
+        await attempts.record_steps(session, attempt, [_step(number) for number in range(1, STEPS + 1)])
+        for step in (20, 40):
+            await attempts.record_timeline(
+                session,
+                attempt,
+                step=step,
+                started_at=1.8e9,
+                uncertainty_s=2e-5,
+                slots=_measured(plan),
+                keep=9,
+            )
+        waiting = await jobs.create_job(session, job_spec("patient"), at=now)
+    return {"running": running.id, "waiting": waiting.id, "failed": failed.id, "plan": plan}
+
+
+def _step(number: int) -> attempts.StepRecord:
+    return attempts.StepRecord(
+        step=number,
+        loss=5 * math.exp(-number / 20),
+        step_s=0.05,
+        makespan_s=0.04,
+        bubble_ratio=0.3,
+        exposed_transfer_s=0.001,
+        overlap_ratio=0.9,
+        grad_norm=1.0,
+        started_at=1.8e9 + number,
+    )
+
+
+def _measured(plan: Plan) -> list[attempts.SlotRecord]:
+    """The plan's slots, everything a quarter slower, and a STEP on every mesh."""
+    fields = attempts.SlotRecord.__dataclass_fields__
+    slots = []
+    for slot in plan.slots:
+        values = {name: getattr(slot, name) for name in fields}
+        values |= {"start_s": slot.start_s * SLOWER, "end_s": slot.end_s * SLOWER}
+        slots.append(attempts.SlotRecord(**values))
+    end_s = plan.makespan_s * SLOWER
+    for mesh in plan.meshes:
+        nothing = dict.fromkeys(("stage", "peer_stage", "peer_mesh", "edge", "microbatch"))
+        slots.append(
+            attempts.SlotRecord(mesh.name, "compute", "STEP", **nothing, start_s=end_s, end_s=end_s + 0.002)
+        )
+    return slots
+
+
+@contextlib.contextmanager
+def _serve(settings: Settings) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(settings, cluster=NoCluster()), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the application did not start"
+        time.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)

@@ -1,0 +1,163 @@
+"""The pages in a real browser, served by the real application over a seeded store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.api.pages.seed import MICROBATCHES, SLOWER, STAGES, STEPS, Site, seeded_site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with seeded_site(tmp_path_factory.mktemp("data")) as made:
+        yield made
+
+
+def test_the_list_shows_each_job_with_its_state_and_why_it_waits(site: Site, page, tmp_path: Path):
+    page.open(f"{site.url}/")
+    page.wait("document.querySelectorAll('#jobs tbody tr').length === 3")
+    page.wait(f"document.querySelector('tr[data-job={site.waiting}] td:nth-child(2) small')")
+    states_shown = page.js("[...document.querySelectorAll('#jobs .state')].map(e => e.textContent)")
+    assert states_shown == ["QUEUED", "RUNNING", "FAILED"], "newest first"
+    text = page.js(f"document.querySelector('tr[data-job={site.failed}]').textContent")
+    assert "MODEL_BUILD_FAILED: <b>no module named 'nope'</b>" in text, "text of a job is never markup"
+    page.screenshot(tmp_path / "list.png")
+    assert page.errors == []
+
+
+def test_the_filter_asks_the_server_for_one_state(site: Site, page):
+    page.open(f"{site.url}/")
+    page.js(
+        "(() => { const s = document.querySelector('#filter select'); s.value = 'FAILED';"
+        " s.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait("document.querySelectorAll('#jobs tbody tr').length === 1")
+    assert page.js("document.querySelector('#jobs .state').textContent") == "FAILED"
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, dark: bool, tmp_path: Path):
+    page.open(f"{site.url}/jobs/{site.running}", dark=dark)
+    page.wait("document.querySelector('svg[data-panel=measured] rect.slot')")
+    count = "document.querySelectorAll('svg[data-panel={}] rect.slot').length"
+    transfers = 2 * 2 * (STAGES - 1) * MICROBATCHES
+    expected = 2 * STAGES * MICROBATCHES + transfers
+    assert len(site.plan.slots) == expected
+    assert page.js(count.format("planned")) == expected
+    assert page.js(count.format("measured")) == expected + STAGES
+    tops = page.js(
+        "['planned', 'measured'].map(p => document.querySelector(`svg[data-panel=${p}]`).getBoundingClientRect().top)"
+    )
+    assert tops[0] < tops[1]
+    bubble = f"bubble {100 * site.plan.bubble_ratio:.1f} %"
+    notes = page.js("[...document.querySelectorAll('#timeline h3')].map(e => e.textContent)")
+    assert bubble in notes[0], "the page's own sum agrees with the plan's"
+    assert "step 40" in notes[1] and "clocks agree to 20 µs" in notes[1]
+    assert page.js("document.getElementById('state').textContent") == "RUNNING"
+    assert page.js("document.querySelector('#loss .curve').dataset.points") == str(STEPS)
+    page.screenshot(tmp_path / "job.png")
+    assert page.errors == []
+
+
+def test_both_timelines_share_one_scale_also_when_zoomed(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelector('svg[data-panel=measured] rect.slot')")
+    width = (
+        "[...document.querySelectorAll('svg[data-panel={} ] rect.slot-B')]"
+        ".map(e => Number(e.getAttribute('width'))).sort((a, b) => a - b).at(-1) + 0.5"
+    )
+    whole = page.js(width.format("planned")), page.js(width.format("measured"))
+    assert whole[1] / whole[0] == pytest.approx(SLOWER, rel=0.01)
+    page.click("[data-zoom=in]")
+    zoomed = page.js(width.format("planned")), page.js(width.format("measured"))
+    assert zoomed[0] / whole[0] == pytest.approx(1.6, rel=0.02)
+    assert zoomed[1] / zoomed[0] == pytest.approx(SLOWER, rel=0.01)
+    page.js("document.getElementById('timeline').dispatchEvent(new KeyboardEvent('keydown', {key: '0'}))")
+    assert page.js(width.format("planned")) == pytest.approx(whole[0])
+    assert page.errors == []
+
+
+def test_gaps_carry_their_reason_and_hovering_tells_more(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelector('svg[data-panel=planned] rect.gap')")
+    reasons = page.js(
+        "[...new Set([...document.querySelectorAll('rect.gap')].map(e => e.dataset.reason))].sort()"
+    )
+    assert reasons == ["done", "exposed transfer", "waits downstream", "waits upstream"]
+    page.hover("svg[data-panel=planned] rect.gap[data-reason='waits upstream']")
+    tip = page.js("document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent")
+    assert tip.startswith(
+        "waits upstream: 2 ms\nmesh1 idle from 0 s to 2 ms\nstage1 F0 needs stage0 F0 of mesh0"
+    )
+    page.hover("svg[data-panel=measured] rect.slot-SEND_F")
+    tip = page.js("document.getElementById('tip').textContent")
+    assert tip.startswith(
+        "stage0 SEND_F0\nto stage1 on mesh1\nmesh0, lane send:mesh1\n2.5 ms to 3.75 ms: 1.25 ms"
+    )
+    ends = page.js("[...document.querySelectorAll('rect.marked')].map(e => e.getAttribute('class'))")
+    assert ends == ["slot slot-SEND_F marked", "slot slot-RECV_F marked"], "both ends of the transfer"
+    header = page.js("[...document.querySelectorAll('#gaps th[scope=col]')].map(e => e.textContent)")
+    assert header == ["Mesh", "waits upstream", "waits downstream", "exposed transfer", "done"]
+    assert page.errors == []
+
+
+def test_a_profiled_step_can_be_chosen_and_downloaded(site: Site, page, tmp_path: Path):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelectorAll('#step option').length === 3")
+    page.wait("document.querySelector('#timeline h3 + svg + h3')?.textContent.includes('step 40')")
+    page.js(
+        "(() => { const s = document.getElementById('step'); s.value = '20';"
+        " s.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait("document.querySelector('#timeline h3 + svg + h3').textContent.includes('step 20')")
+    trace = json.loads(page.download("#chrome", tmp_path, f"{site.running}-step-20.json"))
+    assert len([e for e in trace["traceEvents"] if e["ph"] == "X"]) >= 2 * len(site.plan.slots)
+    rows = page.download("#csv", tmp_path, f"{site.running}-step-20.csv").splitlines()
+    assert rows[0].startswith("panel,mesh,lane,action")
+    assert len(rows) == 1 + 2 * len(site.plan.slots) + STAGES
+    steps = page.download("#steps-csv", tmp_path, f"{site.running}-steps.csv").splitlines()
+    assert len(steps) == 1 + STEPS
+    assert page.errors == []
+
+
+def test_a_job_without_plan_or_steps_shows_its_state_and_no_error(site: Site, page):
+    for job in (site.waiting, site.failed):
+        page.open(f"{site.url}/jobs/{job}")
+        assert page.js("document.querySelectorAll('rect.slot').length") == 0
+        assert page.js("document.getElementById('timeline-note').hidden") is False
+    assert page.js("document.getElementById('reason').textContent").startswith("MODEL_BUILD_FAILED")
+    assert page.js("document.querySelectorAll('#attempts tbody tr').length") == 1
+    assert page.errors == []
+
+
+def test_a_job_that_does_not_exist_is_named_as_missing(site: Site, page):
+    page.open(f"{site.url}/jobs/job-nowhere")
+    page.wait("document.getElementById('connection').textContent.includes('job-nowhere')")
+
+
+def test_pages_forbid_foreign_scripts_and_serve_only_their_own_files(site: Site):
+    answer = httpx.get(f"{site.url}/", timeout=10)
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert "//" not in answer.text.replace("<!doctype", "").replace("http-equiv", ""), (
+        "no address of another host"
+    )
+    assert httpx.get(f"{site.url}/static/style.css", timeout=10).status_code == 200
+    for name in ("router.py", "..%2frouter.py", "nothing.js"):
+        assert httpx.get(f"{site.url}/static/{name}", timeout=10).status_code == 404
+
+
+def test_a_server_with_tokens_shows_its_pages_to_a_browser_that_signs_in(page, tmp_path: Path):
+    """The browser sends the token as a password (HTTP Basic), with scripts and calls alike."""
+    with seeded_site(tmp_path, api_token="letmein") as site:
+        assert httpx.get(f"{site.url}/", timeout=10).status_code == 401
+        signed_in = site.url.replace("http://", "http://me:letmein@")
+        page.open(f"{signed_in}/jobs/{site.running}")
+        page.wait("document.querySelector('svg[data-panel=measured] rect.slot')")
+        page.download("#chrome", tmp_path, f"{site.running}-step-40.json")
+        assert page.errors == []

@@ -1,0 +1,248 @@
+"""What drivers ask and report over HTTP: tokens, fencing, reports, and what users then see."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+
+from service.store.attempts import find_plan
+from tests.service.api.conftest import Api, ApiMaker
+from tests.service.api.test_jobs_api import problem
+
+SLOTS = [
+    {
+        "mesh": "m0",
+        "lane": "compute",
+        "action": "F",
+        "stage": "s0",
+        "microbatch": 0,
+        "start_s": 0.0,
+        "end_s": 0.5,
+    },
+    {
+        "mesh": "m0",
+        "lane": "send:m1",
+        "action": "SEND_F",
+        "stage": "s0",
+        "peer_stage": "s1",
+        "peer_mesh": "m1",
+        "edge": 0,
+        "microbatch": 0,
+        "start_s": 0.5,
+        "end_s": 0.75,
+    },
+    {"mesh": "m0", "lane": "compute", "action": "STEP", "start_s": 1.5, "end_s": 2.0},
+]
+FULL_SLOT = {"stage": None, "peer_stage": None, "peer_mesh": None, "edge": None, "microbatch": None}
+STEP = {
+    "step": 1,
+    "loss": 2.5,
+    "step_s": 0.2,
+    "makespan_s": 1.25,
+    "bubble_ratio": 0.25,
+    "exposed_transfer_s": 0.0,
+    "overlap_ratio": 1.0,
+    "grad_norm": 0.5,
+    "started_at": 1.75e9,
+}
+
+
+async def test_the_driver_reads_its_job_with_and_without_a_slash(api: Api):
+    job_id = await api.started()
+    for path in ("", "/"):
+        given = (await api.driver(job_id, "GET", path)).json()
+        assert (given["attempt_id"], given["job_id"], given["number"]) == (f"{job_id}-1", job_id, 1)
+        assert given["job"] == (await api.job(job_id))["spec"]
+        assert (given["device"], given["resume"]) == ("cpu", None)
+
+
+async def test_wrong_tokens_are_refused_alike_for_known_and_unknown_attempts(api: Api):
+    job_id = await api.started()
+    for attempt in (f"{job_id}-1", "job-none-1"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eDp4"}):
+            problem(await api.client.get(f"/api/v1/attempts/{attempt}", headers=headers), 401)
+    problem(await api.driver(job_id, "POST", "/reports", token="wrong", json={"sequence": 1}), 401)
+
+
+async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
+    job_id = await api.started()
+    events = [{"at": 1.75e9, "kind": "placed", "message": "4 workers"}]
+    answer = await api.report(job_id, 1, state="RUNNING", events=events, metrics_endpoint="127.0.0.1:9000")
+    assert answer.json() == {"command": "continue"}
+    await api.report(job_id, 2, steps=[STEP, {**STEP, "step": 2, "loss": 2.0}])
+    job = await api.job(job_id)
+    assert job["state"] == "RUNNING"
+    assert job["progress"] == {"step": 2, "steps": 10, "loss": 2.0, "step_s": 0.2}
+    assert job["attempts"][0]["metrics_endpoint"] == "127.0.0.1:9000"
+    steps = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()
+    assert steps["items"][0] == {**STEP, "attempt": 1} and steps["next_page_token"] is None
+    found = (await api.client.get(f"/api/v1/jobs/{job_id}/events")).json()["items"]
+    placed = next(event for event in found if event["kind"] == "placed")
+    assert datetime.fromisoformat(placed["at"]).timestamp() == 1.75e9
+    targets = (await api.client.get("/api/v1/prometheus/targets")).json()
+    assert targets[0]["targets"] == ["127.0.0.1:9000"]
+    assert targets[0]["labels"]["__meta_slotline_job"] == job_id
+
+
+async def test_steps_and_events_are_paged(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, steps=[{**STEP, "step": number} for number in range(1, 6)])
+    for what, key in (("steps", "step"), ("events", "number")):
+        seen, token = [], None
+        while True:
+            params = {"limit": 2} | ({"page_token": token} if token else {})
+            page = (await api.client.get(f"/api/v1/jobs/{job_id}/{what}", params=params)).json()
+            seen += [item[key] for item in page["items"]]
+            if (token := page["next_page_token"]) is None:
+                break
+        assert seen == list(range(1, len(seen) + 1)) and len(seen) >= 2
+    later = await api.client.get(f"/api/v1/jobs/{job_id}/steps", params={"after": 3})
+    assert [step["step"] for step in later.json()["items"]] == [4, 5]
+
+
+async def test_a_loss_that_is_no_number_is_stored_as_none(api: Api):
+    job_id = await api.started()
+    text = json.dumps({"sequence": 1, "steps": [{**STEP, "loss": math.nan, "grad_norm": math.inf}]})
+    response = await api.driver(
+        job_id, "POST", "/reports", content=text, headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 200, response.text
+    (step,) = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()["items"]
+    assert (step["loss"], step["grad_norm"]) == (None, None)
+
+
+async def test_text_that_postgresql_cannot_hold_is_stored_all_the_same(api: Api):
+    job_id = await api.started()
+    slots = [{**SLOTS[0], "stage": "a\x00b"}]
+    answer = await api.report(
+        job_id,
+        1,
+        events=[{"at": 0, "kind": "k\x00", "message": "m\x00"}],
+        timelines=[{"step": 1, "started_at": 0, "slots": slots}],
+        checkpoint={"step": 1, "uri": "u\x00"},
+        metrics_endpoint="e\x00",
+        state="FAILED",
+        reason="NAN_LOSS\x00",
+        message="x\x00y",
+    )
+    assert answer.status_code == 200, answer.text
+    assert (await api.job(job_id))["state"] in ("FAILED", "RECOVERING")
+
+
+async def test_a_timeline_shows_planned_beside_measured(api: Api):
+    job_id = await api.started()
+    plan = {"begins": ["a"], "spec": {}, "plan": {"makespan_s": 1.0, "slots": [{**FULL_SLOT, **SLOTS[0]}]}}
+    await _store_plan(api, job_id, plan)
+    timeline = {"step": 3, "started_at": 1.75e9, "uncertainty_s": 1e-4, "slots": SLOTS}
+    await api.report(job_id, 1, timelines=[timeline, {**timeline, "step": 7}])
+    assert (await api.client.get(f"/api/v1/jobs/{job_id}/plan")).json() == plan
+    view = (await api.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"step": 3})).json()
+    assert (view["step"], view["started_at"], view["uncertainty_s"]) == (3, 1.75e9, 1e-4)
+    assert view["planned"] == {"makespan_s": 1.0, "slots": plan["plan"]["slots"]}
+    assert view["measured"]["makespan_s"] == 0.75
+    assert view["measured"]["slots"] == [{**FULL_SLOT, **slot} for slot in SLOTS]
+    assert view["profiled_steps"] == [3, 7]
+    assert (await api.client.get(f"/api/v1/jobs/{job_id}/timeline")).json()["step"] == 7
+    missing = await api.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"step": 4})
+    assert problem(missing, 404)["detail"].endswith("choose one of 3, 7")
+
+
+async def test_a_trace_holds_every_slot_on_its_lane_in_microseconds(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, timelines=[{"step": 3, "started_at": 1.75e9, "slots": SLOTS}])
+    response = await api.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"format": "chrome"})
+    events = response.json()["traceEvents"]
+    slots = [event for event in events if event["ph"] == "X"]
+    assert [(s["name"], s["ts"], s["dur"]) for s in slots] == [
+        ("F 0", 0.0, 0.5e6),
+        ("SEND_F 0", 0.5e6, 0.25e6),
+        ("STEP", 1.5e6, 0.5e6),
+    ]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [lanes[s["pid"], s["tid"]] for s in slots] == ["compute", "send:m1", "compute"]
+
+
+async def test_what_is_not_there_yet_is_not_found(api: Api):
+    job_id = await api.submit()
+    for path in ("plan", "timeline"):
+        assert "yet" in problem(await api.client.get(f"/api/v1/jobs/{job_id}/{path}"), 404)["detail"]
+    for path in ("plan", "timeline", "steps", "events", "logs"):
+        problem(await api.client.get(f"/api/v1/jobs/job-none/{path}"), 404)
+
+
+async def test_profiles_are_shared_between_attempts(api: Api):
+    job_id = await api.started()
+    key = {"key": "gpt/8x128/cpu"}
+    problem(await api.driver(job_id, "GET", "/profile", params=key), 404)
+    for profile in ({"layers": [1]}, {"layers": [{"forward_s": 0.5}]}):
+        assert (await api.driver(job_id, "PUT", "/profile", params=key, json=profile)).status_code == 204
+    assert (await api.driver(job_id, "GET", "/profile", params=key)).json() == {
+        "layers": [{"forward_s": 0.5}]
+    }
+
+
+async def test_a_replaced_driver_is_refused_everywhere(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, state="RUNNING", checkpoint={"step": 5, "uri": "file:///c/5"})
+    await api.report(job_id, 2, state="FAILED", reason="WORKER_LOST", message="a worker died")
+    assert (await api.job(job_id))["state"] == "RECOVERING"
+    await api.rounds(job_id, 2)
+    assert (await api.driver(job_id, "GET", number=2)).json()["resume"] == {"step": 5, "uri": "file:///c/5"}
+    for method, path, body in (
+        ("GET", "", None),
+        ("PUT", "/profile?key=k", {}),
+        ("POST", "/plan", {"profile": {}}),
+        ("POST", "/reports", {"sequence": 9}),
+    ):
+        refused = await api.driver(job_id, method, path, json=body)
+        assert "replaced by attempt 2" in problem(refused, 409)["detail"]
+    assert (await api.report(job_id, 1, number=2)).status_code == 200
+
+
+async def test_a_final_report_ends_the_attempt_and_its_repetition_is_acknowledged(api: Api):
+    job_id = await api.started()
+    for _ in range(2):
+        assert (await api.report(job_id, 1, state="SUCCEEDED")).json() == {"command": "continue"}
+    problem(await api.report(job_id, 2), 409)
+    job = await api.job(job_id)
+    assert job["state"] == "SUCCEEDED" and job["finished_at"] is not None
+    assert job["attempts"][0]["state"] == "SUCCEEDED"
+    problem(await api.client.post(f"/api/v1/jobs/{job_id}/cancel"), 409)
+
+
+async def test_a_cancelled_job_tells_its_driver(api: Api):
+    job_id = await api.started()
+    await api.client.post(f"/api/v1/jobs/{job_id}/cancel")
+    assert (await api.report(job_id, 1)).json() == {"command": "cancel"}
+    await api.report(job_id, 2, state="CANCELLED")
+    assert (await api.job(job_id))["state"] == "CANCELLED"
+
+
+async def test_fields_of_a_newer_driver_are_ignored_and_broken_reports_refused(api: Api):
+    job_id = await api.started()
+    assert (await api.report(job_id, 1, colour="blue", steps=[{**STEP, "colour": 1}])).status_code == 200
+    for body in ({}, {"sequence": 0}, {"sequence": 2**64}, {"sequence": 2, "state": "QUEUED"}):
+        problem(await api.driver(job_id, "POST", "/reports", json=body), 422)
+    step = {**STEP, "step": 2**40}
+    problem(await api.report(job_id, 2, steps=[step]), 422)
+
+
+async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker):
+    async with make_api(metrics_linger_s=0) as api:
+        job_id = await api.started()
+        await api.report(job_id, 1, metrics_endpoint="127.0.0.1:9000")
+        assert len((await api.client.get("/api/v1/prometheus/targets")).json()) == 1
+        await api.report(job_id, 2, state="SUCCEEDED")
+        assert (await api.client.get("/api/v1/prometheus/targets")).json() == []
+
+
+async def _store_plan(api: Api, job_id: str, plan: dict) -> None:
+    from service.store.attempts import find_attempt, record_plan
+    from service.store.database import utc_now
+
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, f"{job_id}-1")
+        await record_plan(session, attempt, json.dumps(plan), at=utc_now())
+    async with api.service.database.read() as session:
+        assert (await find_plan(session, job_id)) is not None

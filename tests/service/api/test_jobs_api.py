@@ -1,0 +1,253 @@
+"""Submit, list, read, cancel and retry over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service.jobs import JobSpec
+from tests.service.api.conftest import Api, ApiMaker
+from tests.service.conftest import job_body
+
+
+def problem(response, status: int) -> dict:
+    """The body of an error, checked for the form that every error has."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    body = response.json()
+    assert body["status"] == status and body["title"] and body["detail"]
+    return body
+
+
+async def test_a_job_is_submitted_and_read(api: Api):
+    response = await api.client.post("/api/v1/jobs", json=job_body(priority=3))
+    assert response.status_code == 201
+    created = response.json()
+    assert response.headers["location"] == f"/api/v1/jobs/{created['id']}"
+    job = await api.job(created["id"])
+    assert JobSpec.model_validate(job["spec"]) == JobSpec.model_validate(job_body(priority=3))
+    assert job["progress"] == {"step": 0, "steps": 10, "loss": None, "step_s": None}
+    assert job["created_at"].endswith("Z")
+
+
+async def test_the_same_key_and_body_submit_one_job_also_at_once(api: Api):
+    headers = {"Idempotency-Key": "a-key"}
+    responses = await asyncio.gather(
+        *(api.client.post("/api/v1/jobs", json=job_body(), headers=headers) for _ in range(5))
+    )
+    assert [response.status_code for response in responses] == [201] * 5
+    assert len({response.json()["id"] for response in responses}) == 1
+    assert len((await api.client.get("/api/v1/jobs")).json()["items"]) == 1
+
+
+async def test_a_used_key_with_another_body_is_refused(api: Api):
+    headers = {"Idempotency-Key": "a-key"}
+    await api.client.post("/api/v1/jobs", json=job_body(), headers=headers)
+    body = problem(await api.client.post("/api/v1/jobs", json=job_body(name="x"), headers=headers), 422)
+    assert "a-key" in body["detail"] and "new key" in body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"training": {"global_batch": 10, "microbatches": 4}}, "training", "set microbatches to 2"),
+        ({"stages": 4}, "stages", "unknown field"),
+        ({"pipeline": {"stage": 4}}, "pipeline.stage", "did you mean stages?"),
+        ({"pipeline": {"stages": 0}}, "pipeline.stages", "greater than or equal to 1"),
+        ({"pipeline": {"stages": 2, "cut": ["a"]}}, "pipeline", "names 1 modules for 2 stages"),
+        ({"pipeline": {"stages": 2, "schedule": "inference"}}, "pipeline", "use one of auto, gpipe"),
+        ({"resources": {"meshes": 5}}, "body", "set resources.meshes to 4"),
+        ({"resources": {"workers_per_mesh": 3}}, "body", "choose a divisor of 2"),
+        ({"model": {"factory": "nothing"}}, "model.factory", "write package.module:attribute"),
+        ({"model": None}, "model", "valid dictionary"),
+        ({"name": "a b"}, "name", "letters, digits"),
+        ({"checkpoint": {"uri": "runs"}}, "checkpoint.uri", "give an absolute path"),
+        ({"checkpoint": {"uri": ""}}, "checkpoint.uri", "give an absolute path"),
+        ({"queue": "nowhere"}, "queue", "use one of default"),
+        ({"code": {"working_dir": "/home/me"}}, "code", "slotline submit"),
+        ({"code": {"working_dir": "package:00"}}, "code.working_dir", "POST the zip"),
+        ({"priority": 10**30}, "priority", "less than or equal"),
+    ],
+)
+async def test_a_bad_job_is_refused_whole_with_field_value_and_way_out(api: Api, changes, field, says):
+    body = problem(await api.client.post("/api/v1/jobs", json=job_body(**changes)), 422)
+    (error,) = body["errors"]
+    assert error["field"] == field and says in error["message"], error
+    assert says in body["detail"]
+    assert (await api.client.get("/api/v1/jobs")).json()["items"] == []
+
+
+async def test_every_wrong_field_is_named_at_once(api: Api):
+    body = problem(await api.client.post("/api/v1/jobs", json={"name": 3, "training": {"steps": 0}}), 422)
+    assert {error["field"] for error in body["errors"]} == {"name", "model", "data", "loss", "training.steps"}
+    assert next(error["value"] for error in body["errors"] if error["field"] == "training.steps") == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"name": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"model": {"factory": "a:b", "args": {"x": NaN}}}',
+        b'{"model": {"factory": "a:b", "args": {"x": 1e999}}}',
+    ],
+)
+async def test_a_body_that_is_no_job_is_a_problem_not_a_crash(api: Api, content: bytes):
+    response = await api.client.post(
+        "/api/v1/jobs", content=content, headers={"Content-Type": "application/json"}
+    )
+    problem(response, 422)
+
+
+async def test_numbers_that_json_has_not_are_refused_in_arguments(api: Api):
+    body = job_body()
+    text = __import__("json").dumps(body).replace('"width": 32', '"width": [1, {"x": Infinity}]')
+    refused = await api.client.post(
+        "/api/v1/jobs", content=text, headers={"Content-Type": "application/json"}
+    )
+    assert "finite number" in problem(refused, 422)["detail"]
+    text = __import__("json").dumps({**body, "training": {"clip_grad_norm": float("nan")}})
+    refused = await api.client.post(
+        "/api/v1/jobs", content=text, headers={"Content-Type": "application/json"}
+    )
+    assert problem(refused, 422)["errors"][0]["value"] == "nan"  # in JSON that strict parsers read
+    assert "NaN" not in refused.text
+
+
+async def test_a_job_sent_as_something_else_than_json_is_told_the_content_type(api: Api):
+    refused = await api.client.post("/api/v1/jobs", content=b"name: x", headers={"Content-Type": "text/yaml"})
+    assert "Content-Type: application/json" in problem(refused, 422)["detail"]
+
+
+async def test_a_body_over_the_limit_is_refused_told_or_not(make_api: ApiMaker):
+    async with make_api(body_limit_bytes=2000) as api:
+        long = job_body(model={"factory": "a:b", "args": {"x": "y" * 3000}})
+        problem(await api.client.post("/api/v1/jobs", json=long), 413)
+
+        async def pieces():
+            for _ in range(30):
+                yield b" " * 100
+
+        headers = {"Content-Type": "application/json"}
+        problem(await api.client.post("/api/v1/jobs", content=pieces(), headers=headers), 413)
+        await api.submit()
+
+
+async def test_unknown_places_and_methods_say_what_there_is(api: Api):
+    assert "/api/v1/jobs lists them" in problem(await api.client.get("/api/v1/jobs/job-none"), 404)["detail"]
+    problem(await api.client.get("/api/v1/nothing"), 404)
+    response = await api.client.put("/api/v1/jobs")
+    assert problem(response, 405)["detail"].endswith("use GET, POST")
+    assert response.headers["allow"] == "GET, POST"
+    problem(await api.client.get("/api/v1/jobs", params={"limit": "many"}), 422)
+    for token in ("x", "e30=", "WzEsMl0=", "WyJ4IiwgImpvYiJd", "\ud7ff"):
+        problem(await api.client.get("/api/v1/jobs", params={"page_token": token}), 422)
+
+
+async def test_pages_lead_through_all_jobs(api: Api):
+    made = [await api.submit(name=f"job-{index}") for index in range(5)]
+    seen, token = [], None
+    while True:
+        params = {"limit": 2} | ({"page_token": token} if token else {})
+        page = (await api.client.get("/api/v1/jobs", params=params)).json()
+        seen += [job["id"] for job in page["items"]]
+        if (token := page["next_page_token"]) is None:
+            break
+    assert seen == made[::-1]
+
+
+async def test_a_waiting_job_is_cancelled_and_retried(api: Api):
+    job_id = await api.submit()
+    response = await api.client.post(f"/api/v1/jobs/{job_id}/cancel")
+    assert (response.status_code, response.json()["state"]) == (202, "CANCELLED")
+    assert (await api.client.post(f"/api/v1/jobs/{job_id}/cancel")).status_code == 202
+    response = await api.client.post(f"/api/v1/jobs/{job_id}/retry")
+    assert (response.status_code, response.json()["state"]) == (202, "QUEUED")
+    assert "is QUEUED" in problem(await api.client.post(f"/api/v1/jobs/{job_id}/retry"), 409)["detail"]
+    for verb in ("cancel", "retry"):
+        problem(await api.client.post(f"/api/v1/jobs/job-none/{verb}"), 404)
+
+
+async def test_health_readiness_and_version_are_told(api: Api):
+    assert (await api.client.get("/healthz")).json() == {"status": "ok"}
+    await api.service.orchestrator.refresh()
+    assert (await api.client.get("/readyz")).json() == {"status": "ok"}
+    assert (await api.client.get("/api/v1/version")).json()["api"] == "v1"
+    api.cluster.away = True
+    await api.service.orchestrator.refresh()
+    assert "away" in problem(await api.client.get("/readyz"), 503)["detail"]
+    assert (await api.client.get("/healthz")).status_code == 200
+
+
+async def test_a_database_that_is_away_is_a_problem_to_come_back_from(make_api: ApiMaker, tmp_path):
+    async with make_api() as api:
+        await api.service.database.close()
+        (tmp_path / "slotline.db").rename(tmp_path / "away.db")
+        (tmp_path / "slotline.db").mkdir()
+        response = await api.client.get("/api/v1/jobs")
+        problem(response, 503)
+        assert response.headers["retry-after"]
+        problem(await api.client.get("/readyz"), 503)
+        (tmp_path / "slotline.db").rmdir()
+        (tmp_path / "away.db").rename(tmp_path / "slotline.db")
+        assert (await api.client.get("/api/v1/jobs")).status_code == 200
+
+
+async def test_cluster_and_queues_tell_who_uses_what_and_why_jobs_wait(make_api: ApiMaker):
+    async with make_api(queues={"default": None, "small": 2}) as api:
+        first = await api.started()
+        second, third = await api.submit(priority=1), await api.submit(queue="small")
+        await api.service.orchestrator.round()
+        cluster = (await api.client.get("/api/v1/cluster")).json()
+        assert cluster["available"] and cluster["accelerators"][0] == {
+            "device": "cpu",
+            "resource": "slotline_worker",
+            "total": 4,
+            "used": 4,
+            "free": 0,
+        }
+        assert [gang["job_id"] for gang in cluster["gangs"]] == [first]
+        default, small = (await api.client.get("/api/v1/queues")).json()["items"]
+        assert (default["used"], default["depth"], default["waiting"][0]["id"]) == (4, 1, second)
+        assert "0 of 4 free" in default["waiting"][0]["message"]
+        assert (small["quota"], small["waiting"][0]["id"]) == (2, third)
+        assert small["waiting"][0]["reason"] == "WAITS_FOR_QUOTA"
+
+
+async def test_tokens_are_asked_for_when_set_and_never_for_health(make_api: ApiMaker):
+    async with make_api(api_token="secret") as api:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer"}):
+            refused = await api.client.get("/api/v1/jobs", headers=headers)
+            problem(refused, 401)
+            assert "www-authenticate" in refused.headers
+        good = {"Authorization": "Bearer secret"}
+        assert (await api.client.get("/api/v1/jobs", headers=good)).status_code == 200
+        assert (await api.client.get("/healthz")).status_code == 200
+        browser = {"auth": ("me", "secret")}
+        assert (await api.client.get("/api/v1/jobs", **browser)).status_code == 200
+        problem(await api.client.post("/api/v1/jobs", json=job_body(), **browser), 401)
+        own = {"Sec-Fetch-Site": "same-origin"}
+        assert (
+            await api.client.post("/api/v1/jobs", json=job_body(), headers=own, **browser)
+        ).status_code == 201
+
+
+async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
+    from service.api.auth import new_token, token_digest
+    from service.store.database import utc_now
+    from service.store.packages import delete_token, store_token
+
+    async with make_api(require_token=True) as api:
+        token = new_token()
+        async with api.service.database.write() as session:
+            store_token(session, "me", token_digest(token), at=utc_now())
+        headers = {"Authorization": f"Bearer {token}"}
+        assert (await api.client.get("/api/v1/jobs", headers=headers)).status_code == 200
+        async with api.service.database.write() as session:
+            assert await delete_token(session, "me")
+        problem(await api.client.get("/api/v1/jobs", headers=headers), 401)

@@ -1,0 +1,129 @@
+"""Live events and logs: in order, resumable, ended with the job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from service.api import streams
+from tests.service.api.conftest import Api
+from tests.service.api.test_jobs_api import problem
+
+SSE = {"Accept": "text/event-stream"}
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(streams, "_LOG_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("service.orchestrator.loop._LOG_SETTLES_S", 0.0)
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """Events of a finished stream: field name -> value."""
+    blocks = [block for block in text.replace("\r\n", "\n").split("\n\n") if block.strip()]
+    events = [
+        dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        for block in blocks
+    ]
+    return [event for event in events if event]
+
+
+async def stream(api: Api, path: str, **headers: str) -> httpx.Response:
+    """The whole stream: ASGITransport answers when it has ended."""
+    async with asyncio.timeout(20):
+        return await api.client.get(path, headers={**SSE, **headers})
+
+
+async def test_a_stream_holds_what_was_and_what_comes_until_the_job_ends(api: Api):
+    job_id = await api.started()
+    following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
+    await asyncio.sleep(0.1)
+    await api.report(job_id, 1, state="RUNNING")
+    await asyncio.sleep(0.05)
+    await api.report(job_id, 2, state="SUCCEEDED")
+    response = await following
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, end = parse(response.text)
+    stored = (await api.client.get(f"/api/v1/jobs/{job_id}/events")).json()["items"]
+    assert [json.loads(event["data"]) for event in events] == stored
+    assert [event["id"] for event in events] == ["1", "2", "3", "4"]
+    assert [event["event"] for event in events] == ["state"] * 4
+    assert (end["event"], json.loads(end["data"])) == ("end", {"state": "SUCCEEDED"})
+
+
+async def test_a_broken_stream_goes_on_after_the_last_event_seen(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, state="SUCCEEDED")
+    path = f"/api/v1/jobs/{job_id}/events"
+    events = parse((await stream(api, path, **{"Last-Event-ID": "2"})).text)
+    assert [event.get("id") for event in events] == ["3", None]
+    for odd in ("abc", "-1", "1e3", "99999999999999"):
+        assert len(parse((await stream(api, path, **{"Last-Event-ID": odd})).text)) == 4
+
+
+async def test_a_browser_that_has_seen_everything_is_told_not_to_come_back(api: Api):
+    job_id = await api.submit()
+    await api.client.post(f"/api/v1/jobs/{job_id}/cancel")
+    response = await stream(api, f"/api/v1/jobs/{job_id}/events", **{"Last-Event-ID": "2"})
+    assert (response.status_code, response.text) == (204, "")
+
+
+async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api):
+    job_id = await api.started()
+    path = f"/api/v1/jobs/{job_id}/logs"
+    api.cluster.logs[f"{job_id}-1"] = "one\ntwo\n"
+    page = (await api.client.get(path, params={"limit": 1})).json()
+    assert page == {"items": [{"attempt": 1, "number": 1, "text": "one"}], "next_page_token": "1:1"}
+    page = (await api.client.get(path, params={"page_token": "1:1"})).json()
+    assert [line["text"] for line in page["items"]] == ["two"] and page["next_page_token"] is None
+
+    following = asyncio.create_task(stream(api, path))
+    await asyncio.sleep(0.1)
+    api.cluster.logs[f"{job_id}-1"] += "three\n"
+    await asyncio.sleep(0.1)
+    await api.report(job_id, 1, state="SUCCEEDED")
+    *lines, end = parse((await following).text)
+    assert [json.loads(line["data"])["text"] for line in lines] == ["one", "two", "three"]
+    assert [line["id"] for line in lines] == ["1:1", "1:2", "1:3"] and end["event"] == "end"
+
+    await api.service.orchestrator._keep_logs()
+    api.cluster.away = True
+    resumed = parse((await stream(api, path, **{"Last-Event-ID": "1:2"})).text)
+    assert [event.get("id") for event in resumed] == ["1:3", None]
+
+
+async def test_a_line_is_shown_when_it_is_complete_or_the_driver_has_ended(api: Api):
+    job_id = await api.started()
+    path = f"/api/v1/jobs/{job_id}/logs"
+    api.cluster.logs[f"{job_id}-1"] = "one\u2028still one\nhalf"
+
+    async def shown() -> list[str]:
+        return [line["text"] for line in (await api.client.get(path)).json()["items"]]
+
+    assert await shown() == ["one\u2028still one"]
+    await api.report(job_id, 1, state="SUCCEEDED")
+    assert await shown() == ["one\u2028still one", "half"]
+
+
+async def test_logs_of_a_cluster_that_is_away_are_a_problem_that_says_so(api: Api):
+    job_id = await api.started()
+    api.cluster.away = True
+    response = await api.client.get(f"/api/v1/jobs/{job_id}/logs")
+    assert "away" in problem(response, 503)["detail"] and response.headers["retry-after"]
+
+
+async def test_logs_of_all_attempts_follow_each_other(api: Api):
+    job_id = await api.started()
+    api.cluster.logs.update({f"{job_id}-1": "first\n", f"{job_id}-2": "second\n"})
+    await api.report(job_id, 1, state="FAILED", reason="WORKER_LOST", message="gone")
+    await api.rounds(job_id, 2)
+    path = f"/api/v1/jobs/{job_id}/logs"
+    lines = (await api.client.get(path)).json()["items"]
+    assert [(line["attempt"], line["text"]) for line in lines] == [(1, "first"), (2, "second")]
+    only = (await api.client.get(path, params={"attempt": 2})).json()["items"]
+    assert [line["text"] for line in only] == ["second"]

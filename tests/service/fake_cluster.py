@@ -1,0 +1,61 @@
+"""A Ray cluster in memory, for tests of what surrounds it: the interface of ray_jobs.Cluster."""
+
+from __future__ import annotations
+
+from service.orchestrator.decide import RayJob, RayState
+from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Node, Submission
+
+
+class FakeCluster:
+    """Remembers what it is asked. Drivers do nothing: a test says how they fare through `states`."""
+
+    def __init__(self, workers: int = 4) -> None:
+        self.workers = workers
+        self.submissions: dict[str, Submission] = {}
+        self.states: dict[str, RayJob] = {}
+        self.stopped: list[str] = []
+        self.logs: dict[str, str] = {}
+        self.packages: dict[str, bytes] = {}
+        self.away = False
+        self.loses_answers = False
+        self.refusal: str | None = None
+
+    async def submit(self, submission: Submission) -> None:
+        self._answer()
+        if self.refusal is not None:
+            raise ClusterError(self.refusal)
+        if submission.id not in self.submissions:
+            self.submissions[submission.id] = submission
+            self.states[submission.id] = RayJob(RayState.RUNNING)
+        if self.loses_answers:
+            raise ClusterUnreachableError("the answer was lost")
+
+    async def job(self, submission_id: str) -> RayJob:
+        self._answer()
+        return self.states.get(submission_id, RayJob(RayState.MISSING))
+
+    async def stop(self, submission_id: str) -> None:
+        self._answer()
+        self.stopped.append(submission_id)
+        if submission_id in self.states:
+            self.states[submission_id] = RayJob(RayState.STOPPED)
+
+    async def log(self, submission_id: str) -> str:
+        self._answer()
+        return self.logs.get(submission_id, "")
+
+    async def nodes(self) -> list[Node]:
+        self._answer()
+        return [Node("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
+
+    async def upload_package(self, name: str, content: bytes) -> str:
+        self._answer()
+        self.packages[name] = content
+        return f"gcs://{name}"
+
+    async def close(self) -> None:
+        pass
+
+    def _answer(self) -> None:
+        if self.away:
+            raise ClusterUnreachableError("the cluster is away")

@@ -1,0 +1,262 @@
+"""The orchestrator's decisions: no server, no database, no Ray, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.jobs import AttemptState, Retry
+from service.orchestrator.decide import (
+    Capacity,
+    End,
+    GiveUp,
+    Holder,
+    Leave,
+    RayJob,
+    RayState,
+    Start,
+    Stop,
+    Submit,
+    TryAgain,
+    Wait,
+    WaitingJob,
+    WatchedAttempt,
+    WatchLimits,
+    admit,
+    after_failure,
+    watch,
+)
+
+FOUR = Capacity({"cpu": 4, "cuda": 0})
+
+
+def job(name: str, accelerators: int = 4, **changes) -> WaitingJob:
+    fields = {"queue": "default", "priority": 0, "queued_at": 0.0, "device": "auto"}
+    return WaitingJob(name, accelerators=accelerators, **{**fields, **changes})
+
+
+def decide(waiting, holders=(), capacity=FOUR, quotas=None, now=100.0):
+    return admit(waiting, holders, capacity=capacity, quotas=quotas or {}, now=now)
+
+
+# Admission
+
+
+def test_a_gang_that_fits_starts():
+    assert decide([job("a")]) == [Start("a", "cpu")]
+
+
+def test_the_second_of_two_jobs_waits_and_hears_who_uses_what():
+    first, second = decide([job("a", queued_at=1), job("b", queued_at=2)])
+    assert first == Start("a", "cpu")
+    message = "waits for 4 accelerators of slotline_worker; 0 of 4 free (job a uses 4)"
+    assert second == Wait("b", "WAITS_FOR_ACCELERATORS", message)
+
+
+def test_a_gang_starts_whole_or_not_at_all():
+    (answer,) = decide([job("a", 3)], [Holder("x", "default", 2, "cpu")])
+    assert answer.reason == "WAITS_FOR_ACCELERATORS" and "2 of 4 free (job x uses 2)" in answer.message
+
+
+def test_priority_comes_before_age():
+    answers = decide([job("old", queued_at=1), job("urgent", queued_at=9, priority=5)])
+    assert [answer.job_id for answer in answers] == ["urgent", "old"]
+    assert isinstance(answers[0], Start)
+
+
+def test_small_jobs_do_not_overtake_a_large_one_that_waits_for_accelerators():
+    answers = decide(
+        [job("large", 4, queued_at=1), job("small", 1, queued_at=2)], [Holder("x", "q", 2, "cpu")]
+    )
+    assert [answer.reason for answer in answers] == ["WAITS_FOR_ACCELERATORS", "WAITS_BEHIND"]
+    assert "kept for job large" in answers[1].message
+
+
+def test_a_job_too_large_for_the_cluster_holds_nobody_up():
+    answers = decide([job("huge", 8, queued_at=1), job("small", 4, queued_at=2)])
+    assert answers[0].reason == "CLUSTER_TOO_SMALL" and "needs 8" in answers[0].message
+    assert answers[1] == Start("small", "cpu")
+
+
+def test_a_quota_holds_only_its_own_queue_back():
+    quotas = {"small": 2, "default": None}
+    answers = decide(
+        [job("a", 2, queue="small", queued_at=1), job("b", 2, queue="default", queued_at=2)],
+        [Holder("x", "small", 1, "cpu")],
+        quotas=quotas,
+    )
+    assert answers[0].reason == "WAITS_FOR_QUOTA" and "1 of its quota of 2 free" in answers[0].message
+    assert answers[1] == Start("b", "cpu")
+
+
+def test_a_job_larger_than_its_quota_is_told_what_to_change():
+    (answer,) = decide([job("a", 4, queue="small")], quotas={"small": 2})
+    assert answer.reason == "WAITS_FOR_QUOTA" and "SLOTLINE_QUEUES" in answer.message
+
+
+def test_a_job_that_backs_off_waits_until_its_time():
+    waiting = job("a", not_before=105.0)
+    assert decide([waiting], now=104.9)[0].reason == "BACKING_OFF"
+    assert decide([waiting], now=105.0) == [Start("a", "cpu")]
+
+
+def test_without_a_cluster_every_job_waits():
+    assert [answer.reason for answer in decide([job("a"), job("b")], capacity=None)] == [
+        "WAITS_FOR_CLUSTER"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "chosen"),
+    [("auto", 4, "cuda"), ("auto", 3, "cpu"), ("cpu", 8, "cpu"), ("cuda", 8, "cuda")],
+)
+def test_auto_takes_cuda_where_the_gang_fits(device: str, cuda: int, chosen: str):
+    assert decide([job("a", device=device)], capacity=Capacity({"cpu": 4, "cuda": cuda})) == [
+        Start("a", chosen)
+    ]
+
+
+jobs = st.lists(
+    st.builds(
+        WaitingJob,
+        id=st.uuids().map(str),
+        queue=st.sampled_from(["q", "r"]),
+        priority=st.integers(-2, 2),
+        queued_at=st.floats(0, 10),
+        accelerators=st.integers(1, 6),
+        device=st.sampled_from(["auto", "cpu", "cuda"]),
+        not_before=st.none() | st.floats(0, 20),
+    ),
+    max_size=8,
+    unique_by=lambda one: one.id,
+)
+
+
+@given(jobs, st.integers(0, 6), st.integers(0, 6), st.none() | st.integers(0, 8))
+def test_never_more_is_given_than_there_is_and_every_job_gets_one_answer(waiting, cpu, cuda, quota):
+    answers = decide(waiting, capacity=Capacity({"cpu": cpu, "cuda": cuda}), quotas={"q": quota}, now=10.0)
+    assert sorted(answer.job_id for answer in answers) == sorted(one.id for one in waiting)
+    known = {one.id: one for one in waiting}
+    started = [(known[answer.job_id], answer.device) for answer in answers if isinstance(answer, Start)]
+    for device, total in (("cpu", cpu), ("cuda", cuda)):
+        assert sum(one.accelerators for one, where in started if where == device) <= total
+    if quota is not None:
+        assert sum(one.accelerators for one, _ in started if one.queue == "q") <= quota
+    assert all(one.not_before is None or one.not_before <= 10.0 for one, _ in started)
+    if not started and not any(
+        isinstance(a, Wait) and a.reason in ("BACKING_OFF", "WAITS_FOR_QUOTA") for a in answers
+    ):
+        assert all(isinstance(a, Wait) and a.reason == "CLUSTER_TOO_SMALL" for a in answers)
+
+
+# Watching
+
+LIMITS = WatchLimits(silence_limit_s=100, start_timeout_s=50, cancel_grace_s=10, report_grace_s=3)
+STARTED = WatchedAttempt(created_at=0, submitted_at=1, heartbeat_at=None, cancel_requested_at=None, ray=None)
+RUNNING = replace(STARTED, heartbeat_at=20, ray=RayJob(RayState.RUNNING))
+
+
+def look(attempt: WatchedAttempt, now: float, since: float = 0.0):
+    return watch(attempt, watching_since=since, now=now, limits=LIMITS)
+
+
+def test_an_attempt_that_ray_was_never_given_is_submitted():
+    assert look(replace(STARTED, submitted_at=None), 1) == Submit()
+
+
+def test_an_attempt_cancelled_before_its_start_ends():
+    answer = look(replace(STARTED, submitted_at=None, cancel_requested_at=0.5), 1)
+    assert answer == End(AttemptState.CANCELLED, "CANCELLED_BY_USER", "cancelled by the user")
+
+
+def test_a_driver_that_reports_is_left_alone():
+    assert look(RUNNING, 25) == Leave()
+
+
+def test_a_driver_that_ended_without_a_final_report_is_lost_after_a_moment():
+    ended = replace(RUNNING, ray=RayJob(RayState.FAILED, "killed", 137, ended_seen_at=30.0))
+    assert look(ended, 32.9) == Leave()
+    answer = look(ended, 33)
+    assert (answer.state, answer.reason) == (AttemptState.FAILED, "DRIVER_LOST")
+    assert "exit code 137" in answer.message and "killed" in answer.message
+
+
+def test_code_that_cannot_be_installed_is_told_in_the_installers_words():
+    text = (
+        "runtime_env setup failed: Failed to set up runtime environment.\n[Node 10.0.0.1] Traceback:\n"
+        "  File x, line 1\nLast 50 lines of stdout:\n    Looking in indexes: somewhere\n"
+        "    ERROR: No matching distribution found for nothing==99\n"
+    )
+    answer = look(replace(STARTED, ray=RayJob(RayState.FAILED, text, ended_seen_at=0.0)), 40)
+    assert answer.reason == "CODE_SETUP_FAILED"
+    assert answer.message == (
+        "the job's code could not be set up: No matching distribution found for nothing==99; "
+        "correct code.pip or code.working_dir"
+    )
+
+
+def test_a_cluster_that_forgot_the_attempt_was_restarted():
+    answer = look(replace(RUNNING, ray=RayJob(RayState.MISSING, ended_seen_at=0.0)), 30)
+    assert answer.reason == "DRIVER_LOST" and "restarted" in answer.message
+
+
+def test_a_driver_that_never_reports_is_stopped_then_named():
+    pending = replace(STARTED, ray=RayJob(RayState.PENDING))
+    assert look(pending, 49) == Leave()
+    assert isinstance(look(pending, 50), Stop)
+    stopped = replace(STARTED, ray=RayJob(RayState.STOPPED, ended_seen_at=52.0))
+    assert look(stopped, 60).reason == "START_TIMEOUT"
+
+
+def test_a_silent_driver_that_ray_still_runs_is_stopped_only_after_the_long_limit():
+    assert look(RUNNING, 119) == Leave()
+    assert isinstance(look(RUNNING, 120), Stop)
+
+
+def test_the_absence_of_the_control_plane_is_not_taken_for_the_drivers():
+    assert look(RUNNING, 1000, since=990) == Leave()
+    assert isinstance(look(RUNNING, 1090, since=990), Stop)
+
+
+def test_an_attempt_out_of_reach_ends_when_it_is_silent_too_long():
+    assert look(replace(RUNNING, ray=None), 119) == Leave()
+    assert look(replace(RUNNING, ray=None), 120).reason == "DRIVER_LOST"
+
+
+def test_a_cancelled_driver_has_its_grace_then_is_stopped_then_ends():
+    cancelled = replace(RUNNING, cancel_requested_at=21)
+    assert look(cancelled, 30) == Leave()
+    assert isinstance(look(cancelled, 31), Stop)
+    gone = replace(cancelled, ray=RayJob(RayState.STOPPED, ended_seen_at=31.0))
+    assert look(gone, 34).state is AttemptState.CANCELLED
+
+
+# After a failure
+
+
+def after(reason: str, before=(), **retry):
+    return after_failure(
+        reason, "why", allowed=Retry(**retry), failures_before=before, backoff_s=2, backoff_limit_s=10
+    )
+
+
+def test_each_cause_has_its_own_retries():
+    assert isinstance(after("WORKER_LOST", ["USER_CODE_RAISED"] * 5), TryAgain)
+    assert isinstance(after("USER_CODE_RAISED"), GiveUp)
+    assert isinstance(after("USER_CODE_RAISED", ["NAN_LOSS"], user=2), TryAgain)
+    assert isinstance(after("USER_CODE_RAISED", ["NAN_LOSS", "DATA_FAILED"], user=2), GiveUp)
+    assert isinstance(after("PREEMPTED", ["PREEMPTED"] * 99), TryAgain)
+    assert isinstance(after("SOMETHING_NEW", ["DRIVER_LOST"] * 3), GiveUp)
+
+
+def test_the_pause_doubles_up_to_its_limit():
+    pauses = [after("WORKER_LOST", ["DRIVER_LOST"] * n, infrastructure=-1).after_s for n in range(5)]
+    assert pauses == [2, 4, 8, 10, 10]
+
+
+def test_the_last_word_says_what_failed_and_which_limit_was_reached():
+    assert after("WORKER_LOST", ["WORKER_LOST"] * 3).message == "why (retry.infrastructure is 3)"
+    assert after("NAN_LOSS").message == "why"

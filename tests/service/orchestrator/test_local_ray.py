@@ -1,0 +1,187 @@
+"""The cluster interface against a real Ray on this machine, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.orchestrator.decide import RayState
+from service.orchestrator.local_ray import LocalRay
+from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, RayCluster, Submission
+from service.settings import Settings
+from tests.service.conftest import job_body
+
+pytestmark = pytest.mark.ray
+PYTHON = sys.executable
+
+
+def processes_with(text: str) -> list[int]:
+    """Living processes in whose environment `text` stands, other than this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment, status = (entry / "environ").read_bytes(), (entry / "stat").read_text()
+        except OSError:
+            continue
+        if text.encode() in environment and status.rpartition(")")[2].split()[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def gone(text: str, limit_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while processes_with(text):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+async def ended(cluster: RayCluster, submission_id: str, limit_s: float = 60.0):
+    async with asyncio.timeout(limit_s):
+        while not (job := await cluster.job(submission_id)).state.ended:
+            await asyncio.sleep(0.2)
+    return job
+
+
+def submission(name: str, code: str, **changes) -> Submission:
+    return Submission(name, f"{PYTHON} -c {code!r}", {"GREETING": "hello"}, {"slotline_job": name}, **changes)
+
+
+async def test_everything_that_the_orchestrator_asks_of_ray():
+    other, local = LocalRay(Settings()), LocalRay(Settings(local_workers=3))
+    await other.start()  # several Rays on one machine must do each other no harm
+    await local.start()
+    cluster = RayCluster(local.address, timeout_s=60, token=local.token)
+    try:
+        (node,) = await cluster.nodes()
+        assert node.resources["slotline_worker"] == 3
+
+        first = submission("first", "import os; print(os.environ['GREETING'], 42)")
+        await cluster.submit(first)
+        await cluster.submit(first)  # a repeated start is one start
+        sleeper = submission("sleeper", "import time; time.sleep(1000)")
+        await cluster.submit(sleeper)
+        assert (await ended(cluster, "first")).state is RayState.SUCCEEDED
+        assert (await cluster.log("first")).count("hello 42") == 1
+
+        await cluster.submit(submission("broken", "import sys; print('last words'); sys.exit(3)"))
+        broken = await ended(cluster, "broken")
+        assert (broken.state, broken.exit_code) == (RayState.FAILED, 3)
+
+        while (await cluster.job("sleeper")).state is not RayState.RUNNING:
+            await asyncio.sleep(0.1)
+        await cluster.stop("sleeper")
+        assert (await ended(cluster, "sleeper")).state is RayState.STOPPED
+        await cluster.stop("sleeper")
+
+        await cluster.stop("unknown")
+        assert (await cluster.job("unknown")).state is RayState.MISSING
+        assert await cluster.log("unknown") == ""
+
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("mine/__init__.py", "answer = 'from the package'\n")
+        uris = [await cluster.upload_package("_ray_pkg_0123.zip", buffer.getvalue()) for _ in range(2)]
+        assert uris[0] == uris[1]
+        await cluster.submit(submission("code", "import mine; print(mine.answer)", working_dir=uris[0]))
+        assert (await ended(cluster, "code")).state is RayState.SUCCEEDED
+        assert "from the package" in await cluster.log("code")
+
+        neighbour = RayCluster(other.address, token=other.token)
+        assert (await neighbour.job("first")).state is RayState.MISSING
+        await neighbour.submit(submission("first", "print('the other one')"))
+        assert (await ended(neighbour, "first")).state is RayState.SUCCEEDED
+        await neighbour.close()
+
+        stranger = RayCluster(local.address, token="wrong" * 8)
+        with pytest.raises(ClusterError, match="RAY_AUTH_TOKEN"):
+            await stranger.nodes()
+        await stranger.close()
+    finally:
+        await local.stop()
+        await other.stop()
+    with pytest.raises(ClusterUnreachableError, match="does not answer"):
+        await cluster.nodes()
+    await cluster.close()
+    assert gone(local.token), "Ray left processes behind"
+
+
+async def test_a_local_ray_ends_with_a_control_plane_that_was_killed(tmp_path: Path):
+    code = (
+        "import asyncio, sys\n"
+        "from service.orchestrator.local_ray import LocalRay\n"
+        "from service.settings import Settings\n"
+        "async def main():\n"
+        "    ray = LocalRay(Settings())\n"
+        "    await ray.start()\n"
+        "    print(ray.token, flush=True)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen(
+        [PYTHON, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    token = parent.stdout.readline().strip()
+    assert len(token) == 64 and len(processes_with(token)) > 3
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert gone(token), "Ray outlived the control plane"
+
+
+@pytest.fixture
+async def ready_server(tmp_path: Path) -> AsyncIterator[tuple[subprocess.Popen, str, str]]:
+    """`slotline serve` as a user starts it: (process, url, a text in the environment of all its children)."""
+    mark = f"SLOTLINE_DATA_DIR={tmp_path}"
+    environment = {**os.environ, "SLOTLINE_DATA_DIR": str(tmp_path), "SLOTLINE_PORT": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [PYTHON, "-m", "service.cli", "serve", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    url = json.loads(process.stdout.readline())["url"]
+    deadline = time.monotonic() + 90
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline
+        try:
+            if httpx.get(f"{url}/readyz", timeout=5).is_success:
+                break
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    yield process, url, mark
+    if process.poll() is None:
+        process.kill()
+
+
+async def test_a_server_that_is_interrupted_leaves_no_process_behind(ready_server):
+    process, url, mark = ready_server
+    job_id = httpx.post(f"{url}/api/v1/jobs", json=job_body(), timeout=10).json()["id"]
+    while not httpx.get(f"{url}/api/v1/jobs/{job_id}", timeout=10).json()["attempts"]:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    assert len(processes_with(mark)) > 3
+    with httpx.stream(
+        "GET", f"{url}/api/v1/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}, timeout=30
+    ) as response:
+        assert response.status_code == 200  # a page that watches does not keep the server
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) in (0, -signal.SIGINT, 128 + signal.SIGINT)
+    assert gone(mark), [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with(mark)]

@@ -1,0 +1,359 @@
+"""The orchestrator on a real store with a cluster in memory: jobs move as they should, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from service.jobs import AttemptState, JobSpec
+from service.orchestrator import decide
+from service.orchestrator.decide import RayJob, RayState
+from service.orchestrator.loop import Orchestrator, clip_log
+from service.orchestrator.outcome import (
+    Backoff,
+    EventRecord,
+    Report,
+    StaleAttemptError,
+    TimelineRecord,
+    apply_report,
+)
+from service.settings import Settings
+from service.store import jobs as job_store
+from service.store.attempts import StepRecord, find_attempt, steps_of
+from service.store.database import Database, utc_now
+from service.store.packages import store_package
+from service.store.tables import Attempt, Base, Job
+from tests.service.conftest import job_body
+from tests.service.fake_cluster import FakeCluster
+
+SETTINGS = Settings(
+    retry_backoff_s=0.0, cancel_grace_s=0.05, start_timeout_s=100, silence_limit_s=100, heartbeat_timeout_s=30
+)
+
+
+class World:
+    """A store, a cluster and an orchestrator, with the moves of users and drivers."""
+
+    def __init__(self, database: Database, settings: Settings = SETTINGS) -> None:
+        self.database, self.settings, self.cluster = database, settings, FakeCluster()
+        self.restart()
+
+    def restart(self) -> None:
+        """A new control plane on the same store and cluster."""
+        self.orchestrator = Orchestrator(self.settings, self.database, self.cluster, local=True)
+
+    async def rounds(self, number: int = 1) -> None:
+        for _ in range(number):
+            await self.orchestrator.refresh()
+            await self.orchestrator.round()
+            await self.orchestrator.settle()
+            for watched in self.orchestrator._watched.values():
+                watched.asked_at = 0.0
+
+    async def submit(self, **changes) -> str:
+        async with self.database.write() as session:
+            job = await job_store.create_job(
+                session, JobSpec.model_validate(job_body(**changes)), at=utc_now()
+            )
+        return job.id
+
+    async def job(self, job_id: str) -> Job:
+        async with self.database.read() as session:
+            return await job_store.find_job(session, job_id)
+
+    async def attempt(self, attempt_id: str) -> Attempt:
+        async with self.database.read() as session:
+            return await find_attempt(session, attempt_id)
+
+    async def report(self, attempt_id: str, sequence: int, **fields) -> str:
+        async with self.database.write() as session:
+            return await apply_report(
+                session,
+                attempt_id,
+                Report(sequence, **fields),
+                at=utc_now(),
+                backoff=Backoff(0.0, 0.0),
+                keep=10,
+            )
+
+    async def cancel(self, job_id: str) -> None:
+        async with self.database.write() as session:
+            await job_store.cancel_job(session, job_id, at=utc_now())
+
+    async def start(self, **changes) -> str:
+        """A job whose first attempt runs."""
+        job_id = await self.submit(**changes)
+        await self.rounds(2)
+        await self.report(f"{job_id}-1", 1, state=AttemptState.RUNNING)
+        return job_id
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("service.orchestrator.loop._STOP_EVERY_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.loop._LOG_SETTLES_S", 0.0)
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
+    async with database.engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    world = World(database)
+    world.orchestrator._limits = replace(world.orchestrator._limits, report_grace_s=0.0)
+    yield world
+    await database.close()
+
+
+async def test_a_job_is_started_with_its_token_and_runs_to_its_end(world: World):
+    job_id = await world.submit()
+    await world.rounds(2)
+    submission = world.cluster.submissions[f"{job_id}-1"]
+    attempt = await world.attempt(f"{job_id}-1")
+    assert submission.entrypoint.endswith(" -m worker.driver")
+    assert submission.env["SLOTLINE_ATTEMPT_TOKEN"] == attempt.token
+    assert submission.env["SLOTLINE_CONTROL_URL"] == "http://127.0.0.1:8000"
+    assert (await world.job(job_id)).state == "STARTING"
+    assert await world.report(attempt.id, 1, state=AttemptState.RUNNING) == "continue"
+    step = StepRecord(10, 0.5, 0.1, 0.09, 0.2, 0.0, 1.0, 1.0, time.time())
+    await world.report(attempt.id, 2, steps=[step])
+    await world.report(attempt.id, 3, state=AttemptState.SUCCEEDED)
+    job = await world.job(job_id)
+    assert (job.state, job.step, job.loss) == ("SUCCEEDED", 10, 0.5)
+    assert job.started_at <= job.finished_at
+
+
+async def test_the_second_job_waits_with_a_reason_and_starts_when_the_first_ends(world: World):
+    first, second = await world.submit(), await world.submit()
+    await world.rounds(2)
+    waiting = await world.job(second)
+    assert (waiting.state, waiting.reason) == ("QUEUED", "WAITS_FOR_ACCELERATORS")
+    assert waiting.message == f"waits for 4 accelerators of slotline_worker; 0 of 4 free (job {first} uses 4)"
+    await world.report(f"{first}-1", 1, state=AttemptState.SUCCEEDED)
+    await world.rounds(2)
+    started = await world.job(second)
+    assert started.state == "STARTING" and f"{second}-1" in world.cluster.submissions
+
+
+async def test_a_job_that_waits_long_adds_one_event_not_one_a_round(world: World):
+    await world.submit()
+    second = await world.submit()
+    await world.rounds(6)
+    async with world.database.read() as session:
+        kinds = [event.kind for event in await job_store.events_of(session, second)]
+    assert kinds == ["state", "waiting"]
+
+
+async def test_a_start_whose_answer_was_lost_is_repeated_without_a_second_driver(world: World):
+    world.cluster.loses_answers = True
+    job_id = await world.submit()
+    await world.rounds(3)
+    assert (await world.attempt(f"{job_id}-1")).submitted_at is None
+    first = world.cluster.submissions[f"{job_id}-1"]
+    world.cluster.loses_answers = False
+    world.restart()
+    await world.rounds(2)
+    assert (await world.attempt(f"{job_id}-1")).submitted_at is not None
+    assert world.cluster.submissions == {f"{job_id}-1": first}
+
+
+async def test_a_cluster_that_is_away_costs_no_attempt(world: World):
+    world.cluster.away = True
+    job_id = await world.submit()
+    await world.rounds(3)
+    waiting = await world.job(job_id)
+    assert (waiting.reason, waiting.attempts_made) == ("WAITS_FOR_CLUSTER", 0)
+    world.cluster.away = False
+    await world.rounds(2)
+    assert f"{job_id}-1" in world.cluster.submissions
+    await world.report(f"{job_id}-1", 1, state=AttemptState.RUNNING)
+    world.cluster.away = True
+    await world.rounds(5)
+    assert (await world.job(job_id)).state == "RUNNING"
+
+
+async def test_a_start_that_ray_refuses_is_tried_again_then_fails_with_the_reason(world: World):
+    world.cluster.refusal = "runtime_env is broken"
+    job_id = await world.submit(retry={"infrastructure": 1})
+    await world.rounds(8)
+    job = await world.job(job_id)
+    assert (job.state, job.reason, job.attempts_made) == ("FAILED", "START_REFUSED", 2)
+    assert "runtime_env is broken" in job.message
+
+
+async def test_a_retry_by_the_user_gives_all_attempts_anew(world: World):
+    world.cluster.refusal = "no"
+    job_id = await world.submit(retry={"infrastructure": 1})
+    for made in (2, 4):
+        await world.rounds(8)
+        job = await world.job(job_id)
+        assert (job.state, job.attempts_made) == ("FAILED", made)
+        async with world.database.write() as session:
+            await job_store.retry_job(session, job_id, at=utc_now())
+
+
+async def test_a_lost_driver_is_followed_by_another_attempt_and_is_fenced_off(world: World):
+    job_id = await world.start()
+    world.cluster.states[f"{job_id}-1"] = RayJob(RayState.FAILED, "killed", 137)
+    world.cluster.logs[f"{job_id}-1"] = "one\nlast words\n"
+    await world.rounds(1)
+    job = await world.job(job_id)
+    assert (job.state, job.reason) == ("RECOVERING", "DRIVER_LOST")
+    await world.rounds(3)
+    job = await world.job(job_id)
+    assert (job.state, job.current_attempt) == ("STARTING", f"{job_id}-2")
+    lost = await world.attempt(f"{job_id}-1")
+    assert lost.state == "FAILED" and "exit code 137" in lost.message and "last words" in lost.message
+    assert lost.log == "one\nlast words\n"
+    with pytest.raises(StaleAttemptError, match="was replaced by attempt 2"):
+        await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    assert (await world.job(job_id)).state == "STARTING"
+
+
+async def test_a_failure_of_the_user_is_final_and_keeps_its_reason(world: World):
+    job_id = await world.start()
+    await world.report(
+        f"{job_id}-1", 2, state=AttemptState.FAILED, reason="USER_CODE_RAISED", message="ValueError: no"
+    )
+    job = await world.job(job_id)
+    assert (job.state, job.reason, job.message) == ("FAILED", "USER_CODE_RAISED", "ValueError: no")
+    await world.rounds(3)
+    assert (await world.job(job_id)).attempts_made == 1
+
+
+async def test_a_repeated_report_is_acknowledged_and_changes_nothing(world: World):
+    job_id = await world.start()
+    event = EventRecord(utc_now(), "note", "once")
+    for _ in range(3):
+        assert (
+            await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED, events=[event]) == "continue"
+        )
+    async with world.database.read() as session:
+        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+    assert kinds.count("note") == 1 and (await world.job(job_id)).state == "SUCCEEDED"
+
+
+async def test_a_new_report_after_the_final_one_is_refused(world: World):
+    job_id = await world.start()
+    await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    with pytest.raises(StaleAttemptError, match="is over"):
+        await world.report(f"{job_id}-1", 3, steps=[StepRecord(11, *([1.0] * 8))])
+    async with world.database.read() as session:
+        assert not await steps_of(session, job_id)
+
+
+async def test_a_cancelled_driver_hears_it_and_ends_by_itself(world: World):
+    job_id = await world.start()
+    await world.cancel(job_id)
+    assert await world.report(f"{job_id}-1", 2) == "cancel"
+    await world.report(f"{job_id}-1", 3, state=AttemptState.CANCELLED)
+    assert (await world.job(job_id)).state == "CANCELLED"
+    assert world.cluster.stopped == []
+
+
+async def test_a_driver_that_ignores_the_cancel_is_stopped(world: World):
+    job_id = await world.start()
+    await world.cancel(job_id)
+    await asyncio.sleep(0.06)
+    await world.rounds(3)
+    assert world.cluster.stopped == [f"{job_id}-1"]
+    job = await world.job(job_id)
+    assert (job.state, job.reason) == ("CANCELLED", "CANCELLED_BY_USER")
+
+
+async def test_a_job_cancelled_before_its_driver_was_started_never_starts(world: World):
+    world.cluster.loses_answers = world.cluster.away = False
+    job_id = await world.submit()
+    await world.orchestrator.refresh()
+    await world.orchestrator.round()  # admitted, not yet given to Ray
+    await world.cancel(job_id)
+    await world.rounds(2)
+    assert (await world.job(job_id)).state == "CANCELLED" and not world.cluster.submissions
+
+
+async def test_a_job_that_ended_while_its_cancel_was_under_way_keeps_its_success(world: World):
+    job_id = await world.start()
+    await world.cancel(job_id)
+    await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    assert (await world.job(job_id)).state == "SUCCEEDED"
+
+
+async def test_a_driver_ended_by_somebody_else_counts_as_lost(world: World):
+    job_id = await world.start(retry={"infrastructure": 0})
+    await world.report(f"{job_id}-1", 2, state=AttemptState.CANCELLED)
+    job = await world.job(job_id)
+    assert (job.state, job.reason) == ("FAILED", "DRIVER_LOST")
+
+
+async def test_a_restarted_control_plane_finds_the_attempts_again(world: World):
+    job_id = await world.start()
+    world.restart()
+    await world.rounds(3)
+    assert (await world.job(job_id)).state == "RUNNING"
+    assert list(world.cluster.submissions) == [f"{job_id}-1"]
+    await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    assert (await world.job(job_id)).state == "SUCCEEDED"
+
+
+async def test_a_driver_that_ended_while_the_control_plane_was_away_is_noticed(world: World):
+    job_id = await world.start(retry={"infrastructure": 0})
+    world.cluster.states[f"{job_id}-1"] = RayJob(RayState.FAILED)
+    world.restart()
+    world.orchestrator._limits = decide.WatchLimits(report_grace_s=0.0)
+    await world.rounds(2)
+    assert (await world.job(job_id)).reason == "DRIVER_LOST"
+
+
+async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_limit(world: World):
+    job_id = await world.start(retry={"infrastructure": 0})
+    async with world.database.write() as session:
+        (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=60)
+    world.orchestrator._since -= 1000
+    await world.rounds(3)
+    async with world.database.read() as session:
+        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+    assert kinds.count("silent") == 1 and not world.cluster.stopped
+    async with world.database.write() as session:
+        (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)
+    await world.rounds(3)
+    job = await world.job(job_id)
+    assert world.cluster.stopped == [f"{job_id}-1"]
+    assert (job.state, job.reason) == ("FAILED", "DRIVER_LOST") and "said nothing for 100 s" in job.message
+
+
+async def test_uploaded_code_reaches_the_cluster_with_the_start(world: World):
+    digest = "ab" * 32
+    async with world.database.write() as session:
+        store_package(session, digest, b"zip", at=utc_now())
+    job_id = await world.submit(code={"working_dir": f"package:{digest}", "pip": ["einops"]})
+    await world.rounds(2)
+    submission = world.cluster.submissions[f"{job_id}-1"]
+    assert submission.working_dir == f"gcs://_ray_pkg_{digest[:32]}.zip" and submission.pip == ("einops",)
+    assert world.cluster.packages == {f"_ray_pkg_{digest[:32]}.zip": b"zip"}
+
+
+async def test_the_log_of_a_driver_that_ended_in_order_is_kept(world: World):
+    job_id = await world.start()
+    world.cluster.logs[f"{job_id}-1"] = "hello\n"
+    await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    await world.rounds(2)
+    assert (await world.attempt(f"{job_id}-1")).log == "hello\n"
+    world.cluster.away = True
+    assert await world.orchestrator.log_of(await world.attempt(f"{job_id}-1")) == (1, "hello\n")
+
+
+async def test_a_timeline_and_a_checkpoint_of_a_report_are_stored(world: World):
+    job_id = await world.start()
+    timeline = TimelineRecord(step=3, started_at=1.0, uncertainty_s=None, slots=[])
+    await world.report(f"{job_id}-1", 2, timelines=[timeline], checkpoint=(50, "file:///c/50"))
+    job = await world.job(job_id)
+    assert (job.checkpoint_step, job.checkpoint_uri) == (50, "file:///c/50")
+
+
+def test_a_long_log_keeps_its_end_in_whole_lines_under_their_numbers():
+    text = "".join(f"line {number}\n" for number in range(1, 101))
+    first, kept = clip_log(text, 50)
+    assert kept == "".join(f"line {number}\n" for number in range(first, 101)) and 25 < len(kept) <= 50
+    assert clip_log("a\x00b", 10) == (1, "ab")

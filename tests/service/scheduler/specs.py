@@ -1,0 +1,122 @@
+"""Specs for the scheduler's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+# the shared folder lies beside the checkout
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+
+
+def chain(
+    stages: int,
+    microbatches: int,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    transfer: float = 1.0,
+    contention: str = "full-duplex",
+    skips: tuple[tuple[int, int], ...] = (),
+    schedule: str = "eager-1f1b",
+    meshes: list[int] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """A chain with extra edges; one stage a mesh unless `meshes` places them."""
+    placed = list(range(stages)) if meshes is None else meshes
+    edges = [(i, i + 1) for i in range(stages - 1)] + list(skips)
+    return {
+        "microbatches": microbatches,
+        "meshes": [{"name": f"m{i}"} for i in range(max(placed) + 1)],
+        "stages": [
+            {
+                "name": f"s{i}",
+                "mesh": f"m{placed[i]}",
+                "forward_s": forward,
+                "backward_input_s": backward / 2,
+                "backward_weight_s": backward / 2,
+                "activation_bytes": 2,
+                "weight_stash_bytes": 1,
+            }
+            for i in range(stages)
+        ],
+        "edges": [
+            {"source": f"s{a}", "target": f"s{b}", "forward_s": transfer, "backward_s": transfer}
+            for a, b in edges
+        ],
+        "network": {"contention": contention},
+        "schedule": schedule,
+        **fields,
+    }
+
+
+@st.composite
+def random_specs(draw: st.DrawFn, *, limits: bool = True) -> dict[str, Any]:
+    """Random acyclic graphs, placements, costs, contention and limits; limits always admit one microbatch."""
+    stages = draw(st.integers(1, 6))
+    meshes = draw(st.integers(1, stages))
+    placed = [*range(meshes), *(draw(st.integers(0, meshes - 1)) for _ in range(stages - meshes))]
+    placed = draw(st.permutations(placed))
+    microbatches = draw(st.integers(1, 5))
+    whole = draw(st.booleans())
+    cost = (
+        st.integers(0, 5)
+        if whole
+        else st.floats(0.0, 5.0, allow_nan=False, allow_subnormal=False).map(lambda x: round(x, 6))
+    )
+    pairs = [(i, j) for i in range(stages) for j in range(i + 1, stages)]
+    edges = draw(st.lists(st.sampled_from(pairs), max_size=8, unique=True)) if pairs else []
+    tensors = draw(st.booleans())
+    by_source: dict[tuple[int, int], tuple] = {}
+    listed = []
+    for a, b in edges:
+        costs = (draw(cost), draw(cost))
+        tensor = None
+        if tensors and draw(st.booleans()):
+            tensor = "t"
+            costs = by_source.setdefault((a, placed[b]), costs)
+        listed.append(
+            {
+                "source": f"s{a}",
+                "target": f"s{b}",
+                "forward_s": costs[0],
+                "backward_s": costs[1],
+                "tensor": tensor,
+            }
+        )
+    made = []
+    for i in range(stages):
+        held = draw(st.integers(0, 4))
+        made.append(
+            {
+                "name": f"s{i}",
+                "mesh": f"m{placed[i]}",
+                "forward_s": draw(cost),
+                "backward_input_s": draw(cost),
+                "backward_weight_s": draw(cost),
+                "activation_bytes": held,
+                "weight_stash_bytes": draw(st.integers(0, held)),
+            }
+        )
+    mesh_list = []
+    for p in range(meshes):
+        least = sum(s["activation_bytes"] for s in made if s["mesh"] == f"m{p}")
+        mesh: dict[str, Any] = {"name": f"m{p}"}
+        if limits and draw(st.booleans()):
+            mesh["activation_limit_bytes"] = least + draw(st.integers(0, 6))
+        if limits and draw(st.integers(0, 3)) == 0:
+            mesh["receive_buffer_limit"] = draw(st.integers(8, 12))
+        mesh_list.append(mesh)
+    return {
+        "microbatches": microbatches,
+        "meshes": mesh_list,
+        "stages": made,
+        "edges": listed,
+        "network": {"contention": draw(st.sampled_from(["none", "link", "full-duplex", "half-duplex"]))},
+        "overlap": draw(st.booleans()),
+        "split_backward": draw(st.sampled_from([None, True, False])),
+        "max_in_flight": draw(st.sampled_from([None, None, 1, 2, 3])),
+        "schedule": "auto",
+    }

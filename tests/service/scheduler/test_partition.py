@@ -1,0 +1,323 @@
+"""The partition: optimal where brute force can tell, within limits, and in step with the worker's cut."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from service.scheduler import MeshSpec, SpecError, make_plan
+from service.scheduler.partition import partition, place
+from service.scheduler.spec import NetworkSpec, check_spec
+from worker.model import CutError, gpt, trace, unet
+from worker.model.profile import LayerCost, LayerEdge, LayerProfile
+
+
+def chain(costs, sizes=None, activations=None):
+    """A profile of layers in a chain: (forward, backward input, backward weight) seconds, bytes between them."""
+    sizes = sizes or [1] * (len(costs) - 1)
+    activations = activations or [1] * len(costs)
+    return LayerProfile(
+        layers=tuple(
+            LayerCost(f"l{i}", f, b, w, a, 0, 0)
+            for i, ((f, b, w), a) in enumerate(zip(costs, activations, strict=True))
+        ),
+        edges=tuple(LayerEdge(i, i + 1, f"t{i}", size, True, order=i) for i, size in enumerate(sizes)),
+        device_type="cpu",
+        microbatch="[1]",
+        parameter_sizes={},
+    )
+
+
+def meshes(count, limit=None):
+    return [MeshSpec(name=f"m{i}", activation_limit_bytes=limit) for i in range(count)]
+
+
+def fast(**kwargs):
+    return NetworkSpec(bandwidth_bytes_per_s=1.0, **kwargs)
+
+
+def cuts(layers, stages):
+    return ([0, *borders] for borders in itertools.combinations(range(1, layers), stages - 1))
+
+
+def chain_estimate(profile, begins, microbatches, overlap, contention):
+    """The documented objective, straight from its words, for a chain with one stage a mesh."""
+    ends = [*begins[1:], len(profile.layers)]
+    sizes = [edge.bytes for edge in profile.edges]
+    busiest = 0.0
+    for first, end in zip(begins, ends, strict=True):
+        compute = sum(
+            x.forward_s + x.backward_input_s + x.backward_weight_s for x in profile.layers[first:end]
+        )
+        before = sizes[first - 1] if first else 0
+        after = sizes[end - 1] if end < len(profile.layers) else 0
+        if not overlap:
+            load = compute + 2 * (before + after)
+        elif contention == "half-duplex":
+            load = max(compute, 2 * (before + after))
+        elif contention == "full-duplex":
+            load = max(compute, before + after)
+        else:
+            load = max(compute, before, after)
+        busiest = max(busiest, load)
+    return (microbatches - 1) * busiest + sum(2 * sizes[begin - 1] for begin in begins[1:])
+
+
+costs = st.integers(1, 20)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layers=st.lists(st.tuples(costs, costs, costs), min_size=2, max_size=8),
+    data=st.data(),
+    microbatches=st.integers(1, 12),
+    overlap=st.booleans(),
+    contention=st.sampled_from(["none", "link", "full-duplex", "half-duplex"]),
+)
+def test_no_cut_of_a_chain_has_a_better_estimate(layers, data, microbatches, overlap, contention):
+    sizes = data.draw(st.lists(st.integers(0, 60), min_size=len(layers) - 1, max_size=len(layers) - 1))
+    stages = data.draw(st.integers(1, len(layers)))
+    profile = chain(layers, sizes)
+    result = partition(
+        profile,
+        stages=stages,
+        meshes=meshes(stages),
+        microbatches=microbatches,
+        network=fast(contention=contention),
+        overlap=overlap,
+    )
+    found = [int(name[1:]) for name in result.begins]
+    best = min(
+        chain_estimate(profile, c, microbatches, overlap, contention) for c in cuts(len(layers), stages)
+    )
+    assert chain_estimate(profile, found, microbatches, overlap, contention) == pytest.approx(best)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), layers=st.lists(st.tuples(costs, costs, costs), min_size=4, max_size=7))
+def test_the_planned_step_of_the_cut_is_near_the_best_of_all_cuts(data, layers):
+    sizes = data.draw(st.lists(st.integers(0, 20), min_size=len(layers) - 1, max_size=len(layers) - 1))
+    arguments = {
+        "stages": 3,
+        "meshes": meshes(3),
+        "microbatches": 6,
+        "network": fast(contention="full-duplex"),
+        "schedule": "eager-1f1b",
+    }
+    profile = chain(layers, sizes)
+
+    def planned(cut):
+        return make_plan(partition(profile, cut=cut, **arguments).spec).makespan_s
+
+    best = min(planned([f"l{i}" for i in cut]) for cut in cuts(len(layers), 3))
+    assert planned("auto") <= 1.25 * best
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), layers=st.lists(costs, min_size=3, max_size=8), limit=st.integers(1, 60))
+def test_every_cut_keeps_the_limits_if_any_cut_can(data, layers, limit):
+    stages = data.draw(st.integers(1, len(layers)))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b", "zb-h1"]))
+    microbatches = data.draw(st.integers(1, 6))
+    profile = chain([(cost, cost, cost) for cost in layers], activations=layers)
+    in_flight = {
+        "gpipe": lambda s: microbatches,
+        "1f1b": lambda s: min(microbatches, stages - s),
+        "zb-h1": lambda s: min(microbatches, stages - s),
+        "eager-1f1b": lambda s: min(microbatches, 2 * (stages - s) - 1),
+    }[schedule]
+
+    def fits(begins):
+        ends = [*begins[1:], len(layers)]
+        return all(
+            sum(layers[a:b]) * in_flight(s) <= limit
+            for s, (a, b) in enumerate(zip(begins, ends, strict=True))
+        )
+
+    possible = any(fits(cut) for cut in cuts(len(layers), stages))
+    arguments = {
+        "stages": stages,
+        "meshes": meshes(stages, limit),
+        "microbatches": microbatches,
+        "network": fast(),
+    }
+    if (
+        not possible
+        and min(
+            max(sum(layers[a:b]) for a, b in itertools.pairwise([*cut, len(layers)]))
+            for cut in cuts(len(layers), stages)
+        )
+        > limit
+    ):
+        with pytest.raises(SpecError, match="activation_limit_bytes"):
+            partition(profile, schedule=schedule, **arguments)
+        return
+    result = partition(profile, schedule=schedule, **arguments)
+    found = [int(name[1:]) for name in result.begins]
+    assert fits(found) == possible
+    check_spec(result.spec)
+
+
+def test_a_tensor_saved_by_two_layers_of_a_stage_is_counted_once():
+    profile = chain([(1, 1, 1)] * 3, sizes=[10, 10], activations=[30, 20, 20])
+    edges = tuple(
+        LayerEdge(
+            e.source, e.target, e.tensor, e.bytes, True, e.order, saved_by_source=True, saved_by_target=True
+        )
+        for e in profile.edges
+    )
+    profile = LayerProfile(profile.layers, edges, "cpu", "", {})
+    arguments = {"microbatches": 1, "network": fast()}
+    whole = partition(profile, stages=1, meshes=meshes(1), **arguments)
+    assert [stage.activation_bytes for stage in whole.spec.stages] == [30 + 20 + 20 - 10 - 10]
+    parts = partition(profile, stages=3, meshes=meshes(3), **arguments)
+    assert [stage.activation_bytes for stage in parts.spec.stages] == [30, 20, 20]
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.left = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.wide = nn.Linear(8, 16)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        mask = x > 0
+        x = self.stem(x)
+        a, b = self.wide(x).chunk(2, -1)
+        left, right = b, a
+        for layer in self.left:
+            left = layer(left) + x
+        for layer in self.right:
+            right = torch.where(mask, layer(right), left)
+        return self.head(left + right + a)
+
+
+def _built():
+    text = (torch.randint(0, 32, (2, 8)), torch.randint(0, 32, (2, 8)))
+    image = torch.randn(2, 1, 8, 8)
+    return {
+        "gpt": (gpt.build(4, 16, 2, vocab=32, length=8), text, nn.functional.cross_entropy),
+        "tied gpt": (gpt.build(4, 16, 2, vocab=32, length=8, tied=True), text, nn.functional.cross_entropy),
+        "unet": (unet.build(width=4), (image, image), nn.functional.mse_loss),
+        "branches": (Branches(), (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss),
+    }
+
+
+@pytest.fixture(scope="module")
+def measured():
+    models = {}
+    for name, (model, (inputs, target), loss) in _built().items():
+        traced = trace(model, (inputs,))
+        profile = traced.profile(loss, target, repeats=2)
+        models[name] = traced, LayerProfile.from_json(json.loads(json.dumps(profile.to_json())))
+    return models
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied gpt", "unet", "branches"])
+def test_edges_agree_with_the_workers_cut_one_by_one(measured, name):
+    traced, profile = measured[name]
+    for stages, count in [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (6, 3), (5, 2), (len(traced.layers), 4)]:
+        for cut in (
+            "auto",
+            traced.layers[:stages],
+            traced.layers[:1] + traced.layers[len(traced.layers) - stages + 1 :],
+        ):
+            result = partition(
+                profile,
+                stages=stages,
+                meshes=meshes(count),
+                cut=cut,
+                microbatches=4,
+                network=fast(latency_s=0.5),
+            )
+            graph = traced.cut(result.begins)
+            assert [stage.name for stage in result.spec.stages] == [f"s{i}" for i in range(len(graph.stages))]
+            planned = [(e.source, e.target, e.tensor, e.forward_bytes) for e in result.spec.edges]
+            assert planned == [(f"s{e.source}", f"s{e.target}", e.tensor, e.bytes) for e in graph.edges]
+            returned = [e.backward_bytes for e in result.spec.edges]
+            assert returned == [e.bytes if e.differentiable else None for e in graph.edges]
+            check_spec(result.spec)
+
+
+def test_a_measured_cut_can_be_planned_and_verified(measured):
+    for name in ("gpt", "unet"):
+        spec = partition(
+            measured[name][1],
+            stages=4,
+            meshes=meshes(4),
+            microbatches=8,
+            network=NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
+            schedule="eager-1f1b",
+        ).spec
+        assert make_plan(spec).makespan_s > 0
+
+
+def test_two_stages_a_mesh_lie_in_a_v_for_zb_v_and_auto_and_in_rounds_otherwise():
+    assert place(6, 3, "zb-v") == [0, 1, 2, 2, 1, 0]
+    assert place(6, 3, "auto") == [0, 1, 2, 2, 1, 0]
+    assert place(6, 3, "interleaved-1f1b") == [0, 1, 2, 0, 1, 2]
+    assert place(9, 3, "auto") == [0, 1, 2] * 3
+    assert place(4, 4, "auto") == [0, 1, 2, 3]
+    with pytest.raises(SpecError, match="2 stages cannot fill 4 meshes"):
+        place(2, 4, "auto")
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b", "auto"])
+def test_several_stages_a_mesh_are_balanced_by_mesh(schedule):
+    profile = chain([(1, 1, 1)] * 12)
+    spec = partition(
+        profile,
+        stages=6,
+        meshes=meshes(3),
+        microbatches=6,
+        network=NetworkSpec(bandwidth_bytes_per_s=1e3),
+        schedule=schedule,
+    ).spec
+    load = {
+        mesh.name: sum(stage.forward_s for stage in spec.stages if stage.mesh == mesh.name)
+        for mesh in spec.meshes
+    }
+    assert load == {"m0": 4, "m1": 4, "m2": 4}
+    assert make_plan(spec, budget_s=0.5).makespan_s >= 6 * 4 * 3
+
+
+def test_too_many_stages_and_bad_names_are_refused():
+    profile = chain([(1, 1, 1)] * 3)
+    arguments = {"microbatches": 2, "network": fast()}
+    with pytest.raises(CutError, match=r"4 stages asked for.*only 3 modules.*l0, l1, l2"):
+        partition(profile, stages=4, meshes=meshes(4), **arguments)
+    with pytest.raises(CutError, match="'l7' is no module"):
+        partition(profile, stages=2, meshes=meshes(2), cut=["l0", "l7"], **arguments)
+    with pytest.raises(SpecError, match=r"cut begins 2 stages .* but stages is 3"):
+        partition(profile, stages=3, meshes=meshes(3), cut=["l0", "l2"], **arguments)
+
+
+def test_without_a_bandwidth_transfers_take_their_latency():
+    profile = chain([(1, 1, 1)] * 2)
+    spec = partition(
+        profile,
+        stages=2,
+        meshes=meshes(2),
+        microbatches=2,
+        network=NetworkSpec(latency_s=0.25),
+        schedule="gpipe",
+    ).spec
+    assert [(edge.forward_s, edge.backward_s) for edge in spec.edges] == [(0.25, 0.25)]
+    check_spec(spec)
+
+
+def test_a_long_profile_is_cut_quickly():
+    import time
+
+    profile = chain([(1 + i % 3, 2, 1) for i in range(150)], sizes=[1 + i % 5 for i in range(149)])
+    started = time.perf_counter()
+    result = partition(profile, stages=16, meshes=meshes(16), microbatches=32, network=fast())
+    assert time.perf_counter() - started < 10
+    assert len(result.begins) == 16

@@ -1,0 +1,61 @@
+"""Random problems: every plan passes verify and an independent checker, bounds hold, auto is never worse."""
+
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.scheduler import SpecError, load_spec, make_plan
+from service.scheduler.schedules import SCHEDULES
+from tests.service.scheduler.checker import check_plan, run_programs
+from tests.service.scheduler.specs import random_specs
+
+RELAXED = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@RELAXED
+@given(data=random_specs())
+def test_a_searched_plan_is_feasible_and_no_named_schedule_beats_it(data):
+    spec = load_spec(data)
+    plan = json.loads(make_plan(spec, budget_s=0.05).model_dump_json())
+    check_plan(data, plan)
+    run_programs(data, plan["programs"], seed=1)
+    for name in SCHEDULES:
+        if name in ("csv", "inference"):
+            continue
+        try:
+            named = make_plan(load_spec({**data, "schedule": name}))
+        except SpecError:
+            continue
+        assert plan["makespan_s"] <= named.makespan_s * (1 + 1e-9), name
+        assert plan["lower_bound_s"] <= named.makespan_s * (1 + 1e-9), name
+
+
+@RELAXED
+@given(data=random_specs(), name=st.sampled_from(["gpipe", "1f1b", "eager-1f1b", "zb-h1", "inference"]))
+def test_a_named_schedule_is_feasible_or_refused_with_a_reason(data, name):
+    data = {**data, "schedule": name, "split_backward": None}
+    try:
+        plan = make_plan(load_spec(data))
+    except SpecError as error:
+        assert ":" in str(error)
+        return
+    check_plan(data, json.loads(plan.model_dump_json()))
+    run_programs(data, plan.programs, seed=2)
+
+
+@settings(RELAXED, max_examples=25)
+@given(data=random_specs(limits=False))
+def test_a_plan_written_as_orders_and_read_back_is_as_long(data):
+    from service.scheduler.render import plan_orders
+
+    data = {**data, "network": {"contention": "none"}, "overlap": True}
+    spec = load_spec(data)
+    plan = make_plan(spec, budget_s=0)
+    again = make_plan(load_spec({**data, "schedule": "csv", "orders": plan_orders(spec, plan)}))
+    assert abs(again.makespan_s - plan.makespan_s) <= 1e-9 * max(plan.makespan_s, 1e-300)

@@ -1,0 +1,223 @@
+"""Jobs, states and events in the store, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import inspect
+from sqlalchemy.exc import IntegrityError
+
+from service.jobs import TRANSITIONS, JobSpec, JobState
+from service.store import jobs as store
+from service.store.attempts import create_attempt
+from service.store.counts import count
+from service.store.database import Database
+from service.store.jobs import PageKey
+from service.store.states import TransitionError, add_event, lock_job, move_job
+from service.store.tables import Base, Job
+from tests.service.conftest import job_body
+
+AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
+
+
+async def submit(database: Database, at: datetime = AT, **changes) -> Job:
+    async with database.write() as session:
+        return await store.create_job(session, JobSpec.model_validate(job_body(**changes)), at=at)
+
+
+async def force(database: Database, job_id: str, state: JobState) -> None:
+    async with database.write() as session:
+        (await lock_job(session, job_id)).state = state
+
+
+async def test_migrations_make_exactly_the_tables_that_the_code_uses(database: Database):
+    def compare(connection):
+        from alembic.autogenerate import compare_metadata
+        from alembic.migration import MigrationContext
+
+        return compare_metadata(MigrationContext.configure(connection), Base.metadata), inspect(connection)
+
+    async with database.engine.connect() as connection:
+        differences, _ = await connection.run_sync(compare)
+    assert differences == []
+
+
+async def test_a_database_can_be_started_twice_and_at_once(database_url: str):
+    databases = [Database(database_url) for _ in range(3)]
+    for _ in range(2):
+        await asyncio.gather(*(one.start() for one in databases))
+    await submit(databases[0])
+    for one in databases:
+        await one.close()
+
+
+async def test_a_job_is_read_as_it_was_submitted(database: Database):
+    job = await submit(database, at=AT, priority=7, queue="default")
+    async with database.read() as session:
+        found = await store.find_job(session, job.id)
+    assert JobSpec.model_validate(found.spec) == JobSpec.model_validate(job_body(priority=7))
+    assert (found.state, found.created_at, found.accelerators) == ("QUEUED", AT, 4)
+    assert found.created_at.tzinfo is not None
+
+
+async def test_times_of_other_zones_are_stored_as_the_same_instant(database: Database):
+    elsewhere = AT.astimezone(__import__("zoneinfo").ZoneInfo("Asia/Kathmandu"))
+    job = await submit(database, at=elsewhere)
+    async with database.read() as session:
+        assert (await store.find_job(session, job.id)).created_at == AT
+
+
+@pytest.mark.parametrize("before", list(JobState))
+@pytest.mark.parametrize("after", list(JobState))
+async def test_only_transitions_of_the_table_happen(tmp_path, before: JobState, after: JobState):
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
+    async with database.engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    job = await submit(database)
+    await force(database, job.id, before)
+    allowed = after in TRANSITIONS[before]
+    async with database.write() as session:
+        locked = await lock_job(session, job.id)
+        if allowed:
+            move_job(session, locked, after, at=AT)
+        else:
+            with pytest.raises(TransitionError, match=f"is {before} and cannot become {after}"):
+                move_job(session, locked, after, at=AT)
+    async with database.read() as session:
+        assert (await store.find_job(session, job.id)).state == (after if allowed else before)
+        assert len(await store.events_of(session, job.id)) == (2 if allowed else 1)
+    await database.close()
+
+
+async def test_pages_hold_every_job_once_newest_first_also_when_times_are_equal(database: Database):
+    times = [AT + timedelta(seconds=i // 3) for i in range(10)]
+    made = [(await submit(database, at=at)).id for at in times]
+    seen, after = [], None
+    while True:
+        async with database.read() as session:
+            page = await store.list_jobs(session, limit=3, after=after)
+        if not page:
+            break
+        seen += page
+        after = PageKey(page[-1].created_at, page[-1].id)
+    assert sorted(job.id for job in seen) == sorted(made)
+    assert [job.created_at for job in seen] == sorted(times, reverse=True)
+
+
+async def test_lists_are_filtered_by_state_and_queue(database: Database):
+    first, second = await submit(database, queue="a"), await submit(database, queue="b")
+    await force(database, second.id, JobState.RUNNING)
+    async with database.read() as session:
+        assert [job.id for job in await store.list_jobs(session, state=JobState.QUEUED)] == [first.id]
+        assert [job.id for job in await store.list_jobs(session, queue="b")] == [second.id]
+        assert not await store.list_jobs(session, state=JobState.RUNNING, queue="a")
+
+
+async def test_an_idempotency_key_belongs_to_one_job(database: Database):
+    spec = JobSpec.model_validate(job_body())
+    async with database.write() as session:
+        await store.create_job(session, spec, at=AT, idempotency_key="key")
+    with pytest.raises(IntegrityError):
+        async with database.write() as session:
+            await store.create_job(session, spec, at=AT, idempotency_key="key")
+    async with database.read() as session:
+        assert len(await store.list_jobs(session)) == 1
+
+
+async def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_is_asked_to_end(database: Database):
+    waiting, running = await submit(database), await submit(database)
+    await force(database, running.id, JobState.RUNNING)
+    for job in (waiting, running, waiting, running):
+        async with database.write() as session:
+            await store.cancel_job(session, job.id, at=AT)
+    async with database.read() as session:
+        first, second = await store.find_job(session, waiting.id), await store.find_job(session, running.id)
+        assert (first.state, first.reason, first.finished_at) == ("CANCELLED", "CANCELLED_BY_USER", AT)
+        assert (second.state, second.cancel_requested_at) == ("CANCELLING", AT)
+        assert len(await store.events_of(session, running.id)) == 2
+    async with database.write() as session:
+        assert await store.cancel_job(session, "job-nothing", at=AT) is None
+
+
+async def test_a_retried_job_waits_again_and_its_old_failures_no_longer_count(database: Database):
+    job = await submit(database)
+    async with database.write() as session:
+        locked = await lock_job(session, job.id)
+        await create_attempt(session, locked, device="cpu", at=AT)
+        move_job(session, locked, JobState.FAILED, at=AT, reason="NAN_LOSS", message="the loss is NaN")
+    async with database.write() as session:
+        again = await store.retry_job(session, job.id, at=AT + timedelta(hours=1))
+    assert (again.state, again.reason, again.attempts_forgiven, again.current_attempt) == (
+        "QUEUED",
+        None,
+        1,
+        None,
+    )
+    assert again.finished_at is None
+    with pytest.raises(TransitionError):
+        async with database.write() as session:
+            await store.retry_job(session, job.id, at=AT)
+
+
+async def test_event_numbers_have_no_gaps_when_many_write_at_once(database: Database):
+    job = await submit(database)
+
+    async def write(index: int) -> None:
+        async with database.write() as session:
+            locked = await lock_job(session, job.id)
+            await asyncio.sleep(0)
+            add_event(session, locked, "note", f"event {index}", at=AT)
+
+    await asyncio.gather(*(write(index) for index in range(20)))
+    async with database.read() as session:
+        events = await store.events_of(session, job.id)
+        assert [event.number for event in events] == list(range(1, 22))
+        assert [event.number for event in await store.events_of(session, job.id, after=18)] == [19, 20, 21]
+    assert sorted(event.message for event in events[1:]) == sorted(f"event {index}" for index in range(20))
+
+
+async def test_text_that_a_database_cannot_hold_is_kept_readable(database: Database):
+    job = await submit(database)
+    async with database.write() as session:
+        locked = await lock_job(session, job.id)
+        add_event(session, locked, "note", "a\x00b\ud800c" + "x" * 50_000, at=AT)
+    async with database.read() as session:
+        message = (await store.events_of(session, job.id))[-1].message
+    assert message.startswith("a\N{REPLACEMENT CHARACTER}b?c") and len(message) < 21_000
+
+
+async def test_a_failed_transaction_leaves_nothing(database: Database):
+    with pytest.raises(RuntimeError):
+        async with database.write() as session:
+            await store.create_job(session, JobSpec.model_validate(job_body()), at=AT)
+            raise RuntimeError
+    async with database.read() as session:
+        assert not await store.list_jobs(session)
+
+
+async def test_counts_name_every_state_and_cause(database: Database):
+    for state in (JobState.QUEUED, JobState.QUEUED, JobState.RECOVERING, JobState.FAILED):
+        job = await submit(database)
+        async with database.write() as session:
+            locked = await lock_job(session, job.id)
+            if state is JobState.FAILED:
+                attempt = await create_attempt(session, locked, device="cpu", at=AT)
+                attempt.state, attempt.reason = "FAILED", "NAN_LOSS"
+            locked.state = state
+    counts = await count(database, ("default", "idle"))
+    assert counts.jobs_by_state == {
+        **dict.fromkeys(map(str, JobState), 0),
+        "QUEUED": 2,
+        "RECOVERING": 1,
+        "FAILED": 1,
+    }
+    assert counts.queue_depth == {"default": 3, "idle": 0}
+    assert counts.attempts_by_cause == {
+        "succeeded": 0,
+        "cancelled": 0,
+        "infrastructure": 0,
+        "user": 1,
+        "preemption": 0,
+    }

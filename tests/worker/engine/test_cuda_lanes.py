@@ -1,0 +1,143 @@
+"""The CUDA path without a GPU: what is enqueued, on which stream, after what; the results of the actions."""
+
+import random
+
+import pytest
+import torch
+from engine_support import (
+    LocalPipeline,
+    Plain,
+    batch,
+    chain,
+    planned,
+    random_graph,
+    skips,
+    tied_chain,
+    two_branches,
+)
+from fake_cuda import FakeCuda
+
+from worker.engine import StageError, StreamPriorities
+from worker.engine.cuda_lanes import CudaLanes
+from worker.engine.engine import Engine
+from worker.program import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS
+from worker.transport.local import LocalTransport
+
+GRAPHS = {"chain": lambda: chain(4), "skips": skips, "branches": two_branches, "tied": tied_chain}
+
+
+def send_without_waiting(self, peer, tag, tensor):
+    """An enqueued send does not block the host."""
+    self._hub.mailbox(self._rank, self.topology.rank(peer, self.worker), tag).tensor.put(tensor.clone())
+
+
+class CudaPipeline(LocalPipeline):
+    """Engines whose lanes are CudaLanes over a recording fake."""
+
+    def __init__(self, monkeypatch, *arguments, **options):
+        monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
+        monkeypatch.setattr(Engine, "connect", lambda engine: self.connect_fake(engine))
+        self.cudas = {}
+        super().__init__(*arguments, **options)
+
+    def connect_fake(self, engine):
+        engine._transport.connect(engine._update.groups, ())
+        cuda = FakeCuda()
+        actions = [self.logged(cuda, i, engine._action(i)) for i in range(len(engine._program))]
+        engine._lanes = CudaLanes(engine._program, actions, StreamPriorities(), cuda)
+        self.cudas[engine._mesh] = cuda
+
+    @staticmethod
+    def logged(cuda, index, action):
+        def run():
+            cuda.operation(index)
+            action()
+
+        return run
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_host_enqueues_a_step_without_waiting_and_the_gradients_are_right(graph, schedule, monkeypatch):
+    graph = GRAPHS[graph]()
+    meshes = [f"m{s}" for s in range(len(graph.stages))]
+    _, programs = planned(graph, meshes, 5, schedule)
+    losses, gradients = Plain(graph).step(*batch(5))
+    with CudaPipeline(monkeypatch, graph, meshes, programs, 5) as pipeline:
+        results = pipeline.step(0, [batch(5)])
+        assert results[meshes[-1], 0].losses == pytest.approx(losses, abs=1e-10)
+        for name, gradient in pipeline.gradients().items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12)
+    for cuda in pipeline.cudas.values():
+        inside = cuda.calls[
+            cuda.calls.index("operation") : len(cuda.calls) - cuda.calls[::-1].index("operation")
+        ]
+        assert "synchronize" not in inside
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_streams_and_events_alone_order_every_pair_that_must_be_ordered(seed, monkeypatch):
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    meshes = [f"m{s}" for s in range(len(graph.stages))]
+    _, programs = planned(graph, meshes, rng.randint(2, 6), "1f1b", split_backward=rng.random() < 0.5)
+    microbatches = 1 + max(i.microbatch for i in programs["m0"] if i.microbatch is not None)
+    with CudaPipeline(monkeypatch, graph, meshes, programs, microbatches) as pipeline:
+        pipeline.step(0, [batch(microbatches)])
+        for (mesh, _), engine in pipeline.engines.items():
+            check_order(engine, pipeline.cudas[mesh].finished_before())
+
+
+def check_order(engine, finished_before):
+    """Producer before send, receive before user, and every use of a buffer before its next receive."""
+    program, routes = engine._program, engine._routes
+    computes = {}
+    for index, i in enumerate(program):
+        if i.op in COMPUTE_OPS:
+            computes.setdefault((i.stage, i.microbatch), {})[i.op] = index
+    users_of_buffer = {}
+    for index, i in enumerate(program):
+        if i.op in SEND_OPS:
+            kinds = ("F",) if i.op == "SEND_F" else ("B", "I")
+            stages = (routes[i.edge].source,) if i.op == "SEND_F" else routes[i.edge].consumers
+            for stage in stages:
+                producer = next(v for k, v in computes[stage, i.microbatch].items() if k in kinds)
+                assert producer in finished_before[index], f"{i} may start before {program[producer]} ends"
+        elif i.op in RECEIVE_OPS:
+            forward = i.op == "RECV_F"
+            stages = routes[i.edge].consumers if forward else (routes[i.edge].source,)
+            users = [
+                v for stage in stages for k, v in computes[stage, i.microbatch].items() if forward or k != "F"
+            ]
+            first = [v for v in users if program[v].op in (("F",) if forward else ("B", "I"))]
+            for user in first:
+                assert index in finished_before[user], f"{program[user]} may start before {i} ends"
+            buffer = engine._buffer_of[index]
+            for earlier in users_of_buffer.get(buffer, ()):
+                assert earlier in finished_before[index], f"{i} may overwrite what {program[earlier]} needs"
+            users_of_buffer[buffer] = users
+
+
+def test_transfers_have_streams_of_their_own_with_higher_priority(monkeypatch):
+    graph = chain(4)
+    meshes = ["m0", "m1", "m2", "m3"]
+    with CudaPipeline(monkeypatch, graph, meshes, planned(graph, meshes, 3, "1f1b")[1], 3) as pipeline:
+        streams = pipeline.cudas["m1"].streams
+        assert sorted(stream.priority for stream in streams) == [-1, -1, -1, -1, 0]
+        result = pipeline.step(0, [batch(3)])["m1", 0]
+    assert all(slot.end_s >= slot.start_s >= result.started_s for slot in result.slots)
+
+
+def test_an_error_while_enqueueing_ends_the_step_by_name(monkeypatch):
+    graph = chain(4)
+
+    def broken(module, x):
+        raise KeyError("planted")
+
+    graph.stages[2]._function = broken
+    meshes = ["m0", "m1", "m2", "m3"]
+    with CudaPipeline(monkeypatch, graph, meshes, planned(graph, meshes, 3, "1f1b")[1], 3) as pipeline:
+        with pytest.raises(Exception, match="planted"):
+            pipeline.step(0, [batch(3)])
+        assert isinstance(pipeline.errors["m2", 0], StageError)
+        assert pipeline.close() == [[], [], [], []]

@@ -1,0 +1,26 @@
+"""The mean of several workers' profiles of one model."""
+
+from dataclasses import replace
+
+import pytest
+
+from worker.model.profile import LayerCost, LayerProfile, mean_profile
+
+
+def profile(*forward_s: float) -> LayerProfile:
+    layers = tuple(LayerCost(f"l{i}", f, 2 * f, 3 * f, 7, 5, 4) for i, f in enumerate(forward_s))
+    return LayerProfile(layers, (), "cpu", "1 x 2", {})
+
+
+def test_times_are_averaged_and_sizes_stay():
+    mean = mean_profile([profile(1.0, 2.0), profile(3.0, 6.0)])
+    assert [c.forward_s for c in mean.layers] == [2.0, 4.0]
+    assert [c.backward_weight_s for c in mean.layers] == [6.0, 12.0]
+    assert [c.activation_bytes for c in mean.layers] == [7, 7]
+
+
+def test_profiles_of_different_layers_are_refused():
+    other = profile(1.0, 2.0)
+    other = replace(other, layers=tuple(replace(c, name=f"x{c.name}") for c in other.layers))
+    with pytest.raises(ValueError, match="different layers"):
+        mean_profile([profile(1.0, 2.0), other])

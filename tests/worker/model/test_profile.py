@@ -1,0 +1,150 @@
+"""The measured profile: its bytes against autograd's own count, its times against calibrated work."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from worker.model import LayerProfile, gpt, trace, unet
+
+
+@torch.library.custom_op("slotline_tests::nap", mutates_args=())
+def nap(x: torch.Tensor, forward_ms: float, backward_ms: float) -> torch.Tensor:
+    """The identity, with a forward and a backward that take their time."""
+    time.sleep(forward_ms / 1e3)
+    return x.clone()
+
+
+@nap.register_fake
+def _(x, forward_ms, backward_ms):
+    return torch.empty_like(x)
+
+
+def _nap_setup(ctx, inputs, output):
+    ctx.milliseconds = inputs[2]
+
+
+def _nap_backward(ctx, gradient):
+    time.sleep(ctx.milliseconds / 1e3)
+    return gradient, None, None
+
+
+nap.register_autograd(_nap_backward, setup_context=_nap_setup)
+
+
+class Nap(nn.Module):
+    """Takes 1 unit forward, 2 for the gradient of its input, 3 for that of its weight."""
+
+    def __init__(self, unit_ms):
+        super().__init__()
+        self.weight, self.unit_ms = nn.Parameter(torch.tensor(1.0)), unit_ms
+
+    def forward(self, x):
+        return nap(x, self.unit_ms, 2 * self.unit_ms) * nap(self.weight, 0.0, 3 * self.unit_ms)
+
+
+def test_times_are_those_of_forward_input_gradient_and_weight_gradient():
+    model = nn.Sequential(nn.Linear(4, 4), Nap(10.0), Nap(20.0))
+    profile = trace(model, (torch.randn(3, 4),)).profile(functional.mse_loss, torch.randn(3, 4), repeats=5)
+    for layer, unit in zip(profile.layers[1:], (0.01, 0.02), strict=True):
+        assert layer.forward_s == pytest.approx(unit, rel=0.4)
+        assert layer.backward_input_s == pytest.approx(2 * unit, rel=0.4)
+        assert layer.backward_weight_s == pytest.approx(3 * unit, rel=0.4)
+    assert profile.layers[0].backward_input_s < 0.001
+
+
+def test_activation_bytes_of_a_chain_are_what_autograd_keeps():
+    batch, width = 16, 32
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+    profile = trace(model, (torch.randn(batch, width),)).profile(functional.mse_loss, torch.randn(batch, 4))
+    whole = batch * width * 4
+    first, tanh, last = profile.layers
+    assert first.activation_bytes == whole  # its input
+    assert tanh.activation_bytes == whole  # its output
+    assert last.activation_bytes == whole + 2 * batch * 4 * 4  # its input; the loss keeps output and target
+    assert first.parameter_bytes == (width * width + width) * 4
+    assert profile.parameter_sizes["0.weight"] == width * width * 4
+    between = profile.edges[1]
+    assert (between.saved_by_source, between.saved_by_target, between.bytes) == (True, True, whole)
+    assert profile.edges[0].saved_by_source is False
+
+
+def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
+    """All layers together, each shared tensor once, keep what the unsplit model keeps."""
+    from service.scheduler import MeshSpec
+    from service.scheduler.partition import partition
+    from service.scheduler.spec import NetworkSpec
+
+    for model, inputs, target, loss in (
+        (
+            gpt.build(3, 16, 2, vocab=32, length=8),
+            torch.randint(0, 32, (2, 8)),
+            torch.randint(0, 32, (2, 8)),
+            functional.cross_entropy,
+        ),
+        (unet.build(width=4), torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8), functional.mse_loss),
+    ):
+        profile = trace(model, (inputs,)).profile(loss, target, repeats=1)
+        result = partition(
+            profile, stages=1, meshes=[MeshSpec(name="m")], microbatches=1, network=NetworkSpec()
+        )
+        kept = {}
+        fixed = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def keep(value, kept=kept, fixed=fixed):
+            if value.untyped_storage().data_ptr() not in fixed:
+                kept[value.untyped_storage().data_ptr()] = value
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            output = loss(model(inputs), target)
+        expected = sum(value.untyped_storage().nbytes() for value in kept.values())
+        assert result.spec.stages[0].activation_bytes == pytest.approx(expected, rel=0.02), type(model)
+        del output
+
+
+def test_a_profile_is_json_and_comes_back_equal():
+    model = unet.build(width=4)
+    image = torch.randn(2, 1, 8, 8)
+    profile = trace(model, (image,)).profile(functional.mse_loss, image, repeats=1)
+    assert LayerProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    assert profile.device_type == "cpu"
+    assert profile.microbatch == "[2, 1, 8, 8] float32"
+    with pytest.raises(ValueError, match="LayerCost has unknown fields colour"):
+        data = profile.to_json()
+        LayerProfile.from_json({**data, "layers": [{**data["layers"][0], "colour": 1}]})
+    with pytest.raises(ValueError, match="LayerProfile lacks edges"):
+        LayerProfile.from_json({key: value for key, value in profile.to_json().items() if key != "edges"})
+
+
+def test_tied_parameters_show_in_each_layer_and_count_once_in_all():
+    model = gpt.build(2, 16, 2, vocab=32, length=8, tied=True)
+    tokens = torch.randint(0, 32, (2, 8))
+    profile = trace(model, (tokens,)).profile(functional.cross_entropy, tokens, repeats=1)
+    users = [layer.name for layer in profile.layers if "embed.token.weight" in layer.parameters]
+    assert users == ["embed", "head"]
+    assert sum(profile.parameter_sizes.values()) == sum(p.nbytes for p in model.parameters())
+
+
+def test_measuring_changes_neither_the_model_nor_the_random_state():
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(4, 4))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    x = torch.randn(3, 2, 4)
+    torch.manual_seed(4)
+    trace(model, (x,)).profile(functional.mse_loss, x)
+    drawn = torch.rand(2)
+    torch.manual_seed(4)
+    assert torch.equal(drawn, torch.rand(2))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_demos_models_are_measured_within_three_seconds():
+    tokens = torch.randint(0, 256, (4, 64))
+    traced = trace(gpt.build(6, 96, 4, length=64), (tokens,))
+    started = time.process_time()  # other tests may share the cores
+    traced.profile(functional.cross_entropy, tokens)
+    assert time.process_time() - started < 3

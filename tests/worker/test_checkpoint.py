@@ -1,0 +1,244 @@
+"""Checkpoints: a run that goes on from one, with other stages, equals a run that never stopped."""
+
+import copy
+import json
+import os
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.reference import accumulate, dataset_batches
+from worker import checkpoint
+from worker.checkpoint import CheckpointError, finish, latest, load, save_shard, step_uri
+from worker.data.sampler import BatchSampler, collate
+from worker.model import gpt, trace
+
+
+def shard(name, value=1.0):
+    return {
+        "parameters": {name: torch.full((3,), value)},
+        "buffers": {},
+        "optimizer": {name: {"step": torch.tensor(2.0), "exp_avg": torch.full((3,), value / 2)}},
+        "optimizer_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        "lr_schedule": None,
+    }
+
+
+def save(base, step, *, keep=2, meshes=("m0", "m1"), job="job"):
+    uri = step_uri(base, job, step)
+    for index, mesh in enumerate(meshes):
+        save_shard(uri, step=step, shard=mesh, state=shard(f"p{index}", step + index))
+    finish(uri, step=step, shards=meshes, keep=keep)
+    return uri
+
+
+@pytest.fixture(params=["file", "memory"])
+def base(request, tmp_path):
+    """A folder on disk, and one in a file system that is no disk."""
+    return str(tmp_path / "checkpoints") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+
+
+def test_what_all_meshes_saved_comes_back_as_one_state(base):
+    uri = save(base, 7)
+    state, step = load(uri)
+    assert step == 7
+    assert {name: value.tolist() for name, value in state["parameters"].items()} == {
+        "p0": [7.0] * 3,
+        "p1": [8.0] * 3,
+    }
+    assert state["optimizer"]["p1"]["exp_avg"].tolist() == [4.0] * 3
+    assert state["optimizer_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
+
+
+def test_only_the_names_asked_for_are_kept(base):
+    state, _ = load(save(base, 7), names={"p1"})
+    assert set(state["parameters"]) == set(state["optimizer"]) == {"p1"}
+
+
+def test_the_newest_complete_checkpoints_are_kept_and_incomplete_ones_ignored(base):
+    assert latest(base, "job") is None
+    for step in (10, 20, 30):
+        save(base, step)
+    save_shard(step_uri(base, "job", 40), step=40, shard="m0", state=shard("p0"))
+    assert latest(base, "job") == (step_uri(base, "job", 30), 30)
+    files, folder = fsspec.core.url_to_fs(f"{base}/job")
+    names = sorted(path.rsplit("/", 1)[-1] for path in files.ls(folder, detail=False))
+    assert names == ["step-0000000020", "step-0000000030", "step-0000000040"]
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: it has no manifest\.json"):
+        load(step_uri(base, "job", 40))
+    save(base, 50)
+    names = sorted(path.rsplit("/", 1)[-1] for path in files.ls(folder, detail=False))
+    assert names == ["step-0000000030", "step-0000000050"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True), keep=st.integers(1, 4))
+def test_any_history_leaves_the_newest(steps, keep):
+    base = f"memory://{uuid.uuid4().hex}"
+    for step in sorted(steps):
+        save(base, step, keep=keep, meshes=("m0",))
+    left = [step for step in steps if fsspec.filesystem("memory").exists(step_uri(base, "job", step))]
+    assert sorted(left) == sorted(steps)[-keep:]
+    assert latest(base, "job")[1] == max(steps)
+
+
+def test_jobs_do_not_touch_each_others_checkpoints(base):
+    save(base, 1, keep=1, job="a")
+    save(base, 2, keep=1, job="b")
+    assert latest(base, "a")[1] == 1
+
+
+def test_finish_refuses_a_missing_shard_and_names_its_mesh(base):
+    uri = step_uri(base, "job", 1)
+    save_shard(uri, step=1, shard="m0", state=shard("p0"))
+    with pytest.raises(CheckpointError, match="lacks the shard of mesh 'm1'"):
+        finish(uri, step=1, shards=["m0", "m1"], keep=1)
+    assert latest(base, "job") is None
+
+
+def test_saving_over_a_checkpoint_makes_it_incomplete_until_finished(base):
+    uri = save(base, 5, meshes=("m0", "m1", "m2"))
+    save_shard(uri, step=5, shard="m0", state=shard("p0"))
+    assert latest(base, "job") is None
+    save_shard(uri, step=5, shard="m1", state=shard("p1"))
+    finish(uri, step=5, shards=["m0", "m1"], keep=1)
+    assert set(load(uri)[0]["parameters"]) == {"p0", "p1"}
+
+
+def test_a_damaged_shard_is_refused_by_name(tmp_path):
+    uri = save(str(tmp_path), 5)
+    path = os.path.join(uri, "m1.pt")
+    content = Path(path).read_bytes()
+    with open(path, "wb") as file:
+        file.write(content[:-10])
+    with pytest.raises(CheckpointError, match=r"m1\.pt has \d+ bytes, the manifest says \d+"):
+        load(uri)
+    with open(path, "wb") as file:
+        file.write(b"x" * len(content))
+    with pytest.raises(CheckpointError, match=r"m1\.pt cannot be read"):
+        load(uri)
+    os.remove(path)
+    with pytest.raises(CheckpointError, match=r"m1\.pt is missing"):
+        load(uri)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    uri = step_uri(str(tmp_path), "job", 1)
+    save_shard(uri, step=1, shard="m0", state=shard("p0", 1.0))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save_shard(uri, step=1, shard="m0", state=shard("p0", 2.0))
+    monkeypatch.undo()
+    assert os.listdir(uri) == ["m0.pt"]
+    finish(uri, step=1, shards=["m0"], keep=1)
+    assert load(uri)[0]["parameters"]["p0"].tolist() == [1.0] * 3
+
+
+def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path):
+    uri = step_uri(str(tmp_path), "job", 1)
+    large = torch.zeros(1_000_000)
+    save_shard(uri, step=1, shard="m0", state={"parameters": {"p": large[:10]}})
+    assert os.path.getsize(os.path.join(uri, "m0.pt")) < 10_000
+
+
+def test_the_manifest_says_what_is_there_in_plain_json(tmp_path):
+    uri = step_uri(str(tmp_path), "job", 3)
+    save_shard(uri, step=3, shard="m0", state=shard("p0"))
+    finish(uri, step=3, shards=["m0"], keep=1, notes={"seed": 11})
+    manifest = json.loads(Path(uri, "manifest.json").read_text())
+    assert manifest["step"] == 3
+    assert manifest["shards"] == {"m0": os.path.getsize(os.path.join(uri, "m0.pt"))}
+    assert checkpoint.read_notes(uri) == {"seed": 11}
+
+
+# A resume with another cut, with stages that are trained one after the other in this process
+
+
+class Stages:
+    """Trains a cut model without an engine: parameters by original name, one AdamW for each stage."""
+
+    def __init__(self, graph):
+        self.graph = graph
+        self.named = [
+            {stage.original_names[local]: p for local, p in stage.named_parameters()}
+            for stage in graph.stages
+        ]
+        self.optimizers = [torch.optim.AdamW(named.values(), lr=1e-2) for named in self.named]
+
+    def step(self, batch):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        accumulate(self, batch, nn.functional.cross_entropy)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def __call__(self, *inputs):
+        values = {f"input:{k}": value for k, value in enumerate(inputs)}
+        for stage in self.graph.stages:
+            values |= zip(stage.outputs, stage(*(values[name] for name in stage.inputs)), strict=True)
+        return values["output"]
+
+    def states(self):
+        for named, optimizer in zip(self.named, self.optimizers, strict=True):
+            saved = optimizer.state_dict()
+            names = list(named)
+            yield {
+                "parameters": {name: p.detach() for name, p in named.items()},
+                "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
+                "optimizer_groups": [
+                    {k: v for k, v in g.items() if k != "params"} for g in saved["param_groups"]
+                ],
+            }
+
+    def load(self, state):
+        for named, optimizer in zip(self.named, self.optimizers, strict=True):
+            for name, p in named.items():
+                p.data.copy_(state["parameters"][name])
+            groups = optimizer.state_dict()["param_groups"]
+            entries = {index: state["optimizer"][name] for index, name in enumerate(named)}
+            optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def test_a_resume_on_fewer_stages_goes_on_exactly(tmp_path):
+    torch.manual_seed(0)
+    model = gpt.build(3, 16, 2, vocab=16, length=8).double()
+    data = [(torch.randint(0, 16, (8,)), torch.randint(0, 16, (8,))) for _ in range(40)]
+    batch = dataset_batches(data, BatchSampler(len(data), 8, 2, seed=4), collate)
+    traced = trace(model, batch(0)[0][0])
+
+    unbroken = Stages(traced.cut_evenly(4))
+    for step in range(1, 7):
+        unbroken.step(batch(step))
+
+    first = Stages(traced.cut_evenly(4))
+    for step in range(1, 4):
+        first.step(batch(step))
+    uri = step_uri(str(tmp_path), "job", 3)
+    for index, state in enumerate(first.states()):
+        save_shard(uri, step=3, shard=f"m{index}", state=copy.deepcopy(state))
+    finish(uri, step=3, shards=["m0", "m1", "m2", "m3"], keep=1)
+
+    state, step = load(uri)
+    second = Stages(traced.cut_evenly(2))
+    second.load(state)
+    for later in range(step + 1, 7):
+        second.step(batch(later))
+    expected = {name: p for named in unbroken.named for name, p in named.items()}
+    found = {name: p for named in second.named for name, p in named.items()}
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_place_is_tried_without_leaving_a_trace_and_a_closed_one_is_named(tmp_path):
+    checkpoint.try_writing(str(tmp_path / "new" / "folder"))
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(checkpoint.CheckpointError, match="file/below"):
+        checkpoint.try_writing(str(tmp_path / "file" / "below"))

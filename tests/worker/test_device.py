@@ -1,0 +1,55 @@
+"""The choice of a GPU by what Ray assigned, and of the transport by device."""
+
+import pytest
+
+from worker.device import gpu_index, make_transport
+from worker.transport import Topology
+from worker.transport.gloo import GlooTransport, host_store
+
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("environment", "assigned", "index"),
+    [
+        ({}, [3], 0),
+        ({NOSET: "0"}, [3], 0),
+        ({NOSET: ""}, ["3"], 0),
+        ({NOSET: "1"}, ["3"], 3),
+        ({NOSET: "1"}, [2], 2),
+    ],
+)
+def test_the_gpu_is_the_first_visible_one_unless_ray_leaves_the_environment_alone(
+    environment, assigned, index
+):
+    assert gpu_index(environment, assigned) == index
+
+
+def test_no_assigned_gpu_is_named_with_the_way_out():
+    with pytest.raises(RuntimeError, match=f"{NOSET} is set"):
+        gpu_index({NOSET: "1"}, [])
+
+
+def make(device):
+    store = host_store("127.0.0.1")
+    return make_transport(
+        device,
+        Topology(("m0",)),
+        mesh="m0",
+        worker=0,
+        store=("127.0.0.1", store.port),
+        host="127.0.0.1",
+        connect_s=5,
+    )
+
+
+def test_cpu_workers_talk_over_gloo():
+    transport = make("cpu")
+    assert isinstance(transport, GlooTransport)
+    transport.close()
+
+
+def test_a_width_of_nccl_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("SLOTLINE_NCCL_MAX_CTAS", "wide")
+    with pytest.raises(ValueError, match="SLOTLINE_NCCL_MAX_CTAS is 'wide'"):
+        make("cuda")

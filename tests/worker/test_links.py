@@ -1,0 +1,64 @@
+"""Links measured on a transport whose latency and bandwidth are known."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from worker.links import LARGE_BYTES, Link, measure_links, neighbour_lanes, slowest
+from worker.transport import Topology
+from worker.transport.local import LocalTransport
+
+
+class Slow:
+    """A transport that waits `latency_s` and the bytes' time before each send."""
+
+    def __init__(self, inner, latency_s: float, bandwidth: float):
+        self._inner, self._latency_s, self._bandwidth = inner, latency_s, bandwidth
+        self.topology, self.mesh = inner.topology, inner.mesh
+
+    def send(self, peer, tag, tensor):
+        time.sleep(self._latency_s + tensor.numel() * tensor.element_size() / self._bandwidth)
+        self._inner.send(peer, tag, tensor)
+
+    def receive(self, peer, tag, out):
+        self._inner.receive(peer, tag, out)
+
+
+def measure_all(meshes, latency_s, bandwidth):
+    topology = Topology(meshes)
+    group = LocalTransport.group(topology)
+    lanes = neighbour_lanes(meshes)
+    found = {}
+
+    def run(mesh):
+        transport = group[(mesh, 0)]
+        transport.connect({}, lanes)
+        found[mesh] = measure_links(Slow(transport, latency_s, bandwidth))
+
+    threads = [threading.Thread(target=run, args=(m,)) for m in meshes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for transport in group.values():
+        transport.close()
+    return found
+
+
+def test_latency_and_bandwidth_of_a_known_link_are_found():
+    bandwidth = LARGE_BYTES / 0.05
+    found = measure_all(("m0", "m1", "m2"), 0.002, bandwidth)
+    assert found["m2"] is None
+    for mesh in ("m0", "m1"):
+        assert 0.002 <= found[mesh].latency_s < 0.008
+        assert found[mesh].bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.3)
+
+
+def test_the_slowest_link_is_the_one_a_large_transfer_notices():
+    quick, thin = Link("a", "b", 1e-3, 1e9), Link("b", "c", 1e-4, 1e6)
+    assert slowest([quick, thin]) is thin
+    assert slowest([]) is None

@@ -1,0 +1,160 @@
+"""The gang on a real local Ray: how it starts, how it names trouble, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from worker.failure import (
+    SLOT_STALLED,
+    START_TIMEOUT,
+    USER_CODE_RAISED,
+    WORKER_LOST,
+    AttemptFailure,
+    fails_as,
+)
+from worker.mesh import Gang, WorkerAddress
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+
+class Sleeper:
+    """A worker that can sleep, raise, and say who it is."""
+
+    def __init__(self, mesh: str, worker: int):
+        self.mesh, self.worker = mesh, worker
+
+    def address(self) -> WorkerAddress:
+        context = ray.get_runtime_context()
+        node = ray.util.get_node_ip_address()
+        return WorkerAddress(self.mesh, self.worker, node, context.get_node_id(), os.getpid(), "cpu")
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return self.mesh
+
+    @fails_as(USER_CODE_RAISED)
+    def fail(self) -> None:
+        raise ZeroDivisionError("forward divided by zero")
+
+    @fails_as(SLOT_STALLED)
+    def stall(self) -> None:
+        raise TimeoutError("waits for m1")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(
+        address="local",
+        num_cpus=1,
+        resources={"slotline_worker": 4},
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def make_gang(meshes: int = 2, workers_per_mesh: int = 1, start_timeout_s: float = 60.0) -> Gang:
+    return Gang(
+        meshes=meshes, workers_per_mesh=workers_per_mesh, device="cpu", start_timeout_s=start_timeout_s
+    )
+
+
+def start(gang: Gang) -> None:
+    gang.start(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker})
+
+
+def is_gone(process_id: int, limit_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{process_id}/stat") as file:
+                if file.read().split(") ")[1][0] == "Z":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def assert_nothing_left(addresses) -> None:
+    assert all(is_gone(a.process_id) for a in addresses)
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("slotline_worker") != 4.0:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.1)
+    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+
+
+def test_workers_stand_in_mesh_order_and_leave_nothing_behind(cluster):
+    with make_gang(meshes=2, workers_per_mesh=2) as gang:
+        start(gang)
+        addresses = gang.addresses
+        assert [(a.mesh, a.worker) for a in addresses] == [("m0", 0), ("m0", 1), ("m1", 0), ("m1", 1)]
+        assert len({a.process_id for a in addresses}) == 4
+        names = gang.call([w.sleep.remote(0) for w in gang.workers], what="sleep", limit_s=20)
+        assert names == ["m0", "m0", "m1", "m1"]
+    assert_nothing_left(addresses)
+
+
+def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):
+    with (
+        pytest.raises(AttemptFailure, match=r"5 × .*slotline_worker.*4 of 4") as caught,
+        make_gang(5, 1, 1.0) as gang,
+    ):
+        start(gang)
+    assert caught.value.reason == START_TIMEOUT
+    assert_nothing_left([])
+
+
+def test_a_killed_worker_is_named_at_once(cluster):
+    with make_gang() as gang:
+        start(gang)
+        addresses = gang.addresses
+        refs = [w.sleep.remote(60) for w in gang.workers]
+        os.kill(addresses[1].process_id, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
+            gang.call(refs, what="step 3", limit_s=60)
+        assert caught.value.reason == WORKER_LOST
+        assert time.monotonic() - began < 20
+    assert_nothing_left(addresses)
+
+
+def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
+    with make_gang() as gang:
+        start(gang)
+        addresses = gang.addresses
+        os.kill(addresses[0].process_id, signal.SIGSTOP)
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 within 1 s") as caught:
+            gang.call([w.sleep.remote(0) for w in gang.workers], what="step 3", limit_s=1.0)
+        assert caught.value.reason == SLOT_STALLED
+    assert_nothing_left(addresses)
+
+
+def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster):
+    with make_gang() as gang:
+        start(gang)
+        stalled, raised = gang.workers
+        with pytest.raises(AttemptFailure, match="forward divided by zero") as caught:
+            gang.call([stalled.stall.remote(), raised.fail.remote()], what="step 1", limit_s=20)
+        assert caught.value.reason == USER_CODE_RAISED
+        assert "ZeroDivisionError" in caught.value.details
+
+
+def test_an_interruption_ends_the_wait(cluster):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with make_gang() as gang:
+        start(gang)
+        addresses = gang.addresses
+        with pytest.raises(KeyboardInterrupt):
+            gang.call([gang.workers[0].sleep.remote(60)], what="step", limit_s=60, interrupted=interrupted)
+    assert_nothing_left(addresses)

@@ -1,0 +1,200 @@
+"""The driver's metrics, read back over HTTP with Prometheus's own parser."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from worker.metrics import MAX_SLOTS, JobMetrics
+
+STARTED_AT = 1_790_000_000.25
+
+
+@pytest.fixture
+def metrics():
+    made = JobMetrics("job-1")
+    yield made
+    made.close()
+
+
+def scrape(endpoint: str) -> dict[tuple[str, frozenset], float]:
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in samples, f"{key} twice: Prometheus would drop one"
+            samples[key] = sample.value
+    return samples
+
+
+def value(samples: dict, name: str, **labels: str) -> float:
+    return samples[f"slotline_{name}", frozenset({"job": "job-1", **labels}.items())]
+
+
+def named(samples: dict, name: str) -> dict[frozenset, float]:
+    return {labels: number for (n, labels), number in samples.items() if n == f"slotline_{name}"}
+
+
+def slot(start_s: float, end_s: float, **fields: object) -> dict:
+    base = {"mesh": "m0", "lane": "compute", "action": "F", "stage": "s0", "microbatch": 0}
+    return {**base, "start_s": start_s, "end_s": end_s, **fields}
+
+
+def test_a_step_is_read_back_with_its_units(metrics):
+    endpoint = metrics.serve()
+    for number, seconds in enumerate((0.2, 0.4), start=1):
+        metrics.observe_step(
+            {
+                "step": number,
+                "loss": 3.5 - number,
+                "step_s": seconds,
+                "makespan_s": seconds / 2,
+                "bubble_ratio": 0.25,
+                "exposed_transfer_s": 0.01,
+                "overlap_ratio": None,
+                "grad_norm": 1.5,
+                "started_at": STARTED_AT,
+            }
+        )
+    metrics.set_plan({"makespan_s": 0.15, "bubble_ratio": 0.2, "slots": []})
+    got = scrape(endpoint)
+    assert value(got, "step_seconds_sum") == pytest.approx(0.6)
+    assert value(got, "step_seconds_count") == 2
+    assert value(got, "step_seconds_bucket", le="0.25") == 1
+    assert value(got, "train_loss") == 1.5
+    assert value(got, "step") == 2
+    assert value(got, "grad_norm") == 1.5
+    assert (value(got, "makespan_seconds"), value(got, "plan_makespan_seconds")) == (0.2, 0.15)
+    assert (value(got, "bubble_ratio"), value(got, "plan_bubble_ratio")) == (0.25, 0.2)
+    assert value(got, "exposed_transfer_seconds") == 0.01
+    assert named(got, "overlap_ratio") == {}, "a value that was not measured must not read as 0"
+
+
+def test_slots_of_the_profiled_step_stand_at_their_unix_time(metrics):
+    endpoint = metrics.serve()
+    metrics.set_timeline(
+        {
+            "step": 20,
+            "started_at": STARTED_AT,
+            "uncertainty_s": 1e-5,
+            "slots": [
+                slot(0.0, 0.01),
+                slot(0.01, 0.015, lane="send:m1", action="SEND_F", edge=0),
+                slot(0.5, 0.6, stage=None, microbatch=None, action="STEP"),
+            ],
+        }
+    )
+    got = scrape(endpoint)
+    send = {"mesh": "m0", "lane": "send:m1", "stage": "s0", "action": "SEND_F", "microbatch": "0"}
+    assert value(got, "slot_start_timestamp_seconds", **send) == pytest.approx(STARTED_AT + 0.01, abs=1e-6)
+    assert value(got, "slot_duration_seconds", **send) == pytest.approx(0.005)
+    step = {"mesh": "m0", "lane": "compute", "stage": "", "action": "STEP", "microbatch": ""}
+    assert value(got, "slot_duration_seconds", **step) == pytest.approx(0.1)
+    assert value(got, "profiled_step") == 20
+    assert value(got, "action_seconds_sum", stage="s0", action="F") == pytest.approx(0.01)
+
+
+def test_a_new_profiled_step_replaces_the_old_one_whole(metrics):
+    endpoint = metrics.serve()
+    metrics.set_timeline(
+        {"step": 10, "started_at": 1.0, "slots": [slot(0, 1, microbatch=m) for m in range(8)]}
+    )
+    metrics.set_timeline({"step": 20, "started_at": 2.0, "slots": [slot(0, 1, microbatch=0)]})
+    got = scrape(endpoint)
+    assert list(named(got, "slot_start_timestamp_seconds").values()) == [2.0]
+    assert value(got, "action_seconds_count", stage="s0", action="F") == 9, (
+        "what accumulates keeps both steps"
+    )
+
+
+def test_two_tensors_between_the_same_stages_stay_two_series(metrics):
+    endpoint = metrics.serve()
+    sends = [slot(e, e + 1, lane="send:m1", action="SEND_F", edge=e) for e in range(2)]
+    metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": [slot(0, 1), *sends]})
+    starts = named(scrape(endpoint), "slot_start_timestamp_seconds")
+    assert sorted(dict(labels).get("edge", "") for labels in starts) == ["", "0", "1"]
+
+
+def test_at_most_4096_slots_are_exposed_and_the_rest_is_counted(metrics):
+    endpoint = metrics.serve()
+    slots = [slot(m, m + 1, microbatch=m) for m in reversed(range(MAX_SLOTS + 5))]
+    metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": slots})
+    got = scrape(endpoint)
+    starts = named(got, "slot_start_timestamp_seconds")
+    assert len(starts) == 4096
+    assert max(starts.values()) == 4095, "the earliest slots are kept"
+    assert value(got, "profiled_slots_dropped") == 5
+
+
+def test_a_scrape_never_mixes_two_profiled_steps(metrics):
+    endpoint = metrics.serve()
+    done = threading.Event()
+
+    def profile() -> None:
+        step = 0
+        while not done.is_set():
+            step += 1
+            metrics.set_timeline(
+                {
+                    "step": step,
+                    "started_at": float(step),
+                    "slots": [slot(0, 1, microbatch=m) for m in range(50)],
+                }
+            )
+
+    thread = threading.Thread(target=profile)
+    thread.start()
+    seen = set()
+    try:
+        for _ in range(30):
+            got = scrape(endpoint)
+            if not named(got, "profiled_step"):
+                continue
+            step = value(got, "profiled_step")
+            assert set(named(got, "slot_start_timestamp_seconds").values()) == {step}
+            seen.add(step)
+    finally:
+        done.set()
+        thread.join()
+    assert len(seen) > 1, "the steps must have changed while scraping"
+
+
+def test_two_jobs_in_one_process_share_nothing(metrics):
+    other = JobMetrics("job-2")
+    try:
+        first, second = metrics.serve(), other.serve()
+        metrics.observe_step({"step": 1, "loss": 1.0})
+        assert value(scrape(first), "train_loss") == 1.0
+        assert named(scrape(second), "train_loss") == {}
+    finally:
+        other.close()
+
+
+def test_series_linger_and_are_gone_after_close():
+    metrics = JobMetrics("job-1")
+    endpoint = metrics.serve()
+    metrics.observe_step({"step": 1, "loss": 1.0, "step_s": 0.1})
+    metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": [slot(0, 1)]})
+    closing = threading.Thread(target=metrics.close, kwargs={"linger_s": 60.0})
+    closing.start()
+    assert value(scrape(endpoint), "train_loss") == 1.0, "a lingering job can still be scraped"
+    started = time.monotonic()
+    metrics.close()
+    closing.join(timeout=10)
+    assert not closing.is_alive() and time.monotonic() - started < 10, "a second close ends the linger"
+    with pytest.raises(urllib.error.URLError):
+        scrape(endpoint)
+    assert [sample for family in metrics.registry.collect() for sample in family.samples] == []
+
+
+def test_serving_twice_is_refused(metrics):
+    metrics.serve()
+    with pytest.raises(RuntimeError, match="served already"):
+        metrics.serve()

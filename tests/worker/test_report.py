@@ -1,0 +1,187 @@
+"""The reporter against a real HTTP server that goes away, comes back, refuses and cancels."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from worker.report import ControlPlane, Refused, Reporter
+
+
+class Plane:
+    """A control plane that keeps what it hears; `answer(body) -> (status, json)` decides."""
+
+    def __init__(self, port: int = 0):
+        self.reports: list[dict] = []
+        self.tokens: set[str] = set()
+        self.answer = lambda body: (200, {"command": "continue"})
+        plane = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                plane.tokens.add(self.headers["Authorization"])
+                status, answer = plane.answer(body)
+                if status == 200:
+                    plane.reports.append(body)
+                payload = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def plane():
+    plane = Plane()
+    yield plane
+    plane.stop()
+
+
+def reporter_for(port: int) -> Reporter:
+    control = ControlPlane(f"http://127.0.0.1:{port}", "a1", "secret", patience_s=5.0)
+    return Reporter(control, heartbeat_s=0.05).start()
+
+
+def wait_until(condition, limit_s=10.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def test_steps_arrive_once_and_in_order_before_the_state_that_follows_them(plane):
+    reporter = reporter_for(plane.port)
+    for step in range(1, 51):
+        reporter.step({"step": step})
+    reporter.state("SUCCEEDED")
+    assert reporter.flush(10)
+    assert [s["step"] for r in plane.reports for s in r["steps"]] == list(range(1, 51))
+    assert [r["sequence"] for r in plane.reports] == sorted({r["sequence"] for r in plane.reports})
+    final = next(i for i, r in enumerate(plane.reports) if r["state"] == "SUCCEEDED")
+    assert not any(r["steps"] for r in plane.reports[final + 1 :])
+    assert plane.tokens == {"Bearer secret"}
+    reporter.close()
+
+
+def test_while_the_control_plane_is_away_reports_wait_and_arrive_afterwards():
+    first = Plane()
+    port = first.port
+    reporter = reporter_for(port)
+    reporter.step({"step": 1})
+    assert reporter.flush(10)
+    first.stop()
+    for step in (2, 3, 4):
+        reporter.step({"step": step})
+        time.sleep(0.1)
+    assert not reporter.flush(0.2)
+    second = Plane(port)
+    assert reporter.flush(20)
+    assert [s["step"] for r in second.reports for s in r["steps"]] == [2, 3, 4]
+    reporter.close()
+    second.stop()
+
+
+def test_a_server_error_is_tried_again_with_the_same_sequence_number(plane):
+    tries = []
+    plane.answer = lambda body: (
+        (tries.append(body["sequence"]), (503, {}))[1] if len(tries) < 2 else (200, {"command": "continue"})
+    )
+    reporter = reporter_for(plane.port)
+    reporter.step({"step": 7})
+    assert reporter.flush(10)
+    assert len(set(tries)) == 1 and plane.reports[0]["sequence"] == tries[0]
+    reporter.close()
+
+
+def test_a_heartbeat_goes_out_with_nothing_to_say_and_hears_cancel(plane):
+    plane.answer = lambda body: (200, {"command": "cancel"})
+    reporter = reporter_for(plane.port)
+    wait_until(reporter.cancelled.is_set)
+    assert plane.reports[0]["steps"] == []
+    reporter.close()
+
+
+def test_a_fenced_attempt_stops_reporting_and_does_not_wait_for_ever(plane):
+    plane.answer = lambda body: (409, {"detail": "attempt 2 is the current one"})
+    reporter = reporter_for(plane.port)
+    wait_until(reporter.fenced.is_set)
+    reporter.step({"step": 1})
+    started = time.monotonic()
+    assert not reporter.flush(60)
+    assert time.monotonic() - started < 5
+    reporter.close()
+    assert plane.reports == []
+
+
+def test_a_report_that_is_refused_as_malformed_is_dropped_and_the_next_one_goes_out(plane):
+    plane.answer = lambda body: (
+        (422, {"detail": "no"})
+        if any(s["step"] == 1 for s in body["steps"])
+        else (200, {"command": "continue"})
+    )
+    reporter = reporter_for(plane.port)
+    reporter.step({"step": 1})
+    wait_until(lambda: any(r["sequence"] > 1 for r in plane.reports))
+    reporter.step({"step": 2})
+    assert reporter.flush(10)
+    assert [s["step"] for r in plane.reports for s in r["steps"]] == [2]
+    reporter.close()
+
+
+def test_a_refusal_carries_the_detail_of_the_problem(plane):
+    plane.answer = lambda body: (422, {"title": "bad", "detail": "stages: 9 is more than 4 layers"})
+    control = ControlPlane(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
+    with pytest.raises(Refused, match="9 is more than 4 layers") as caught:
+        control.plan({})
+    assert caught.value.status == 422
+    control.close()
+
+
+def test_an_absent_control_plane_is_given_up_after_the_stated_patience():
+    plane = Plane()
+    port = plane.port
+    plane.stop()
+    control = ControlPlane(f"http://127.0.0.1:{port}", "a1", "secret", patience_s=0.5)
+    started = time.monotonic()
+    with pytest.raises(httpx.HTTPError):
+        control.attempt()
+    assert time.monotonic() - started < 10
+    control.close()
+
+
+def test_nothing_follows_the_final_report(plane):
+    over = threading.Event()
+
+    def answer(body):
+        if over.is_set():
+            return 409, {"detail": "the attempt is over"}
+        if body["state"] == "SUCCEEDED":
+            over.set()
+        return 200, {"command": "continue"}
+
+    plane.answer = answer
+    reporter = reporter_for(plane.port)
+    reporter.state("SUCCEEDED")
+    assert over.wait(5)
+    time.sleep(0.2)
+    assert reporter.flush(5) and not reporter.fenced.is_set()
+    reporter.close()
+    assert plane.reports[-1]["state"] == "SUCCEEDED"

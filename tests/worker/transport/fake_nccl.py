@@ -1,0 +1,84 @@
+"""A recording fake of cupy.cuda.nccl: communicators that block until all their ranks are there."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+
+VERSION = 22809
+_SIZES = {0: 1, 1: 1, 2: 4, 4: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+
+
+class FakeNccl:
+    """One per test; all ranks of the test share it, as all processes share one NCCL network."""
+
+    def __init__(self, connect_timeout_s: float = 10.0):
+        self.lock = threading.Condition()
+        self.ids = itertools.count(1)
+        self.members: dict[tuple, set[int]] = {}
+        self.calls: list[tuple] = []
+        self.messages: dict[tuple, list[bytes]] = {}
+        self.timeout_s = connect_timeout_s
+        self.broken = False
+        outer = self
+
+        class NcclCommunicator(_Communicator):
+            nccl = outer
+
+        self.NcclCommunicator = NcclCommunicator
+
+    def get_version(self):
+        return VERSION
+
+    def get_unique_id(self):
+        number = next(self.ids)
+        # signed chars, as cupy returns them
+        return tuple(((number * 37 + k * 91) % 256) - 128 for k in range(128))
+
+
+class _Communicator:
+    nccl: FakeNccl
+
+    def __init__(self, ndev, identity, rank):
+        assert len(identity) == 128 and all(-128 <= part < 128 for part in identity)
+        nccl = self.nccl
+        self.identity, self.rank, self.aborted = identity, rank, False
+        with nccl.lock:
+            nccl.calls.append(("init", threading.current_thread().name, identity, rank))
+            nccl.members.setdefault(identity, set()).add(rank)
+            nccl.lock.notify_all()
+            if not nccl.lock.wait_for(lambda: len(nccl.members[identity]) == ndev, nccl.timeout_s):
+                raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: the constructor would block for ever")
+
+    def send(self, pointer, count, kind, peer, stream):
+        self._check("send", stream)
+        with self.nccl.lock:
+            data = ctypes.string_at(pointer, count * _SIZES[kind])
+            self.nccl.messages.setdefault((self.identity, peer), []).append(data)
+            self.nccl.lock.notify_all()
+
+    def recv(self, pointer, count, kind, peer, stream):
+        self._check("recv", stream)
+        key = (self.identity, self.rank)
+        with self.nccl.lock:
+            assert self.nccl.lock.wait_for(lambda: self.nccl.messages.get(key), 10)
+            data = self.nccl.messages[key].pop(0)
+        assert len(data) == count * _SIZES[kind]
+        ctypes.memmove(pointer, data, len(data))
+
+    def allReduce(self, source, target, count, kind, operation, stream):
+        self._check("allReduce", stream)
+
+    def check_async_error(self):
+        if self.nccl.broken:
+            raise RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
+
+    def abort(self):
+        self.aborted = True
+        self.nccl.calls.append(("abort", threading.current_thread().name, self.identity, self.rank))
+
+    def _check(self, what, stream):
+        if self.aborted:
+            raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT: the communicator was aborted")
+        self.nccl.calls.append((what, threading.current_thread().name, self.identity, stream))

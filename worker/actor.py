@@ -1,0 +1,342 @@
+"""The Ray actor of one accelerator: builds its stages, runs its program, answers the driver.
+
+Everything it raises is an AttemptFailure with a reason code. Does not know Ray (the driver wraps
+the class) and does not know the control plane.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from worker import checkpoint
+from worker.data.sampler import BatchSampler, collate
+from worker.device import choose_device, make_transport
+from worker.engine import (
+    AbortedError,
+    Engine,
+    EngineError,
+    NonFiniteError,
+    PeerLostError,
+    RunOptions,
+    SlotLimits,
+    StageError,
+    StallError,
+)
+from worker.failure import (
+    CHECKPOINT_FAILED,
+    CHECKPOINT_UNWRITABLE,
+    CUT_IMPOSSIBLE,
+    DATA_FAILED,
+    INTERNAL,
+    MODEL_BUILD_FAILED,
+    NAN_LOSS,
+    SLOT_STALLED,
+    START_TIMEOUT,
+    USER_CODE_RAISED,
+    AttemptFailure,
+    as_failure,
+    fails_as,
+)
+from worker.links import Link, measure_links, neighbour_lanes
+from worker.mesh import WorkerAddress, own_node_address
+from worker.model import TracedModel, build_model, call_factory, resolve, trace
+from worker.model.errors import FactoryError
+from worker.program import program_from_json
+from worker.transport import ConnectError, Topology
+
+PROFILE_REPEATS = 5
+
+
+class Worker:
+    """One accelerator of one mesh. The driver calls the methods in the order in which they stand here."""
+
+    def __init__(self, *, job: Mapping[str, Any], mesh: str, worker: int, device: str):
+        torch.set_num_threads(1)
+        choose_device(device, _assigned_gpus)
+        self._job = job
+        self._mesh = mesh
+        self._worker = worker
+        self._device = device
+        self._traced: TracedModel | None = None
+        self._engine: Engine | None = None
+
+    def address(self) -> WorkerAddress:
+        """Where this worker runs."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return WorkerAddress(
+            mesh=self._mesh,
+            worker=self._worker,
+            node=own_node_address(),
+            node_id=context.get_node_id(),
+            process_id=os.getpid(),
+            device=self._device,
+        )
+
+    def clock(self) -> float:
+        """This process's monotonic clock, in seconds."""
+        return time.monotonic()
+
+    def prepare(self, workers_per_mesh: int) -> str:
+        """Build the data, the loss and the model; the key under which its profile is cached."""
+        self._workers_per_mesh = workers_per_mesh
+        self._build_data()
+        self._build_model()
+        return self._profile_key()
+
+    @fails_as(START_TIMEOUT)
+    def measure_links(
+        self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
+    ) -> Link | None:
+        """What a transfer to the next mesh costs; every worker 0 calls this at the same time."""
+        transport = make_transport(
+            self._device,
+            topology,
+            mesh=self._mesh,
+            worker=0,
+            store=store,
+            host=host,
+            connect_s=connect_s,
+        )
+        try:
+            transport.connect({}, neighbour_lanes(topology.meshes))
+            return measure_links(transport, self._device)
+        finally:
+            transport.close()
+
+    @fails_as(USER_CODE_RAISED)
+    def profile(self) -> dict[str, Any]:
+        """Measure every layer on this device; JSON of a LayerProfile."""
+        profile = self._trace().profile(
+            self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
+        )
+        return profile.to_json()
+
+    def load(
+        self,
+        *,
+        begins: Sequence[str],
+        mesh_of_stage: Sequence[str],
+        program: Sequence[Mapping[str, Any]],
+        planned_s: Sequence[float] | None,
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        limits: Mapping[str, float],
+    ) -> None:
+        """Cut the model, keep this mesh's stages and connect to every peer."""
+        training = self._job["training"]
+        here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
+        graph = self._cut(begins, here)
+        stages = {i: graph.stages[i].to(self._device) for i in here}
+        self._needs_data = any(
+            name.startswith("input:") for stage in stages.values() for name in stage.inputs
+        ) or any("output" in stage.outputs for stage in stages.values())
+        transport = make_transport(
+            self._device,
+            topology,
+            mesh=self._mesh,
+            worker=self._worker,
+            store=store,
+            host=host,
+            connect_s=limits["connect_s"],
+        )
+        self._engine = Engine(
+            mesh=self._mesh,
+            worker=self._worker,
+            program=program_from_json(program),
+            stages=stages,
+            edges=graph.edges,
+            mesh_of_stage=tuple(mesh_of_stage),
+            tied=graph.tied,
+            microbatches=training["microbatches"],
+            loss=self._loss,
+            optimizer=functools.partial(_make_optimizer, self._job["optimizer"]),
+            transport=transport,
+            options=RunOptions(
+                precision=training.get("precision", "fp32"),
+                clip_grad_norm=training.get("clip_grad_norm"),
+                seed=training.get("seed", 0),
+                limits=SlotLimits(factor=limits["slot_factor"], floor_s=limits["slot_floor_s"]),
+                device=self._device,
+            ),
+            planned_s=planned_s,
+        )
+        self._traced = None
+        try:
+            self._engine.connect()
+        except ConnectError as error:
+            raise as_failure(error, START_TIMEOUT) from None
+
+    @fails_as(CHECKPOINT_FAILED)
+    def restore(self, uri: str) -> int:
+        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
+        own = self._engine.state()
+        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
+        self._engine.load_state(state)
+        return step
+
+    def run_step(self, step: int) -> dict[str, Any]:
+        """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
+        inputs, targets = self._batch(step)
+        try:
+            result = self._engine.run_step(step, inputs, targets)
+        except EngineError as error:
+            raise _engine_failure(error) from None
+        except Exception as error:
+            raise as_failure(error, INTERNAL) from None
+        return {
+            "losses": result.losses,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "started_s": result.started_s,
+            "ended_s": result.ended_s,
+            "slots": result.slots,
+        }
+
+    @fails_as(CHECKPOINT_UNWRITABLE)
+    def try_checkpoints(self, uri: str) -> None:
+        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
+        checkpoint.try_writing(uri)
+
+    @fails_as(CHECKPOINT_FAILED)
+    def save(self, uri: str, step: int) -> None:
+        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
+        if self._worker == 0:
+            checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+
+    @fails_as(DATA_FAILED)
+    def _build_data(self) -> None:
+        data, training = self._job["data"], self._job["training"]
+        self._dataset = call_factory(data["factory"], data.get("args"))
+        self._sampler = BatchSampler(
+            len(self._dataset),
+            training["global_batch"],
+            training["microbatches"],
+            seed=training.get("seed", 0),
+        )
+        self._sample = self._microbatch(0, 0)
+
+    @fails_as(MODEL_BUILD_FAILED)
+    def _build_model(self) -> None:
+        self._loss = _make_loss(self._job["loss"])
+        resolve(self._job["optimizer"]["factory"])  # a wrong name is told before anything is measured
+        model = self._job["model"]
+        self._model = build_model(
+            model["factory"], model.get("args"), seed=self._job["training"].get("seed", 0)
+        )
+
+    @fails_as(MODEL_BUILD_FAILED)
+    def _trace(self) -> TracedModel:
+        if self._traced is None:
+            bf16 = self._job["training"].get("precision") == "bf16"
+            self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
+        return self._traced
+
+    @fails_as(CUT_IMPOSSIBLE)
+    def _cut(self, begins: Sequence[str], keep: Sequence[int]) -> Any:
+        graph = self._trace().cut(begins, keep=keep)
+        del self._model
+        return graph
+
+    def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
+        count = self._job["training"]["microbatches"]
+        if not self._needs_data:
+            return [()] * count, None
+        pairs = [self._microbatch(step, m) for m in range(count)]
+        return [inputs for inputs, _ in pairs], [target for _, target in pairs]
+
+    @fails_as(DATA_FAILED)
+    def _microbatch(self, step: int, microbatch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
+        indices = self._sampler.indices(step, microbatch)
+        share = len(indices) // self._workers_per_mesh
+        return collate([self._example(i) for i in indices[self._worker * share : (self._worker + 1) * share]])
+
+    def _example(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            factory = self._job["data"]["factory"]
+            raise RuntimeError(
+                f"sample {index} of data {factory} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _profile_key(self) -> str:
+        """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch."""
+        training = self._job["training"]
+        inputs, target = self._sample
+        parts = {
+            "model": self._job["model"],
+            "code": self._job.get("code"),
+            "loss": self._job["loss"],
+            "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
+            "precision": training.get("precision", "fp32"),
+            "device": self._device,
+            "device_name": torch.cuda.get_device_name() if self._device == "cuda" else socket.gethostname(),
+            "torch": torch.__version__,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _assigned_gpus() -> list[str | int]:
+    import ray
+
+    return ray.get_gpu_ids()
+
+
+def _make_loss(spec: Mapping[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A loss module of a class, or a function with its keyword arguments bound."""
+    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    target = resolve(path)
+    loss = (
+        call_factory(path, arguments) if isinstance(target, type) else functools.partial(target, **arguments)
+    )
+    return functools.partial(_one_number, path, loss)
+
+
+def _one_number(
+    path: str, loss: Callable[..., Any], output: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    value = loss(output, target)
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise TypeError(f"loss {path!r} returned {found}, not one number: return the mean over the samples")
+
+
+@fails_as(USER_CODE_RAISED)
+def _make_optimizer(spec: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    try:
+        optimizer = resolve(path)(parameters, **arguments)
+    except FactoryError:
+        raise
+    except Exception as error:
+        given = ", ".join(["parameters", *(f"{key}={value!r}" for key, value in arguments.items())])
+        raise FactoryError(
+            f"optimizer {path!r}({given}) raised {type(error).__name__}: {error}; correct optimizer.args"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
+    return optimizer
+
+
+def _engine_failure(error: EngineError) -> AttemptFailure:
+    if isinstance(error, StageError):
+        return as_failure(error, USER_CODE_RAISED)
+    if isinstance(error, NonFiniteError):
+        return as_failure(error, NAN_LOSS)
+    if isinstance(error, (StallError, PeerLostError, AbortedError)):
+        return as_failure(error, SLOT_STALLED)
+    return as_failure(error, INTERNAL)

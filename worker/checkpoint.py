@@ -1,0 +1,221 @@
+"""Checkpoints by original parameter names, so that any number of stages can go on from them.
+
+A checkpoint is a folder (any fsspec URI) of one shard a mesh and a manifest. Every file appears
+whole or not at all, the manifest last: without it a folder is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import fsspec
+import torch
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_PREFIX = "step-"
+# Parts of a state that are keyed by original name; the others are the same on every mesh.
+_BY_NAME = ("parameters", "buffers", "optimizer")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message says which file and why."""
+
+
+def step_uri(uri: str, job: str, step: int) -> str:
+    """Where the checkpoint of `job` after `step` lies below `uri`."""
+    return f"{uri.rstrip('/')}/{job}/{_PREFIX}{step:010d}"
+
+
+def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> None:
+    """Write one mesh's part: `state` has parameters, buffers and optimizer by original name.
+
+    A checkpoint that was complete at `uri` stops being one until `finish` is called again.
+    """
+    files, folder = fsspec.core.url_to_fs(uri)
+    files.makedirs(folder, exist_ok=True)
+    with suppress(FileNotFoundError):
+        files.rm_file(f"{folder}/{MANIFEST}")
+    content = io.BytesIO()
+    torch.save({"step": step, "shard": shard, "state": _own_memory(dict(state))}, content)
+    _write(files, _shard_path(folder, shard), content.getbuffer())
+
+
+def finish(
+    uri: str, *, step: int, shards: Sequence[str], keep: int, notes: Mapping[str, Any] | None = None
+) -> None:
+    """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job.
+
+    `notes` (JSON: seed, precision, …) are stored with it. Raises CheckpointError when a shard is missing.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}: keep at least 1 checkpoint")
+    files, folder = fsspec.core.url_to_fs(uri)
+    sizes = {}
+    for shard in shards:
+        try:
+            sizes[shard] = files.size(_shard_path(folder, shard))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
+            ) from None
+    manifest = {"format": FORMAT, "step": step, "shards": sizes, "notes": dict(notes or {})}
+    _write(files, f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
+    _remove_old(files, folder, step, keep)
+
+
+def try_writing(uri: str) -> None:
+    """Write and remove a small file below `uri`; raises CheckpointError naming the place and the cause."""
+    try:
+        files, folder = fsspec.core.url_to_fs(uri)
+        path = f"{folder.rstrip('/')}/.writable-{uuid.uuid4().hex}"
+        files.makedirs(folder, exist_ok=True)
+        _write(files, path, b"")
+        files.rm_file(path)
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot write below checkpoint.uri {uri!r}: {type(error).__name__}: {error}; "
+            "name a place that every worker may write to"
+        ) from error
+
+
+def latest(uri: str, job: str) -> tuple[str, int] | None:
+    """The newest complete checkpoint of `job` below `uri`, and its step."""
+    files, folder = fsspec.core.url_to_fs(f"{uri.rstrip('/')}/{job}")
+    complete = [
+        step for step, _ in _steps(files, folder) if files.exists(f"{folder}/{_name(step)}/{MANIFEST}")
+    ]
+    return (step_uri(uri, job, max(complete)), max(complete)) if complete else None
+
+
+def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any], int]:
+    """The state of all meshes in one, on the CPU, and the step after which it was taken.
+
+    With `names` only these parameters and buffers are kept. Raises CheckpointError for a folder
+    without a manifest, a missing or damaged shard, or shards of another step.
+    """
+    files, folder = fsspec.core.url_to_fs(uri)
+    manifest = _read_manifest(files, folder, uri)
+    whole: dict[str, Any] = {}
+    for shard, size in manifest["shards"].items():
+        content = _read_shard(files, _shard_path(folder, shard), size)
+        if content["step"] != manifest["step"]:
+            raise CheckpointError(
+                f"shard {shard!r} of {uri} is of step {content['step']}, the manifest of step {manifest['step']}"
+            )
+        for part, value in content["state"].items():
+            if part in _BY_NAME:
+                kept = {name: entry for name, entry in value.items() if names is None or name in names}
+                whole.setdefault(part, {}).update(_copied(kept))
+            elif not whole.get(part):  # a mesh without trained parameters has none
+                whole[part] = value
+    return whole, manifest["step"]
+
+
+def read_notes(uri: str) -> dict[str, Any]:
+    """The notes that `finish` stored."""
+    files, folder = fsspec.core.url_to_fs(uri)
+    return _read_manifest(files, folder, uri)["notes"]
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:010d}"
+
+
+def _shard_path(folder: str, shard: str) -> str:
+    return f"{folder}/{shard}.pt"
+
+
+def _write(files: AbstractFileSystem, path: str, content: bytes | memoryview) -> None:
+    """Write a file that appears at once: under another name first, then renamed."""
+    partial = f"{path}.{uuid.uuid4().hex}.partial"
+    try:
+        with files.open(partial, "wb") as file:
+            file.write(content)
+            if isinstance(files, LocalFileSystem):
+                file.flush()
+                os.fsync(file.fileno())
+        files.mv(partial, path)
+    except BaseException:
+        with suppress(Exception):
+            files.rm_file(partial)
+        raise
+
+
+def _read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {FORMAT}")
+    return manifest
+
+
+def _read_shard(files: AbstractFileSystem, path: str, size: int) -> dict[str, Any]:
+    try:
+        found = files.size(path)
+        if found != size:
+            raise CheckpointError(f"shard {path} has {found} bytes, the manifest says {size}: it is damaged")
+        if isinstance(files, LocalFileSystem):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(io.BytesIO(files.cat_file(path)), map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"shard {path} is missing") from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"shard {path} cannot be read: {error}") from error
+
+
+def _steps(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, str]]:
+    """(step, path) of all step folders of a job, complete or not."""
+    try:
+        paths = files.ls(job_folder, detail=False, refresh=True)
+    except FileNotFoundError:
+        return []
+    found = []
+    for path in paths:
+        name = path.rstrip("/").rsplit("/", 1)[-1]
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit():
+            found.append((int(name.removeprefix(_PREFIX)), path))
+    return sorted(found)
+
+
+def _remove_old(files: AbstractFileSystem, folder: str, step: int, keep: int) -> None:
+    older = [(other, path) for other, path in _steps(files, folder.rsplit("/", 1)[0]) if other < step]
+    complete = [path for _, path in older if files.exists(f"{path}/{MANIFEST}")]
+    kept = complete[-(keep - 1) :] if keep > 1 else []
+    for _, path in older:
+        if path not in kept:
+            with suppress(FileNotFoundError):
+                files.rm_file(f"{path}/{MANIFEST}")  # first, so that nobody takes what is left for whole
+            files.rm(path, recursive=True)
+
+
+def _own_memory(value: Any) -> Any:
+    """Tensors that share memory with larger ones would be saved with all of it: copy them."""
+    return _map_tensors(value, lambda t: t.clone() if t.untyped_storage().nbytes() != t.nbytes else t)
+
+
+def _copied(value: Any) -> Any:
+    """Copies, as tensors of a mapped file must not outlive it."""
+    return _map_tensors(value, torch.clone)
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(entry, change) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(entry, change) for entry in value)
+    return value

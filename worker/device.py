@@ -1,0 +1,78 @@
+"""Which accelerator a worker uses, and the transport that goes with it: NCCL on CUDA, gloo on CPU.
+
+Settings come from the environment: SLOTLINE_NCCL_MAX_P2P_CHANNELS and SLOTLINE_NCCL_MAX_CTAS limit
+the width of NCCL's kernels (GPU.md: a waiting one takes multiprocessors from compute).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from worker.transport import Topology, Transport
+from worker.transport.gloo import GlooTransport
+
+_NO_REMAPPING = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> int:
+    """The index at which torch finds the GPU that Ray assigned.
+
+    Ray narrows CUDA_VISIBLE_DEVICES to the assigned GPU, so that it is 0, unless the user turned
+    that off (it slows NCCL on some hosts); then the index is the assigned one.
+    """
+    if environment.get(_NO_REMAPPING, "") in ("", "0"):
+        return 0
+    if not assigned:
+        raise RuntimeError(
+            f"{_NO_REMAPPING} is set, but Ray assigned no GPU to this worker: unset it, or start Ray nodes with GPUs"
+        )
+    return int(assigned[0])
+
+
+def choose_device(device: str, assigned: Callable[[], Sequence[str | int]]) -> None:
+    """Make this worker's GPU torch's current device; nothing to do on CPU."""
+    if device == "cuda":
+        torch.cuda.set_device(gpu_index(os.environ, assigned()))
+
+
+def make_transport(
+    device: str,
+    topology: Topology,
+    *,
+    mesh: str,
+    worker: int,
+    store: tuple[str, int],
+    host: str,
+    connect_s: float,
+) -> Transport:
+    """A transport that is not connected yet. `host` is the address on which gloo's peers reach this worker."""
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "worker": worker,
+        "store_host": store[0],
+        "store_port": store[1],
+        "connect_timeout_s": connect_s,
+    }
+    if device != "cuda":
+        return GlooTransport(topology, host=host, **common)
+    from worker.transport.nccl import NcclSettings, NcclTransport
+
+    settings = NcclSettings(
+        max_p2p_channels=_whole_number("SLOTLINE_NCCL_MAX_P2P_CHANNELS", 2),
+        max_ctas=_whole_number("SLOTLINE_NCCL_MAX_CTAS", None),
+    )
+    return NcclTransport(topology, settings=settings, **common)
+
+
+def _whole_number(name: str, default: int | None) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}: give a whole number") from None

@@ -1,0 +1,422 @@
+"""One attempt of a job, from its placement group to its last report: the entry point of a Ray job.
+
+`python -m worker.driver`, with SLOTLINE_CONTROL_URL, SLOTLINE_ATTEMPT_ID and
+SLOTLINE_ATTEMPT_TOKEN in the environment. Owns the order of things; what a worker does stands
+in actor.py, what the control plane hears goes through report.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+
+from worker.actor import Worker
+from worker.failure import (
+    CANCELLED_BY_USER,
+    INTERNAL,
+    PLAN_INFEASIBLE,
+    START_TIMEOUT,
+    AttemptFailure,
+    as_failure,
+)
+from worker.links import Link, slowest
+from worker.mesh import Gang, own_node_address
+from worker.metrics import JobMetrics
+from worker.model.profile import LayerProfile, mean_profile
+from worker.report import ControlPlane, Refused, Reporter
+from worker.steps import StepRecord, record_step
+from worker.timing import ClockOffset, estimate_offset
+from worker.transport import Topology
+from worker.transport.gloo import host_store
+
+log = logging.getLogger(__name__)
+
+CLOCK_ROUNDS = 9
+CLOCK_EVERY_S = 30.0
+TIMELINE_EVERY_S = 1.0
+FINAL_REPORT_LIMIT_S = 3_600.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time)."""
+
+    start_s: float = 120.0
+    prepare_s: float = 600.0
+    connect_s: float = 60.0
+    slot_factor: float = 20.0
+    slot_floor_s: float = 30.0
+    step_floor_s: float = 120.0
+    checkpoint_s: float = 600.0
+    linger_s: float = 60.0
+
+    @classmethod
+    def from_environment(cls) -> Limits:
+        """SLOTLINE_METRICS_LINGER_S, and for the others SLOTLINE_LIMIT_<NAME>."""
+        values = {}
+        for name, default in asdict(cls()).items():
+            variable = "SLOTLINE_METRICS_LINGER_S" if name == "linger_s" else f"SLOTLINE_LIMIT_{name.upper()}"
+            values[name] = float(os.environ.get(variable, default))
+        return cls(**values)
+
+
+class Cancelled(Exception):
+    """The control plane asked to stop, or wants no more of this attempt."""
+
+
+@dataclass
+class Attempt:
+    """What the driver knows of its attempt."""
+
+    job_id: str
+    number: int
+    job: Mapping[str, Any]
+    device: str
+    limits: Limits
+    resume: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+
+
+def main() -> int:
+    """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
+    logging.basicConfig(
+        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _interrupt)
+    limits = Limits.from_environment()
+    control = ControlPlane(
+        os.environ["SLOTLINE_CONTROL_URL"],
+        os.environ["SLOTLINE_ATTEMPT_ID"],
+        os.environ["SLOTLINE_ATTEMPT_TOKEN"],
+    )
+    given = control.attempt()
+    attempt = Attempt(
+        given["job_id"], given["number"], given["job"], given["device"], limits, resume=given.get("resume")
+    )
+    reporter = Reporter(control).start()
+    metrics = JobMetrics(attempt.job_id)
+    state, reason, message = _outcome(attempt, control, reporter, metrics)
+    if state == "FAILED":
+        log.error("attempt %s of job %s failed: %s: %s", attempt.number, attempt.job_id, reason, message)
+    reporter.state(state, reason=reason, message=message)
+    try:
+        delivered = reporter.flush(FINAL_REPORT_LIMIT_S)
+        reporter.close()  # a finished attempt has no heartbeat
+        log.info("%s; metrics stay for %.0f s", state, limits.linger_s)
+        metrics.close(limits.linger_s if delivered and not reporter.fenced.is_set() else 0.0)
+    except KeyboardInterrupt:
+        log.info("asked to end before the metrics' time was over")
+    control.close()
+    return 0 if state in ("SUCCEEDED", "CANCELLED") else 1
+
+
+def _outcome(
+    attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
+) -> tuple[str, str | None, str | None]:
+    """Train; the final state with its reason and message. Leaves no actor and no placement group."""
+    try:
+        address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
+        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+        try:
+            reporter.metrics_endpoint(_serve_metrics(metrics))
+            _train(attempt, control, reporter, metrics)
+        finally:
+            ray.shutdown()
+        return "SUCCEEDED", None, None
+    except (Cancelled, KeyboardInterrupt):
+        return "CANCELLED", CANCELLED_BY_USER, "cancelled on request"
+    except AttemptFailure as failure:
+        if failure.details:
+            log.error("%s", failure.details)
+        return "FAILED", failure.reason, failure.message
+    except Exception as error:
+        log.exception("the driver itself failed")
+        return "FAILED", INTERNAL, as_failure(error, INTERNAL).message
+
+
+def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics: JobMetrics) -> None:
+    resources, limits = attempt.job["resources"], attempt.limits
+    topology = Topology(
+        meshes=tuple(f"m{i}" for i in range(resources["meshes"])),
+        workers_per_mesh=resources["workers_per_mesh"],
+    )
+
+    def check() -> None:
+        if reporter.cancelled.is_set() or reporter.fenced.is_set():
+            raise Cancelled
+
+    gang = Gang(
+        meshes=resources["meshes"],
+        workers_per_mesh=resources["workers_per_mesh"],
+        device=attempt.device,
+        start_timeout_s=limits.start_s,
+    )
+    with gang:
+        gang.start(
+            ray.remote(Worker),
+            lambda mesh, worker: {
+                "job": attempt.job,
+                "mesh": mesh,
+                "worker": worker,
+                "device": attempt.device,
+            },
+        )
+        check()
+        reporter.event(
+            "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
+        )
+        if place := attempt.job.get("checkpoint"):
+            gang.call(
+                [w.try_checkpoints.remote(place["uri"]) for w in gang.workers],
+                what=f"trying to write to {place['uri']}",
+                limit_s=limits.checkpoint_s,
+                interrupted=check,
+            )
+        begins = _plan(attempt, control, reporter, gang, check)
+        metrics.set_plan(attempt.plan)
+        store = host_store("0.0.0.0")
+        first = _load(attempt, gang, topology, begins, (own_node_address(), store.port), check)
+        reporter.state("RUNNING")
+        _step_loop(attempt, gang, reporter, metrics, first, check)
+
+
+def _plan(attempt: Attempt, control: ControlPlane, reporter: Reporter, gang: Gang, check: Any) -> list[str]:
+    """Profile the layers, or take the cached profile, and have the control plane plan."""
+    limits, workers = attempt.limits, gang.workers
+    keys = gang.call(
+        [w.prepare.remote(attempt.job["resources"]["workers_per_mesh"]) for w in workers],
+        what="building the model and the data",
+        limit_s=limits.prepare_s,
+        late=START_TIMEOUT,
+        interrupted=check,
+    )
+    profile = control.cached_profile(keys[0])
+    if profile is None:
+        profile = _profile(attempt, gang, check)
+        control.store_profile(keys[0], profile)
+        reporter.event("profiled", f"{len(profile['layers'])} layers measured on {gang.addresses[0].node}")
+    link = _measure_links(attempt, gang, check)
+    request = {
+        "profile": profile,
+        "network": {
+            "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s if link else None,
+            "latency_s": link.latency_s if link else 0.0,
+        },
+        "workers": [
+            {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device} for a in gang.addresses
+        ],
+    }
+    try:
+        answer = control.plan(request)
+    except Refused as refused:
+        raise AttemptFailure(PLAN_INFEASIBLE, refused.detail) from None
+    attempt.plan, attempt.spec = answer["plan"], answer["spec"]
+    reporter.event(
+        "planned",
+        f"{attempt.plan['chosen']}: makespan {attempt.plan['makespan_s']:.4g} s, "
+        f"bubble {attempt.plan['bubble_ratio']:.1%}, stages begin at {', '.join(answer['begins'])}",
+    )
+    return answer["begins"]
+
+
+def _profile(attempt: Attempt, gang: Gang, check: Any) -> dict[str, Any]:
+    """The layers' costs: on CPU from all workers at once, which share cores as they will in training."""
+    workers = gang.workers if attempt.device == "cpu" else gang.workers[:1]
+    profiles = gang.call(
+        [w.profile.remote() for w in workers],
+        what="profiling the layers",
+        limit_s=attempt.limits.prepare_s,
+        late=START_TIMEOUT,
+        interrupted=check,
+    )
+    return mean_profile([LayerProfile.from_json(profile) for profile in profiles]).to_json()
+
+
+def _measure_links(attempt: Attempt, gang: Gang, check: Any) -> Link | None:
+    """The slowest link between neighbouring meshes, on a rendezvous of its own; None for one mesh."""
+    if len(gang.meshes) < 2:
+        return None
+    store = host_store("0.0.0.0")
+    topology = Topology(meshes=tuple(mesh.name for mesh in gang.meshes))
+    nodes = {address.mesh: address.node for address in gang.addresses if address.worker == 0}
+    links = gang.call(
+        [
+            mesh.workers[0].measure_links.remote(
+                topology=topology,
+                store=(own_node_address(), store.port),
+                host=nodes[mesh.name],
+                connect_s=attempt.limits.connect_s,
+            )
+            for mesh in gang.meshes
+        ],
+        what="measuring the links",
+        limit_s=2 * attempt.limits.connect_s,
+        late=START_TIMEOUT,
+        interrupted=check,
+    )
+    return slowest([link for link in links if link is not None])
+
+
+def _load(
+    attempt: Attempt,
+    gang: Gang,
+    topology: Topology,
+    begins: Sequence[str],
+    store: tuple[str, int],
+    check: Any,
+) -> int:
+    """Give every worker its stages and program; the number of the first step to run."""
+    mesh_of_stage = [stage["mesh"] for stage in attempt.spec["stages"]]
+    planned = _planned_seconds(attempt.plan)
+    limits = asdict(attempt.limits)
+    gang.call(
+        [
+            w.load.remote(
+                begins=begins,
+                mesh_of_stage=mesh_of_stage,
+                program=attempt.plan["programs"][address.mesh],
+                planned_s=planned[address.mesh],
+                topology=topology,
+                store=store,
+                host=address.node,
+                limits=limits,
+            )
+            for w, address in zip(gang.workers, gang.addresses, strict=True)
+        ],
+        what="loading the stages",
+        limit_s=attempt.limits.prepare_s,
+        late=START_TIMEOUT,
+        interrupted=check,
+    )
+    if not attempt.resume:
+        return 1
+    steps = gang.call(
+        [w.restore.remote(attempt.resume["uri"]) for w in gang.workers],
+        what=f"restoring {attempt.resume['uri']}",
+        limit_s=attempt.limits.checkpoint_s,
+        interrupted=check,
+    )
+    return steps[0] + 1
+
+
+def _step_loop(
+    attempt: Attempt, gang: Gang, reporter: Reporter, metrics: JobMetrics, first: int, check: Any
+) -> None:
+    job, limits = attempt.job, attempt.limits
+    last = job["training"]["steps"]
+    every = (job.get("checkpoint") or {}).get("every_steps")
+    step_limit_s = max(
+        limits.step_floor_s, limits.slot_floor_s + limits.slot_factor * attempt.plan["makespan_s"]
+    )
+    clocks = _Clocks(gang)
+    next_timeline = 0.0
+    for step in range(first, last + 1):
+        check()
+        clocks.refresh()
+        started_at, started = time.time(), time.monotonic()
+        results = gang.call(
+            [w.run_step.remote(step) for w in gang.workers],
+            what=f"step {step}",
+            limit_s=step_limit_s,
+            interrupted=check,
+        )
+        record = record_step(
+            step=step,
+            meshes=[mesh.name for mesh in gang.meshes],
+            stage_names=[stage["name"] for stage in attempt.spec["stages"]],
+            results=results,
+            offsets=clocks.offsets,
+            step_s=time.monotonic() - started,
+            clock=(started_at, started),
+        )
+        keep_timeline = step in (first, last) or time.monotonic() >= next_timeline
+        if keep_timeline:
+            next_timeline = time.monotonic() + TIMELINE_EVERY_S
+        _publish(record, reporter, metrics, keep_timeline)
+        if every and (step % every == 0 or step == last):
+            _save(attempt, gang, reporter, step, check)
+
+
+def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_timeline: bool) -> None:
+    reporter.step(record.report)
+    metrics.observe_step(record.report)
+    if keep_timeline:
+        reporter.timeline(record.timeline)
+        metrics.set_timeline(record.timeline)
+
+
+def _save(attempt: Attempt, gang: Gang, reporter: Reporter, step: int, check: Any) -> None:
+    from worker import checkpoint
+
+    settings = attempt.job["checkpoint"]
+    uri = checkpoint.step_uri(settings["uri"], attempt.job_id, step)
+    gang.call(
+        [w.save.remote(uri, step) for w in gang.workers],
+        what=f"checkpoint after step {step}",
+        limit_s=attempt.limits.checkpoint_s,
+        interrupted=check,
+    )
+    checkpoint.finish(
+        uri, step=step, shards=[mesh.name for mesh in gang.meshes], keep=settings.get("keep", 2)
+    )
+    reporter.checkpoint(step, uri)
+    reporter.event("checkpoint", f"after step {step}: {uri}")
+
+
+class _Clocks:
+    """Each worker's clock against the driver's, measured again now and then."""
+
+    def __init__(self, gang: Gang):
+        self._gang = gang
+        self._due = 0.0
+        self.offsets: list[ClockOffset] = []
+
+    def refresh(self) -> None:
+        if time.monotonic() < self._due:
+            return
+        own_node = own_node_address()
+        self.offsets = [
+            ClockOffset(0.0, 0.0)
+            if address.node == own_node  # one host, one monotonic clock
+            else estimate_offset(lambda w=w: ray.get(w.clock.remote(), timeout=30.0), rounds=CLOCK_ROUNDS)
+            for w, address in zip(self._gang.workers, self._gang.addresses, strict=True)
+        ]
+        self._due = time.monotonic() + CLOCK_EVERY_S
+
+
+def _planned_seconds(plan: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Planned seconds of every instruction of every mesh's program (0 for REDUCE and STEP)."""
+    planned = {
+        (s["mesh"], s["action"], s["stage"], s["microbatch"], s.get("edge")): s["end_s"] - s["start_s"]
+        for s in plan["slots"]
+    }
+    return {
+        mesh: [
+            planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"]), 0.0) for i in instructions
+        ]
+        for mesh, instructions in plan["programs"].items()
+    }
+
+
+def _serve_metrics(metrics: JobMetrics) -> str:
+    """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
+    return metrics.serve(host=os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address(), port=0)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

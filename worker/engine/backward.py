@@ -1,0 +1,174 @@
+"""Backward of a stage in one piece (B) or in two: gradients of the inputs (I), then of the weights (W).
+
+Works on autograd graphs only. Must not know stages, microbatches, transfers or schedules.
+
+The split follows the idea of zero-bubble schedules (Qi et al. 2023) in the form that fits autograd: call
+a node a *path* node if an input of the stage is reachable from it. I runs the path nodes and keeps the
+gradient that flows into each path node with a side branch to a parameter (a *border* node). W starts at
+the border nodes. Border nodes that reach a common parameter run in one call, and each takes exactly its
+kept gradient there, so that what flows from one to another in that call is not counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+def backward(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Accumulate parameter gradients into `.grad` and return the gradients of `inputs` (leaves)."""
+    if roots:
+        torch.autograd.backward(roots, gradients)
+    found = [leaf.grad for leaf in inputs]
+    for leaf in inputs:
+        leaf.grad = None
+    return found
+
+
+@dataclass
+class _Group:
+    """Border nodes that share parameters."""
+
+    nodes: set[Node]
+    parameters: set[torch.Tensor]
+
+
+@dataclass
+class WeightBackward:
+    """What I leaves for W; `run` uses it up."""
+
+    _gradients: dict[Node, list[torch.Tensor | None]] = field(default_factory=dict)
+    _groups: list[_Group] = field(default_factory=list)
+    _free_roots: list[GradientEdge] = field(default_factory=list)
+    _free_gradients: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Accumulate the parameter gradients into `.grad`."""
+        if self._free_roots:
+            torch.autograd.backward(self._free_roots, self._free_gradients, retain_graph=bool(self._groups))
+        for group in self._groups:
+            self._run_group(group)
+        self.__init__()
+
+    def _run_group(self, group: _Group) -> None:
+        roots, gradients, hooks = [], [], []
+        for node in group.nodes:
+            kept = self._gradients.get(node, [])
+            for position, gradient in enumerate(kept):
+                if gradient is not None:
+                    roots.append(GradientEdge(node, position))
+                    gradients.append(gradient)
+            if len(group.nodes) > 1:
+                hooks.append(node.register_prehook(lambda _, kept=tuple(kept): kept))
+        try:
+            if roots:
+                torch.autograd.backward(roots, gradients, inputs=list(group.parameters), retain_graph=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def backward_input(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor | None], WeightBackward]:
+    """Gradients of `inputs` (leaves) only, and what computes the parameters' gradients later.
+
+    A root from which no input is reachable is left to W whole.
+    """
+    rest = WeightBackward()
+    path_roots, path_gradients = [], []
+    starts = {get_gradient_edge(leaf).node for leaf in inputs}
+    path = _reaching([get_gradient_edge(root).node for root in roots], starts)
+    for root, gradient in zip(roots, gradients, strict=True):
+        if get_gradient_edge(root).node in path:
+            path_roots.append(root)
+            path_gradients.append(gradient)
+        else:
+            rest._free_roots.append(get_gradient_edge(root))
+            rest._free_gradients.append(gradient)
+    if not path_roots:
+        return [None] * len(inputs), rest
+    border = _border_parameters(path)
+    rest._groups = _merge(border)
+    hooks = [node.register_prehook(_keeper(rest._gradients, node)) for node in border]
+    try:
+        found = torch.autograd.grad(path_roots, inputs, path_gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found), rest
+
+
+def _keeper(kept: dict[Node, list[torch.Tensor | None]], node: Node):
+    def keep(gradients):
+        kept[node] = list(gradients)
+
+    return keep
+
+
+def _reaching(tops: Sequence[Node], targets: set[Node]) -> set[Node]:
+    """The nodes at or below `tops` from which a target is reachable, targets included."""
+    users: dict[Node, list[Node]] = {}
+    seen: set[Node] = set(tops)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            users.setdefault(below, []).append(node)
+            if below not in seen:
+                seen.add(below)
+                stack.append(below)
+    path = {node for node in targets if node in seen}
+    stack = list(path)
+    while stack:
+        for above in users.get(stack.pop(), ()):
+            if above not in path:
+                path.add(above)
+                stack.append(above)
+    return path
+
+
+def _border_parameters(path: set[Node]) -> dict[Node, set[torch.Tensor]]:
+    """Border nodes of `path`, each with the parameters that its side branches reach."""
+    border = {}
+    for node in path:
+        sides = [below for below, _ in node.next_functions if below is not None and below not in path]
+        if sides and (parameters := _parameters_below(sides)):
+            border[node] = parameters
+    return border
+
+
+def _parameters_below(nodes: Sequence[Node]) -> set[torch.Tensor]:
+    seen = set(nodes)
+    stack = list(nodes)
+    parameters = set()
+    while stack:
+        node = stack.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            parameters.add(variable)
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                stack.append(below)
+    return parameters
+
+
+def _merge(border: dict[Node, set[torch.Tensor]]) -> list[_Group]:
+    groups: list[_Group] = []
+    for node, parameters in border.items():
+        merged = _Group({node}, set(parameters))
+        apart = []
+        for group in groups:
+            if group.parameters & merged.parameters:
+                merged = _Group(merged.nodes | group.nodes, merged.parameters | group.parameters)
+            else:
+                apart.append(group)
+        groups = [*apart, merged]
+    return groups

@@ -1,0 +1,101 @@
+"""What an engine is told and what it returns: options, limits, slots, step results. Light values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.program import COMPUTE_LANE, TRANSFER_OPS, Program
+
+PRECISIONS = ("fp32", "bf16")
+NON_FINITE = ("stop", "skip")
+
+
+@dataclass(frozen=True)
+class SlotLimits:
+    """A slot may last `factor` times its planned time, and at least `floor_s`.
+
+    A transfer also waits for its peer's action, and REDUCE for the slowest mesh: see `slot_limits`.
+    """
+
+    factor: float = 20.0
+    floor_s: float = 30.0
+
+    def limit_s(self, planned_s: float) -> float:
+        return max(self.floor_s, self.factor * planned_s)
+
+
+def slot_limits(program: Program, planned_s: Sequence[float] | None, limits: SlotLimits) -> list[float]:
+    """Seconds that each instruction may run, from its planned time and from what it may have to wait for."""
+    if planned_s is None:
+        return [limits.floor_s] * len(program)
+    longest = max(planned_s, default=0.0)
+    compute = sum(s for i, s in zip(program, planned_s, strict=True) if i.lane == COMPUTE_LANE)
+    extra = {"REDUCE": compute, **dict.fromkeys(TRANSFER_OPS, longest)}
+    return [limits.limit_s(s + extra.get(i.op, 0.0)) for i, s in zip(program, planned_s, strict=True)]
+
+
+@dataclass(frozen=True)
+class StreamPriorities:
+    """CUDA stream priorities: lower numbers run first. Transfers go first so that their few blocks start
+    between those of a large kernel."""
+
+    compute: int = 0
+    transfer: int = -1
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a mesh computes.
+
+    `precision`: "fp32" (the modules' own dtypes) or "bf16" (autocast, fp32 parameters, and bf16 on the
+    wire); `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
+    gradient norm does, "stop" or "skip" the step.
+    """
+
+    precision: str = "fp32"
+    clip_grad_norm: float | None = None
+    seed: int | None = 0
+    non_finite: str = "stop"
+    limits: SlotLimits = field(default_factory=SlotLimits)
+    device: str = "cpu"
+    priorities: StreamPriorities = field(default_factory=StreamPriorities)
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+        if self.non_finite not in NON_FINITE:
+            raise ValueError(f"non_finite {self.non_finite!r} is unknown: use one of {', '.join(NON_FINITE)}")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; give a positive norm or none")
+
+
+@dataclass(frozen=True)
+class MeasuredSlot:
+    """One instruction as it ran; times are this process's time.monotonic() in seconds."""
+
+    lane: str
+    action: str
+    stage: int | None
+    microbatch: int | None
+    edge: int | None
+    peer_mesh: str | None
+    peer_stage: int | None
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class StepResult:
+    """One step of one worker. `losses`: unscaled, one a microbatch, only where the model's output is;
+    `outputs`: the model's outputs, only there and only of a program without backward."""
+
+    step: int
+    losses: list[float]
+    outputs: list[Any]
+    slots: list[MeasuredSlot]
+    grad_norm: float | None
+    skipped: bool
+    started_s: float
+    ended_s: float

@@ -1,0 +1,271 @@
+"""The compute actions of one stage: F, B, I and W of a microbatch, by autograd.
+
+Takes tensors from the exchange and leaves tensors there. Must not know lanes, events or transports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from worker.engine.backward import WeightBackward, backward, backward_input
+from worker.engine.errors import StageError
+from worker.engine.random_state import RandomState, restart_at_operations
+from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
+
+
+@dataclass
+class Exchange:
+    """What the actions of one mesh hand to each other within a step.
+
+    Keys end with the microbatch. Every entry is made by one action and taken by one that the program
+    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers.
+    """
+
+    step: int = 0
+    inputs: Sequence[tuple[torch.Tensor, ...]] = ()
+    targets: Sequence[torch.Tensor] | None = None
+    received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    received_gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    to_send: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradients_to_send: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    local: dict[tuple[int, str, int], torch.Tensor] = field(default_factory=dict)
+    local_gradients: dict[tuple[int, str, int, int], torch.Tensor | None] = field(default_factory=dict)
+    gradient_parts: dict[tuple[int, int], dict[int, torch.Tensor | None]] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def begin(
+        self,
+        step: int,
+        inputs: Sequence[tuple[torch.Tensor, ...]],
+        targets: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Forget the last step."""
+        self.__init__(step=step, inputs=inputs, targets=targets)
+
+
+@dataclass
+class _Saved:
+    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from."""
+
+    leaves: list[torch.Tensor]
+    sources: list[LocalInput | RemoteInput]
+    outputs: dict[str, torch.Tensor]
+    loss: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ComputeSettings:
+    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire."""
+
+    device: torch.device
+    training: bool
+    microbatches: int
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    autocast_dtype: torch.dtype | None
+    seed: int | None
+    worker: int
+    transfer_dtype: Callable[[Route], torch.dtype]
+    is_pooled: Callable[[torch.Tensor], bool]
+
+
+class StageRunner:
+    """One stage of this mesh."""
+
+    def __init__(self, wiring: StageWiring, module: nn.Module, exchange: Exchange, settings: ComputeSettings):
+        self._stage = wiring.stage
+        self._wiring = wiring
+        self._module = module
+        self._exchange = exchange
+        self._settings = settings
+        self._saved: dict[int, _Saved] = {}
+        self._weights: dict[int, WeightBackward] = {}
+        self._random: RandomState | None = None
+        if settings.seed is not None and settings.training:
+            random = RandomState(settings.seed, settings.worker, settings.device)
+            operations = restart_at_operations(module, random)
+            # a traced stage shows its random operations: without one it needs no state
+            self._random = random if operations != 0 else None
+
+    def reset(self) -> None:
+        """Forget the microbatches of the last step."""
+        self._saved.clear()
+        self._weights.clear()
+
+    def forward(self, microbatch: int) -> None:
+        """F: run the module, check its outputs, hand them on; the loss if the model's output is here."""
+        with self._reported("F", microbatch):
+            leaves, sources, arguments = self._gather(microbatch)
+            grad = torch.enable_grad() if self._settings.training else torch.no_grad()
+            with grad, self._autocast(), self._random_state(microbatch):
+                results = self._module(*arguments)
+                if isinstance(results, torch.Tensor):
+                    results = (results,)
+                saved = _Saved(leaves, sources, {}, None)
+                for wiring, result in zip(self._wiring.outputs, results, strict=True):
+                    self._hand_on(wiring, result, microbatch, saved)
+            if self._settings.training:
+                self._saved[microbatch] = saved
+
+    def backward(self, microbatch: int) -> None:
+        """B: gradients of inputs and parameters."""
+        with self._reported("B", microbatch):
+            saved = self._saved.pop(microbatch)
+            roots, gradients = self._roots(saved, microbatch)
+            self._pass_back(saved, backward(roots, gradients, saved.leaves), microbatch)
+
+    def backward_input(self, microbatch: int) -> None:
+        """I: gradients of inputs. The activations stay until W."""
+        with self._reported("I", microbatch):
+            saved = self._saved.pop(microbatch)
+            roots, gradients = self._roots(saved, microbatch)
+            found, self._weights[microbatch] = backward_input(roots, gradients, saved.leaves)
+            self._pass_back(saved, found, microbatch)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: gradients of parameters."""
+        with self._reported("W", microbatch):
+            self._weights.pop(microbatch).run()
+
+    def _gather(self, microbatch: int):
+        """Arguments of the module; the leaves among them that take a gradient, and where those came from."""
+        exchange, training = self._exchange, self._settings.training
+        leaves, sources, arguments = [], [], []
+        for source in self._wiring.inputs:
+            if isinstance(source, ModelInput):
+                arguments.append(exchange.inputs[microbatch][source.position])
+                continue
+            if isinstance(source, LocalInput):
+                tensor = exchange.local[source.source, source.tensor, microbatch].detach()
+                differentiable = tensor.is_floating_point() or tensor.is_complex()
+            else:
+                tensor = exchange.received[source.route.index, microbatch].detach()
+                differentiable = source.route.differentiable
+            if training and differentiable:
+                tensor.requires_grad_()
+                leaves.append(tensor)
+                sources.append(source)
+            arguments.append(tensor)
+        return leaves, sources, arguments
+
+    def _hand_on(self, wiring: OutputWiring, result: torch.Tensor, microbatch: int, saved: _Saved) -> None:
+        exchange, settings = self._exchange, self._settings
+        if wiring.shape is not None and tuple(result.shape) != wiring.shape:
+            raise ValueError(
+                f"output {wiring.tensor!r} has shape {tuple(result.shape)}, traced as {wiring.shape}: "
+                "every microbatch must have the shape of the traced one"
+            )
+        if settings.is_pooled(result):
+            # An input handed through: its buffer may be taken again while others still use this output.
+            result = result.clone()
+        if wiring.is_model_output:
+            self._finish(result, microbatch, saved)
+        if wiring.local_consumers:
+            exchange.local[self._stage, wiring.tensor, microbatch] = result
+        for route in wiring.routes:
+            wire = result.detach()
+            dtype = settings.transfer_dtype(route)
+            if wire.dtype != dtype:
+                if settings.autocast_dtype is None:
+                    raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {dtype}")
+                wire = wire.to(dtype)
+            exchange.to_send[route.index, microbatch] = wire.contiguous()
+        if wiring.local_consumers or wiring.routes:
+            saved.outputs[wiring.tensor] = result
+
+    def _finish(self, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
+        exchange = self._exchange
+        if exchange.targets is None:
+            exchange.outputs[microbatch] = output.detach()
+            return
+        saved.loss = self._settings.loss(output, exchange.targets[microbatch])
+        exchange.losses[microbatch] = saved.loss.detach()
+
+    def _roots(self, saved: _Saved, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
+        exchange = self._exchange
+        roots, gradients = [], []
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            gradients.append(torch.full_like(saved.loss, 1.0 / self._settings.microbatches))
+        for wiring in self._wiring.outputs:
+            if wiring.tensor not in saved.outputs:
+                continue
+            parts = [
+                exchange.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
+                for user in wiring.local_consumers
+            ]
+            parts += [
+                exchange.received_gradients.pop((route.index, microbatch))
+                for route in wiring.routes
+                if route.differentiable
+            ]
+            output = saved.outputs[wiring.tensor]
+            gradient = _sum([part for part in parts if part is not None], output.dtype)
+            if gradient is not None and output.requires_grad:
+                roots.append(output)
+                gradients.append(gradient)
+            exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
+        return roots, gradients
+
+    def _pass_back(self, saved: _Saved, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
+        """Leave the gradients of the inputs for the stages that made them."""
+        exchange = self._exchange
+        for source, gradient in zip(saved.sources, found, strict=True):
+            if gradient is not None and self._settings.is_pooled(gradient):
+                gradient = gradient.clone()
+            if isinstance(source, LocalInput):
+                exchange.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
+                continue
+            route = source.route
+            parts = exchange.gradient_parts.setdefault((route.index, microbatch), {})
+            parts[self._stage] = gradient
+            if len(parts) == len(route.consumers):
+                del exchange.gradient_parts[route.index, microbatch]
+                self._send_back(route, parts, microbatch)
+
+    def _send_back(self, route: Route, parts: dict[int, torch.Tensor | None], microbatch: int) -> None:
+        dtype = self._settings.transfer_dtype(route)
+        total = _sum([parts[user] for user in route.consumers if parts[user] is not None], dtype)
+        if total is None:
+            total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
+        self._exchange.gradients_to_send[route.index, microbatch] = total.contiguous()
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        dtype = self._settings.autocast_dtype
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._settings.device.type, dtype=dtype)
+
+    def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
+        if self._random is None:
+            return contextlib.nullcontext()
+        return self._random.forward(self._exchange.step, microbatch, self._stage)
+
+    @contextlib.contextmanager
+    def _reported(self, action: str, microbatch: int):
+        try:
+            yield
+        except Exception as error:
+            raise StageError(
+                f"{self._stage}{action}{microbatch} raised {type(error).__name__}: {error}",
+                action,
+                self._stage,
+                microbatch,
+                "".join(traceback.format_exception(error)),
+            ) from error
+
+
+def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    if not parts:
+        return None
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total if total.dtype == dtype else total.to(dtype)

@@ -1,0 +1,279 @@
+"""REDUCE and STEP of one mesh: gradients of tied parameters and of workers summed, norm, clip, update.
+
+Owns the parameters, the optimizer and their state. Must not know programs, lanes or microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.engine.errors import NonFiniteError
+from worker.transport.base import Topology, Transport
+
+ALL_MESHES = "meshes"
+ALL_WORKERS = "workers"
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are."""
+
+    clip_grad_norm: float | None
+    non_finite: str
+
+
+@dataclass
+class UpdateResult:
+    """What a step's REDUCE and STEP found."""
+
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+def reduce_groups(
+    topology: Topology, tied: Mapping[str, Sequence[int]], mesh_of_stage: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
+    the same worker of all meshes that hold a tied parameter. The same mapping on every worker."""
+    groups: dict[str, tuple[int, ...]] = {}
+    workers = range(topology.workers_per_mesh)
+    for mesh in topology.meshes:
+        groups[f"{ALL_WORKERS}/{mesh}"] = tuple(topology.rank(mesh, w) for w in workers)
+    for w in workers:
+        groups[f"{ALL_MESHES}/{w}"] = tuple(topology.rank(mesh, w) for mesh in topology.meshes)
+        for name, stages in tied.items():
+            holders = {mesh_of_stage[stage] for stage in stages}
+            if len(holders) > 1:
+                ranks = (topology.rank(mesh, w) for mesh in topology.meshes if mesh in holders)
+                groups[f"tied/{name}/{w}"] = tuple(ranks)
+    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+
+
+class ModelUpdate:
+    """The parameters of the stages of one mesh, each once, by original name."""
+
+    def __init__(
+        self,
+        *,
+        stages: Mapping[int, nn.Module],
+        tied: Mapping[str, Sequence[int]],
+        mesh_of_stage: Sequence[str],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None,
+        transport: Transport,
+        settings: UpdateSettings,
+    ):
+        self._transport = transport
+        self._settings = settings
+        self._stages = stages
+        self.parameters = _named_parameters(stages)
+        self._buffers = _named_buffers(stages)
+        mesh, worker = transport.mesh, transport.worker
+        self._groups = reduce_groups(transport.topology, tied, mesh_of_stage)
+        self._workers_group = f"{ALL_WORKERS}/{mesh}"
+        self._meshes_group = f"{ALL_MESHES}/{worker}"
+        self._tied_groups = {
+            name: group
+            for name in sorted(tied)
+            if name in self.parameters and (group := f"tied/{name}/{worker}") in self._groups
+        }
+        owner = {
+            name: min(stages, key=lambda s: transport.topology.meshes.index(mesh_of_stage[s]))
+            for name, stages in tied.items()
+        }
+        self._counted = [
+            name for name in self.parameters if name not in owner or mesh_of_stage[owner[name]] == mesh
+        ]
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
+        self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """What the transport must be able to all-reduce over."""
+        return self._groups
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step."""
+        self._norm = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self, losses: Sequence[torch.Tensor]) -> None:
+        """REDUCE: afterwards every `.grad` is that of the unsplit model over the whole global batch."""
+        for name, group in self._tied_groups.items():
+            parameter = self.parameters[name]
+            if parameter.requires_grad:
+                self._transport.all_reduce(group, _gradient(parameter))
+        if self._workers_group in self._groups:
+            self._average_over_workers()
+        self._norm = self._global_norm(losses)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """STEP: clip and update; leave everything as it is when a loss or the norm is not finite.
+
+        On CUDA the host does not wait if the optimizer can skip by itself (`fused=True`).
+        """
+        norm = self._norm
+        if norm.is_cuda and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self.optimizer.found_inf = (~torch.isfinite(norm)).float()
+        elif not math.isfinite(float(norm)):
+            return
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        limit = self._settings.clip_grad_norm
+        if limit is not None and gradients:
+            coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+        if self.optimizer is not None:
+            with torch.enable_grad():
+                self.optimizer.step()
+
+    def finish(self, step: int) -> UpdateResult:
+        """After the step's last action: what it found. NonFiniteError when the policy is to stop."""
+        if self._norm is None:
+            return UpdateResult()
+        value = float(self._norm)
+        if not math.isfinite(value):
+            if self._settings.non_finite == "stop":
+                raise NonFiniteError(
+                    f"step {step}: the loss or the gradient norm is not finite (norm {value}): "
+                    "lower the learning rate, or check the data"
+                )
+            return UpdateResult(value, skipped=True)
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()
+        return UpdateResult(value)
+
+    def state(self) -> dict[str, Any]:
+        """Parameters, buffers and optimizer state by original name."""
+        names = self._optimized_names()
+        saved = (
+            self.optimizer.state_dict() if self.optimizer is not None else {"state": {}, "param_groups": []}
+        )
+        return {
+            "parameters": {name: p.detach() for name, p in self.parameters.items()},
+            "buffers": dict(self._buffers),
+            "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
+            "optimizer_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in saved["param_groups"]
+            ],
+            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state`; `state` may hold other meshes' entries too. KeyError names what is missing."""
+        for kind, mine in (("parameters", self.parameters), ("buffers", self._buffers)):
+            for name, tensor in mine.items():
+                if name not in state[kind]:
+                    raise KeyError(f"the state has no {kind[:-1]} {name!r}")
+                tensor.copy_(state[kind][name])
+        if self.optimizer is not None and state.get("optimizer_groups"):
+            self._load_optimizer(state)
+        if self.lr_schedule is not None and state.get("lr_schedule"):
+            self.lr_schedule.load_state_dict(state["lr_schedule"])
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, saved in zip(groups, state["optimizer_groups"], strict=False):
+            group.update(saved)
+        names = enumerate(self._optimized_names())
+        entries = {i: state["optimizer"][name] for i, name in names if name in state["optimizer"]}
+        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+    def _optimized_names(self) -> list[str]:
+        """Original names in the order in which the optimizer numbers its parameters."""
+        if self.optimizer is None:
+            return []
+        name_of = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _average_over_workers(self) -> None:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(_gradient(parameter))
+        for gradients in by_dtype.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self._transport.all_reduce(self._workers_group, flat)
+            flat /= self._transport.topology.workers_per_mesh
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
+        device = next((p.device for p in self.parameters.values()), None)
+        gradients = [g for name in self._counted if (g := self.parameters[name].grad) is not None]
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+        # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+            total += torch.stack(norms).double().square().sum()
+        if losses:
+            finite = torch.stack(list(losses)).double().sum() * 0.0
+            if self._workers_group in self._groups:
+                self._transport.all_reduce(self._workers_group, finite)
+            total += finite
+        if self._meshes_group in self._groups:
+            self._transport.all_reduce(self._meshes_group, total)
+        return total.sqrt()
+
+
+def tie_local_parameters(stages: Mapping[int, nn.Module], tied: Mapping[str, Sequence[int]]) -> None:
+    """Make a parameter that several stages of this mesh use one object, as in the unsplit model."""
+    for name, holders in tied.items():
+        first: nn.Parameter | None = None
+        for stage in holders:
+            if stage not in stages:
+                continue
+            module = stages[stage]
+            for local, original in _original_names(module).items():
+                if original != name:
+                    continue
+                owner, _, attribute = local.rpartition(".")
+                holder = module.get_submodule(owner)
+                if first is None:
+                    first = holder._parameters[attribute]
+                else:
+                    holder._parameters[attribute] = first
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _named_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
+    found: dict[str, nn.Parameter] = {}
+    for stage in sorted(stages):
+        names = _original_names(stages[stage])
+        for local, parameter in stages[stage].named_parameters():
+            found.setdefault(names.get(local, f"stage{stage}.{local}"), parameter)
+    return found
+
+
+def _named_buffers(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
+    """A buffer without an original name is a constant of its stage and no state."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in sorted(stages):
+        names = _original_names(stages[stage])
+        for local, buffer in stages[stage].named_buffers():
+            if local in names:
+                found.setdefault(names[local], buffer)
+    return found
+
+
+def _original_names(module: nn.Module) -> Mapping[str, str]:
+    return getattr(module, "original_names", {})

@@ -1,0 +1,252 @@
+"""The actors of an attempt: one placement group, a mesh a group of workers, one worker an accelerator.
+
+Owns where the actors run and how they end; does not know what they compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from worker.failure import (
+    INTERNAL,
+    SLOT_STALLED,
+    START_TIMEOUT,
+    WORKER_LOST,
+    AttemptFailure,
+    as_failure,
+    first_cause,
+)
+
+log = logging.getLogger(__name__)
+
+CPU_RESOURCE = "slotline_worker"
+KILL_GRACE_S = 3.0
+CAUSE_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where one worker runs; JSON of it goes to the control plane with the request for a plan."""
+
+    mesh: str
+    worker: int
+    node: str
+    node_id: str
+    process_id: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The workers of one mesh, in order."""
+
+    name: str
+    workers: tuple[ray.actor.ActorHandle, ...]
+
+
+class Gang:
+    """All meshes of an attempt; a context that leaves neither actor nor placement group behind."""
+
+    def __init__(self, *, meshes: int, workers_per_mesh: int, device: str, start_timeout_s: float):
+        self._names = tuple(f"m{i}" for i in range(meshes))
+        self._workers_per_mesh = workers_per_mesh
+        self._device = device
+        self._start_timeout_s = start_timeout_s
+        self._group: PlacementGroup | None = None
+        self.meshes: tuple[Mesh, ...] = ()
+        self.addresses: tuple[WorkerAddress, ...] = ()
+
+    @property
+    def workers(self) -> list[ray.actor.ActorHandle]:
+        """All actors, mesh by mesh: the order of ranks."""
+        return [worker for mesh in self.meshes for worker in mesh.workers]
+
+    def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
+        """Reserve every accelerator at once, then start one actor on each.
+
+        `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
+        actor has a method `address()`. Raises AttemptFailure START_TIMEOUT.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        count = len(self._names) * self._workers_per_mesh
+        bundle = {"GPU": 1.0} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
+        self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
+        if not self._group.wait(timeout_seconds=self._start_timeout_s):
+            raise AttemptFailure(
+                START_TIMEOUT,
+                f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
+                f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
+            )
+        meshes = []
+        for m, name in enumerate(self._names):
+            workers = []
+            for w in range(self._workers_per_mesh):
+                options: dict[str, Any] = {
+                    "num_cpus": 0,
+                    "max_restarts": 0,
+                    "max_concurrency": 2,
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                        self._group, placement_group_bundle_index=m * self._workers_per_mesh + w
+                    ),
+                }
+                if self._device == "cuda":
+                    options["num_gpus"] = 1
+                else:
+                    options["resources"] = {CPU_RESOURCE: 1}
+                workers.append(actor_class.options(**options).remote(**make_arguments(name, w)))
+            meshes.append(Mesh(name, tuple(workers)))
+        self.meshes = tuple(meshes)
+        self.addresses = tuple(
+            self.call(
+                [w.address.remote() for w in self.workers],
+                what="start",
+                limit_s=max(1.0, deadline - time.monotonic()),
+                late=START_TIMEOUT,
+            )
+        )
+
+    def call(
+        self,
+        refs: Sequence[ray.ObjectRef],
+        *,
+        what: str,
+        limit_s: float,
+        late: str = SLOT_STALLED,
+        interrupted: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """The results of one call a worker, in order.
+
+        Raises AttemptFailure: with `late` naming the workers that did not answer within `limit_s`,
+        WORKER_LOST when one died, or what a worker raised. After a first failure the others get
+        CAUSE_GRACE_S to say theirs, and the one that explains the rest is raised. `interrupted` is
+        called about four times a second and may raise.
+        """
+        deadline = time.monotonic() + limit_s
+        waiting = list(refs)
+        failures: list[AttemptFailure] = []
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.25)
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except Exception as error:
+                    if not failures:
+                        deadline = time.monotonic() + CAUSE_GRACE_S
+                    failures.append(self._failure(error, self._name(refs.index(ref)), what))
+            if waiting and interrupted is not None:
+                interrupted()
+            if waiting and time.monotonic() > deadline:
+                if failures:
+                    break
+                names = ", ".join(self._name(refs.index(ref)) for ref in waiting)
+                raise AttemptFailure(late, f"{what}: no answer from {names} within {limit_s:.0f} s")
+        if failures:
+            raise first_cause(failures)
+        return ray.get(list(refs))
+
+    def stop(self) -> None:
+        """End every actor, also a stopped (SIGSTOP) one, and give the accelerators back."""
+        for worker in self.workers:
+            try:
+                ray.kill(worker, no_restart=True)
+            except Exception as error:
+                log.debug("kill: %s", error)
+        self._end_processes()
+        self.meshes = ()
+        if self._group is not None:
+            group, self._group = self._group, None
+            remove_placement_group(group)
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _failure(self, error: Exception, name: str, what: str) -> AttemptFailure:
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = error.cause
+            return cause if isinstance(cause, AttemptFailure) else as_failure(cause, INTERNAL)
+        if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError)):
+            return AttemptFailure(WORKER_LOST, f"{what}: {name} is gone: {_one_line(error)}")
+        return as_failure(error, INTERNAL)
+
+    def _name(self, index: int) -> str:
+        mesh, worker = divmod(index, self._workers_per_mesh)
+        return f"worker {worker} of mesh {self._names[mesh]}" if mesh < len(self._names) else f"call {index}"
+
+    def _end_processes(self) -> None:
+        """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""
+        by_node: dict[str, list[int]] = {}
+        for address in self.addresses:
+            by_node.setdefault(address.node_id, []).append(address.process_id)
+        self.addresses = ()
+        refs = [
+            _kill_processes.options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+            ).remote(ids, KILL_GRACE_S)
+            for node_id, ids in by_node.items()
+            if node_id in _living_nodes()
+        ]
+        if not refs:
+            return
+        done, late = ray.wait(refs, num_returns=len(refs), timeout=KILL_GRACE_S + 10.0)
+        for ref in late:
+            ray.cancel(ref, force=True)
+        for ref in done:
+            try:
+                if killed := ray.get(ref):
+                    log.warning("worker processes %s did not end when asked and were killed", killed)
+            except Exception as error:
+                log.warning("could not look for left-over worker processes: %s", error)
+
+
+@ray.remote(max_retries=0)
+def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
+    """Wait until the processes of this node's workers are gone; kill and name those that stay."""
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(_alive(p) for p in process_ids):
+        time.sleep(0.05)
+    left = [p for p in process_ids if _alive(p)]
+    for process_id in left:
+        os.kill(process_id, signal.SIGKILL)
+    return left
+
+
+def _alive(process_id: int) -> bool:
+    """Whether this is still a Ray worker's process (ids are reused, so its command line is looked at)."""
+    try:
+        with open(f"/proc/{process_id}/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:
+        return False
+    return b"ray::" in command or b"default_worker.py" in command
+
+
+def own_node_address() -> str:
+    """The address under which the cluster knows the node of this process."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+
+
+def _living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _free(resource: str) -> str:
+    return f"{ray.available_resources().get(resource, 0.0):g} of {ray.cluster_resources().get(resource, 0.0):g} {resource}"
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return " ".join(text.split())[:500]

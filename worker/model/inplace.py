@@ -1,0 +1,273 @@
+"""Makes changes in place harmless for a cut, so that no stage changes a tensor of another.
+
+An operation that changes what its own layer made, or a buffer, stays as it is; any other one
+becomes a change of a copy, and everything after it uses the copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from worker.model.errors import TraceError
+from worker.model.layers import inner_graph, is_random
+
+# operations that update running statistics although their schema does not say so: the arguments
+# that hold them, and the flag that switches the update on
+_STATISTICS = {
+    torch.ops.aten.batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.instance_norm.default: ((3, 4), 5),
+}
+
+
+def changed_copy(base: torch.Tensor, views: tuple, change: tuple) -> torch.Tensor:
+    """A copy of `base` in which the view that `views` leads to was changed in place.
+
+    `views` is a chain of (operation, other arguments, keywords); `change` is one such step.
+    """
+    copy = base.clone()
+    part: Any = copy
+    for step, arguments, keywords in (*views, change):
+        part = step(part, *arguments, **dict(keywords))
+    return copy
+
+
+def changed_copy_at_random(base: torch.Tensor, views: tuple, change: tuple) -> torch.Tensor:
+    """`changed_copy` where the change draws random numbers."""
+    return changed_copy(base, views, change)
+
+
+changed_copy_at_random.tags = (torch.Tag.nondeterministic_seeded,)  # as torch marks its own operations
+
+
+def isolate_changes(
+    graph: fx.Graph,
+    calls: dict[fx.Node, str],
+    values: Mapping[fx.Node, Any],
+    buffers: Mapping[fx.Node, str],
+    parameters: Mapping[fx.Node, str],
+) -> frozenset[fx.Node]:
+    """Rewrite `graph` so; return the placeholders of buffers that it updates.
+
+    `values` are (fake) results by node: nodes that share a storage alias each other. `calls`
+    (layer calls) learns the nodes that are added. Raises TraceError for a change of a parameter.
+    """
+    return _Isolation(graph, calls, values, buffers, parameters).run()
+
+
+class _Isolation:
+    def __init__(self, graph, calls, values, buffers, parameters):
+        self.graph, self.calls, self.values = graph, calls, dict(values)
+        self.buffers, self.parameters = buffers, parameters
+        self.storage = {node: _storage(values.get(node)) for node in graph.nodes}
+        self.fresh = itertools.count(1)
+        self.root: dict[Any, fx.Node] = {}
+        for node in graph.nodes:
+            if self.storage[node] is not None:
+                self.root.setdefault(self.storage[node], node)
+        self.constant = _constants(graph, {*buffers})
+
+    def run(self) -> frozenset[fx.Node]:
+        updated = set()
+        for node in list(self.graph.nodes):
+            for argument in changed_arguments(node):
+                root = self.root[self.storage[argument]]
+                if root in self.buffers:
+                    updated.add(root)
+                elif root in self.parameters:
+                    raise TraceError(
+                        f"the model changes parameter {self.parameters[root]!r} in its forward ({node.target}): "
+                        "keep such state in a buffer"
+                    )
+                elif not self._stays(node, root):
+                    self._rewrite(node, argument, root)
+        self._remove_unused(updated)
+        return frozenset(updated)
+
+    def _remove_unused(self, updated: set[fx.Node]) -> None:
+        """Erase what neither the output nor an update of a buffer in a used module needs."""
+        needed: set[fx.Node] = set()
+        waiting = [node for node in self.graph.nodes if node.op in ("output", "placeholder")]
+        changes = {}  # node -> the values that it changes
+        for node in self.graph.nodes:
+            if changed := changed_arguments(node):
+                changes[node] = {self.root[self.storage[argument]] for argument in changed}
+        while waiting:
+            while waiting:
+                node = waiting.pop()
+                if node not in needed:
+                    needed.add(node)
+                    waiting += node.all_input_nodes
+            used_calls = {self.calls[node] for node in needed if node in self.calls}
+            for node, roots in changes.items():
+                of_buffer = roots <= updated and (node not in self.calls or self.calls[node] in used_calls)
+                if node not in needed and (of_buffer or (roots - updated) & needed):
+                    waiting.append(node)
+        for node in reversed(self.graph.nodes):
+            if node not in needed:
+                self.graph.erase_node(node)
+
+    def _stays(self, node: fx.Node, root: fx.Node) -> bool:
+        call = self.calls.get(node)
+        return call is not None and self.calls.get(root) == call and root not in self.constant
+
+    def _rewrite(self, node: fx.Node, argument: fx.Node, root: fx.Node) -> None:
+        if (
+            not isinstance(node.target, torch._ops.OpOverload)
+            or not node.args
+            or node.args[0] is not argument
+        ):
+            raise TraceError(
+                f"the model changes {argument.name!r} in place ({node.target}) where it cannot be cut: "
+                "use an operation that returns a new tensor"
+            )
+        place = {other: index for index, other in enumerate(self.graph.nodes)}
+        shared = self.storage[root]
+        alive = [
+            other
+            for other in self.graph.nodes
+            if place[other] < place[node]
+            and self.storage.get(other) == shared
+            and any(place[user] > place[node] for user in other.users)
+        ]
+        with self.graph.inserting_before(node):
+            functional = _functional(node.target)
+            same_type = all(
+                self.values[arg].dtype == self.values[argument].dtype
+                for arg in node.all_input_nodes
+                if isinstance(self.values.get(arg), torch.Tensor)
+            )
+            if functional is not None and same_type and set(alive) <= {argument}:
+                copy = self._add(node, functional, node.args, node.kwargs, self.values[argument])
+                replacement = {argument: copy}
+            else:
+                change = (node.target, tuple(node.args[1:]), tuple(node.kwargs.items()))
+                steps = tuple(
+                    (n.target, tuple(n.args[1:]), tuple(n.kwargs.items())) for n in self._path(root, argument)
+                )
+                target = changed_copy_at_random if is_random(node) else changed_copy
+                copy = self._add(node, target, (root, steps, change), {}, self.values[root])
+                replacement = {root: copy}
+            new = next(self.fresh), "copy"
+            for other in [*alive, argument]:
+                self._recreate(other, root, replacement)
+        for other, substitute in replacement.items():
+            other.replace_all_uses_with(substitute, lambda user: place.get(user, -1) > place[node])
+            self.storage[substitute] = new
+        for other in self.graph.nodes:
+            if place.get(other, -1) > place[node] and self.storage.get(other) == shared:
+                self.storage[other] = new
+        self.root[new] = copy
+        node.replace_all_uses_with(replacement[argument])
+        self.graph.erase_node(node)
+
+    def _recreate(self, node: fx.Node, root: fx.Node, replacement: dict[fx.Node, fx.Node]) -> None:
+        if node in replacement:
+            return
+        for step in self._path(root, node):
+            if step not in replacement:
+                arguments = (replacement[step.args[0]], *step.args[1:])
+                copy = self.graph.create_node("call_function", step.target, arguments, dict(step.kwargs))
+                copy.meta = {key: value for key, value in step.meta.items() if key != "nn_module_stack"}
+                self.values[copy] = self.values[step]
+                replacement[step] = copy
+
+    def _path(self, root: fx.Node, node: fx.Node) -> list[fx.Node]:
+        """The view operations that lead from `root` to `node`."""
+        path = []
+        while node is not root:
+            source = node.args[0] if node.args else None
+            if not isinstance(source, fx.Node) or self.storage.get(source) != self.storage[root]:
+                raise TraceError(
+                    f"the model changes a view of {root.name!r} in place through {node.target}, which cannot be "
+                    "followed: use an operation that returns a new tensor"
+                )
+            path.append(node)
+            node = source
+        return path[::-1]
+
+    def _add(self, node: fx.Node, target: Any, args: tuple, kwargs: Mapping[str, Any], value: Any) -> fx.Node:
+        copy = self.graph.create_node("call_function", target, args, dict(kwargs))
+        copy.meta = dict(node.meta)
+        self.values[copy] = value
+        if node in self.calls:
+            self.calls[copy] = self.calls[node]
+        return copy
+
+
+def changed_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node changes in place."""
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _changed_operands(node)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target in _STATISTICS:
+        places, flag = _STATISTICS[node.target]
+        return [node.args[i] for i in places if node.args[flag] and isinstance(node.args[i], fx.Node)]
+    changed = []
+    for index, declared in enumerate(node.target._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(declared.name)
+            changed += [
+                part for part in (given if isinstance(given, list | tuple) else [given]) if part is not None
+            ]
+    return [part for part in changed if isinstance(part, fx.Node)]
+
+
+def _changed_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that the graph called by a higher-order operation changes."""
+    inner = inner_graph(node)
+    if inner is None:
+        return []
+    place = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+    names = (part for part in inner.graph.nodes if part.op == "placeholder")
+    operands = dict(zip(names, node.args[place + 1 :], strict=False))
+    changed = [_viewed(arg) for part in inner.graph.nodes for arg in changed_arguments(part)]
+    return [operands[arg] for arg in changed if isinstance(operands.get(arg), fx.Node)]
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The value that a chain of views starts from."""
+    while isinstance(node.target, torch._ops.OpOverload) and any(
+        r.alias_info for r in node.target._schema.returns
+    ):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            break
+        node = source
+    return node
+
+
+def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operation that returns what an in-place `target` writes, if it takes the same arguments."""
+    name = target._schema.name.split("::")[1]
+    if target.namespace != "aten" or not name.endswith("_") or name.startswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    other = getattr(packet, target._overloadname, None) if packet is not None else None
+    if other is None:
+        return None
+    same = [a.name for a in other._schema.arguments] == [a.name for a in target._schema.arguments]
+    return other if same and len(other._schema.returns) == 1 else None
+
+
+def _constants(graph: fx.Graph, constant_inputs: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and all(
+            arg in found or arg in constant_inputs for arg in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
+
+
+def _storage(value: Any) -> int | None:
+    if isinstance(value, list | tuple):
+        value = next((part for part in value if isinstance(part, torch.Tensor)), None)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

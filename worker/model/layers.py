@@ -1,0 +1,200 @@
+"""Which module call every node of an exported graph belongs to, and which calls are layers.
+
+Reads module structure and node metadata; knows nothing of stages or parameters' values.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from worker.model.errors import TraceError
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The layers in execution order, and the layer (by index) of every node that has one place.
+
+    Nodes without a place are inputs, parameters, and what `replicated` holds: values that
+    depend on no model input and are recomputed wherever they are used.
+    """
+
+    names: tuple[str, ...]
+    layer_of: Mapping[fx.Node, int]
+    replicated: frozenset[fx.Node]
+
+
+def expanded_modules(model: nn.Module) -> frozenset[str]:
+    """Names of the modules that are opened up to find layers; what lies directly in them is a layer.
+
+    These are the model itself, containers (Sequential, ModuleList, ModuleDict) and, outside the
+    elements of a container, wrappers that hold a container somewhere or one module only.
+    """
+    found = {""}
+
+    def visit(module: nn.Module, prefix: str, inside_container: bool) -> None:
+        children = list(module.named_children())
+        for name, child in children:
+            path = f"{prefix}{name}"
+            container = isinstance(child, _CONTAINERS)
+            wrapper = not inside_container and (
+                any(isinstance(part, _CONTAINERS) for part in child.modules())
+                or (len(children) == 1 and any(child.children()))
+            )
+            if container or wrapper:
+                found.add(path)
+                visit(child, f"{path}.", container)
+
+    visit(model, "", isinstance(model, _CONTAINERS))
+    return frozenset(found)
+
+
+def layer_calls(graph: fx.Graph, expanded: frozenset[str]) -> dict[fx.Node, str]:
+    """The layer call that each node runs in; nodes that run between layers are left out.
+
+    A module called again is a layer of its own, `name@1`, `name@2`, … A graph within the graph (a
+    block under no_grad, say) is one node: it belongs to the first layer that it calls.
+    """
+    calls: dict[fx.Node, str] = {}
+    names: dict[str, str] = {}  # key of a call in the metadata -> its name
+    count: dict[str, int] = {}
+    for node in graph.nodes:
+        found = _first_call(node, expanded)
+        if found is None:
+            continue
+        key, path = found
+        if key not in names:
+            repeat = count.get(path, 0)
+            count[path] = repeat + 1
+            names[key] = f"{path}@{repeat}" if repeat else path
+        calls[node] = names[key]
+    return calls
+
+
+def _first_call(node: fx.Node, expanded: frozenset[str]) -> tuple[str, str] | None:
+    """Key and path of the outermost module around a node, or in its inner graph, that is not expanded."""
+    for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
+        if path not in expanded:
+            return key, path
+    inner = inner_graph(node)
+    found = (_first_call(part, expanded) for part in inner.graph.nodes) if inner is not None else ()
+    return next((call for call in found if call is not None), None)
+
+
+def inner_graph(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a higher-order operation calls."""
+    if node.op != "call_function":
+        return None
+    for arg in node.all_input_nodes:
+        inner = getattr(node.graph.owning_module, str(arg.target), None) if arg.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            return inner
+    return None
+
+
+def map_layers(
+    graph: fx.Graph,
+    calls: Mapping[fx.Node, str],
+    constants: Collection[fx.Node],
+    parameters: Collection[fx.Node],
+) -> LayerMap:
+    """Give every node of `graph` its layer.
+
+    A node between layers goes to the first layer that uses it, so that a join is with its
+    consumer. `constants` are the placeholders of values that never change, `parameters` those of
+    trained values. Raises TraceError for a model without modules to cut between.
+    """
+    replicated = _replicated(graph, calls, constants, parameters)
+    order: dict[str, int] = {}
+    for node in graph.nodes:
+        if node in calls and node not in replicated:
+            order.setdefault(calls[node], len(order))
+    if not order:
+        raise TraceError(
+            "the model's forward calls no submodule, so there is nothing to cut: build it from nn.Module blocks"
+        )
+    layer_of: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            layer_of[node] = len(order) - 1
+        elif node.op == "placeholder" or node in replicated:
+            continue
+        elif node in calls:
+            layer_of[node] = order[calls[node]]
+        elif users := [layer_of[user] for user in node.users if user in layer_of]:
+            layer_of[node] = min(users)
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in replicated:
+            continue
+        sources = [layer_of[arg] for arg in node.all_input_nodes if arg in layer_of]
+        if node not in layer_of:  # an update of a buffer, which nothing uses: with what it depends on
+            layer_of[node] = max(sources, default=0)
+        elif node.target is operator.getitem and sources:  # only tensors cross a border, no tuples
+            layer_of[node] = sources[0]
+    _check_forward(graph, layer_of, list(order))
+    return LayerMap(names=tuple(order), layer_of=layer_of, replicated=replicated)
+
+
+def join_layers(layers: LayerMap, updated: Mapping[fx.Node, str]) -> tuple[LayerMap, dict[str, str]]:
+    """Make one layer of all from the first to the last that use a buffer which forward updates.
+
+    `updated` names such placeholders. Also returns the layers that can no longer begin a stage,
+    each with the buffer that is the reason.
+    """
+    joined: dict[int, str] = {}
+    for buffer, name in updated.items():
+        users = [layers.layer_of[user] for user in buffer.users if user in layers.layer_of]
+        joined |= {layer: name for layer in range(min(users, default=0) + 1, max(users, default=0) + 1)}
+    kept = [layer for layer in range(len(layers.names)) if layer not in joined]
+    place = {layer: index for index, layer in enumerate(kept)}
+    for layer in range(len(layers.names)):
+        place.setdefault(layer, place.get(layer - 1, 0))
+    merged = LayerMap(
+        names=tuple(layers.names[layer] for layer in kept),
+        layer_of={node: place[layer] for node, layer in layers.layer_of.items()},
+        replicated=layers.replicated,
+    )
+    return merged, {layers.names[layer]: name for layer, name in joined.items()}
+
+
+def _replicated(
+    graph: fx.Graph,
+    calls: Mapping[fx.Node, str],
+    constants: Collection[fx.Node],
+    parameters: Collection[fx.Node],
+) -> frozenset[fx.Node]:
+    """Values of constants, and values of parameters that are made between layers (views, mostly)."""
+    constant: set[fx.Node] = set(constants)
+    weights: set[fx.Node] = set(parameters)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or is_random(node):
+            continue
+        if all(arg in constant for arg in node.all_input_nodes):
+            constant.add(node)
+        elif node not in calls and all(arg in constant or arg in weights for arg in node.all_input_nodes):
+            weights.add(node)
+    return frozenset((constant | weights) - {*constants, *parameters})
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, itself or in a graph that it calls."""
+    if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return True
+    inner = inner_graph(node)
+    return inner is not None and any(is_random(part) for part in inner.graph.nodes)
+
+
+def _check_forward(graph: fx.Graph, layer_of: Mapping[fx.Node, int], names: list[str]) -> None:
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            if node in layer_of and layer_of.get(arg, 0) > layer_of[node]:
+                raise TraceError(
+                    f"module {names[layer_of[node]]!r} uses {arg.name!r} of module {names[layer_of[arg]]!r}, which "
+                    "begins later: the model's modules do not run one after the other, so it cannot be cut"
+                )

@@ -1,0 +1,244 @@
+"""Measures what every layer of a traced model costs on a device.
+
+One layer at a time, so that a model that fits on no single device can be measured on one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from worker.model.profile import LayerCost, LayerEdge, LayerProfile
+from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
+
+if TYPE_CHECKING:
+    from worker.model.tracing import TracedModel
+
+# Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
+BUDGET_S = 2.0
+MIN_REPEATS = 2
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Times:
+    forward_s: float
+    backward_input_s: float
+    backward_s: float
+
+
+def measure_layers(
+    traced: TracedModel, loss: Loss, target: Tensor, device: torch.device, repeats: int
+) -> LayerProfile:
+    """The profile of `traced` for its example inputs; `target` belongs to them.
+
+    Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
+    autograd keeps. The loss counts as a part of the last layer.
+    """
+    placed = traced.placed
+    builder = traced.builder(range(len(placed.layers)))
+    edges = builder.edges()
+    tensors: dict[str, Tensor] = {input_name(k): value for k, value in enumerate(traced.example_inputs)}
+    differentiable = {edge.tensor for edge in edges if edge.differentiable}
+    last_use = {edge.tensor: edge.target for edge in edges}  # edges are sorted by source only
+    for edge in edges:
+        last_use[edge.tensor] = max(last_use[edge.tensor], edge.target)
+    costs, sizes = [], {}
+    saved_at: dict[str, set[int]] = {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for index, name in enumerate(placed.layers):
+            stage = builder.stage(index).to(device)
+            run = _LayerRun(
+                stage,
+                {key: tensors[key].to(device) for key in stage.inputs},
+                differentiable,
+                loss=(lambda output: loss(output, target.to(device))) if OUTPUT in stage.outputs else None,
+                autocast=placed.autocast,
+            )
+            saved = run.keep_count()
+            for tensor in saved.tensors:
+                saved_at.setdefault(tensor, set()).add(index)
+            times = _measure(run, device, repeats, BUDGET_S / len(placed.layers))
+            names = {stage.original_names[local]: p for local, p in stage.named_parameters()}
+            sizes |= {key: value.nbytes for key, value in names.items()}
+            costs.append(
+                LayerCost(
+                    name=name,
+                    forward_s=times.forward_s,
+                    backward_input_s=min(times.backward_input_s, times.backward_s),
+                    backward_weight_s=max(0.0, times.backward_s - times.backward_input_s),
+                    activation_bytes=saved.bytes,
+                    weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(builder, index, placed)),
+                    parameter_bytes=sum(value.nbytes for value in names.values()),
+                    parameters=tuple(names),
+                )
+            )
+            tensors |= run.results()
+            tensors = {key: value for key, value in tensors.items() if last_use.get(key, index + 1) > index}
+    order = {tensor: place for place, tensor in enumerate(builder.tensors())}
+    return LayerProfile(
+        layers=tuple(costs),
+        edges=tuple(
+            LayerEdge(
+                source=edge.source,
+                target=edge.target,
+                tensor=edge.tensor,
+                bytes=edge.bytes,
+                differentiable=edge.differentiable,
+                order=order[edge.tensor],
+                saved_by_source=edge.source in saved_at.get(edge.tensor, ()),
+                saved_by_target=edge.target in saved_at.get(edge.tensor, ()),
+            )
+            for edge in edges
+        ),
+        device_type=device.type,
+        microbatch=", ".join(f"{list(value.shape)} {_type_name(value)}" for value in traced.example_inputs),
+        parameter_sizes=sizes,
+    )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd keeps of a layer: bytes in all, and which of the layer's inputs and outputs."""
+
+    bytes: int
+    tensors: frozenset[str]
+
+
+class _LayerRun:
+    """Runs one layer forward and backward with gradients of ones for what leaves it."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        inputs: Mapping[str, Tensor],
+        differentiable: set[str],
+        *,
+        loss: Callable[[Tensor], Tensor] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.stage = stage
+        self.inputs = {
+            name: value.detach().requires_grad_(name in differentiable) for name, value in inputs.items()
+        }
+        self.leaves = [value for value in self.inputs.values() if value.requires_grad]
+        self.loss = loss
+        self.autocast = autocast
+        self.outputs: dict[str, Tensor] = {}
+
+    def forward(self) -> None:
+        device = next(
+            (value.device.type for value in [*self.inputs.values(), *self.stage.parameters()]), "cpu"
+        )
+        context = torch.autocast(device, dtype=self.autocast) if self.autocast else nullcontext()
+        with torch.enable_grad(), context:
+            self.outputs = dict(zip(self.stage.outputs, self.stage(*self.inputs.values()), strict=True))
+            self.roots = [value for name, value in self.outputs.items() if name != OUTPUT]
+            if self.loss is not None:
+                self.roots.append(self.loss(self.outputs[OUTPUT]))
+        self.roots = [root for root in self.roots if root.requires_grad]
+        self.gradients = [torch.ones_like(root) for root in self.roots]
+
+    def backward_input(self) -> None:
+        if self.roots and self.leaves:
+            torch.autograd.grad(self.roots, self.leaves, self.gradients, retain_graph=True, allow_unused=True)
+
+    def backward(self) -> None:
+        for value in [*self.leaves, *self.stage.parameters()]:
+            value.grad = None
+        if self.roots:
+            torch.autograd.backward(self.roots, self.gradients)
+
+    def keep_count(self) -> _Saved:
+        """One run to warm up, counting what is saved; shared memory once, parameters and buffers never."""
+        fixed = {
+            value.untyped_storage().data_ptr() for value in [*self.stage.parameters(), *self.stage.buffers()]
+        }
+        kept: dict[int, Tensor] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            if value.untyped_storage().data_ptr() not in fixed:
+                kept.setdefault(value.untyped_storage().data_ptr(), value)
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            self.forward()
+        received = {value.untyped_storage().data_ptr(): value for value in self.inputs.values()}
+        size = sum(
+            received[place].nbytes if place in received else value.untyped_storage().nbytes()
+            for place, value in kept.items()
+        )
+        named = {**self.inputs, **self.outputs}
+        saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
+        self.backward_input()
+        self.backward()
+        return _Saved(bytes=size, tensors=saved)
+
+    def results(self) -> dict[str, Tensor]:
+        """What the layer made, on the host."""
+        return {name: value.detach().cpu() for name, value in self.outputs.items() if name != OUTPUT}
+
+
+def _measure(run: _LayerRun, device: torch.device, repeats: int, budget_s: float) -> _Times:
+    rounds = []
+    started = time.perf_counter()
+    for count in range(max(1, repeats)):
+        if count >= MIN_REPEATS and time.perf_counter() - started > budget_s:
+            break
+        rounds.append(
+            [_seconds(action, device) for action in (run.forward, run.backward_input, run.backward)]
+        )
+    return _Times(*(statistics.median(times) for times in zip(*rounds, strict=True)))
+
+
+def _seconds(action: Callable[[], None], device: torch.device) -> float:
+    with _clock(device) as read:
+        action()
+    return read()
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        yield lambda: start.elapsed_time(end) / 1e3
+        end.record()
+        torch.cuda.synchronize(device)
+        return
+    times = [time.perf_counter()]
+    yield lambda: times[1] - times[0]
+    times.append(time.perf_counter())
+
+
+def _weight_stash_bytes(builder: StageBuilder, index: int, placed: Any) -> int:
+    """Bytes that the gradients of weights need: what meets a trained parameter, and the gradient there."""
+    total = 0
+    counted: set[fx.Node] = set()
+    for node in builder.operations(index):
+        weights = [n for n in node.all_input_nodes if n in placed.parameters or n in placed.replicated]
+        if not any(placed.values[n].requires_grad for n in weights if isinstance(placed.values[n], Tensor)):
+            continue
+        met = {n for n in node.all_input_nodes if n not in weights} - counted
+        counted |= met
+        total += sum(_bytes(placed.values[n]) for n in [*met, node])
+    return total
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, Sequence) and not isinstance(value, str) else 0
+
+
+def _type_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

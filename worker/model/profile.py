@@ -1,0 +1,167 @@
+"""What one microbatch costs, layer by layer: the measured input of the partition.
+
+Plain data that travels as JSON between worker and control plane. Light: no torch at import.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from worker.model.errors import CutError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Costs of one layer for one microbatch.
+
+    `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
+    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards.
+    `parameters` are original names, so that a tied parameter shows in each layer that uses it.
+    """
+
+    name: str
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    activation_bytes: int
+    weight_stash_bytes: int
+    parameter_bytes: int
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEdge:
+    """A tensor that layer `source` makes and layer `target` uses.
+
+    `order` is the tensor's place among all tensors in order of production. `saved_by_source` and
+    `saved_by_target` say whose activation_bytes contain it.
+    """
+
+    source: int
+    target: int
+    tensor: str
+    bytes: int
+    differentiable: bool
+    order: int = 0
+    saved_by_source: bool = False
+    saved_by_target: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """The layers of a model in execution order and the tensors between them."""
+
+    layers: tuple[LayerCost, ...]
+    edges: tuple[LayerEdge, ...]
+    device_type: str
+    microbatch: str
+    parameter_sizes: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `from_json` is its inverse."""
+        out = asdict(self)
+        out["layers"] = [{**layer, "parameters": list(layer["parameters"])} for layer in out["layers"]]
+        return {**out, "edges": list(out["edges"])}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LayerProfile:
+        """Inverse of `to_json`; raises ValueError naming a missing or unknown field."""
+        top = _checked(cls, data)
+        layers = (_checked(LayerCost, item) for item in top["layers"])
+        return cls(
+            **{
+                **top,
+                "layers": tuple(
+                    LayerCost(**{**layer, "parameters": tuple(layer.get("parameters", ()))})
+                    for layer in layers
+                ),
+                "edges": tuple(LayerEdge(**_checked(LayerEdge, item)) for item in top["edges"]),
+            }
+        )
+
+
+def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    """One profile with the mean times of several workers' profiles of the same layers.
+
+    Workers that share cores and measure at the same time slow each other down as they will when
+    they train. Raises ValueError when the layers differ.
+    """
+    first = profiles[0]
+    if any([c.name for c in other.layers] != [c.name for c in first.layers] for other in profiles):
+        raise ValueError("the workers' profiles are of different layers: do all build the same model?")
+
+    def mean(index: int, field: str) -> float:
+        return sum(getattr(profile.layers[index], field) for profile in profiles) / len(profiles)
+
+    times = ("forward_s", "backward_input_s", "backward_weight_s")
+    layers = (
+        replace(layer, **{field: mean(i, field) for field in times}) for i, layer in enumerate(first.layers)
+    )
+    return replace(first, layers=tuple(layers))
+
+
+def resolve_begins(layers: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The layers that begin the stages of a cut given by names, the first layer always first.
+
+    A name is a layer, or a module that contains layers (its first layer is meant). Raises
+    CutError for an unknown name, one given twice, or names out of execution order.
+    """
+    if not layers:
+        raise CutError("the model has no layers to cut")
+    found = [_find_layer(layers, name) for name in names]
+    if not found or found[0] != 0:
+        found = [0, *found]
+        names = [layers[0], *names]
+    for (before, first), (after, second) in zip(
+        zip(found, names, strict=True), zip(found[1:], names[1:], strict=True), strict=False
+    ):
+        if after == before:
+            raise CutError(f"cut names {second!r} and {first!r} begin the same stage: remove one")
+        if after < before:
+            raise CutError(
+                f"cut name {second!r} comes after {first!r}, but the model runs it earlier: "
+                "name the modules in execution order"
+            )
+    return [layers[index] for index in found]
+
+
+def check_stage_count(layers: Sequence[str], stages: int) -> None:
+    """Raise CutError when the model has fewer layers than `stages`, or `stages` is below 1."""
+    if stages < 1:
+        raise CutError(f"{stages} stages asked for: ask for at least 1")
+    if stages > len(layers):
+        shown = ", ".join(layers[:12]) + (f" and {len(layers) - 12} more" if len(layers) > 12 else "")
+        raise CutError(
+            f"{stages} stages asked for, but the model has only {len(layers)} modules that may begin a stage "
+            f"({shown}): ask for at most {len(layers)} stages, or split the model into more modules"
+        )
+
+
+def _find_layer(layers: Sequence[str], name: str) -> int:
+    if name in layers:
+        return list(layers).index(name)
+    for index, layer in enumerate(layers):
+        if layer.startswith(f"{name}."):
+            return index
+    near = difflib.get_close_matches(name, layers, n=3) or list(layers[:8])
+    raise CutError(f"cut name {name!r} is no module that may begin a stage: did you mean {', '.join(near)}?")
+
+
+def _checked(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in fields(cls)}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(
+            f"{cls.__name__} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    required = {field.name for field in fields(cls)} - {
+        "order",
+        "saved_by_source",
+        "saved_by_target",
+        "parameters",
+    }
+    if missing := sorted(required - set(data)):
+        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
+    return dict(data)

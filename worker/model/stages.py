@@ -1,0 +1,313 @@
+"""Stages of a traced model: modules that compute one piece each, and the tensors between them.
+
+Turns a placed graph (every node has a layer, every layer a stage) into `StageModule`s; knows
+nothing of meshes, schedules or transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+OUTPUT = "output"
+
+
+def input_name(index: int) -> str:
+    """The name of the model's input number `index` among the inputs of a stage."""
+    return f"input:{index}"
+
+
+@dataclass(frozen=True)
+class StageEdge:
+    """A tensor that stage `source` makes and stage `target` uses; shape and dtype as one microbatch travels.
+
+    Under autocast what takes a gradient travels in the autocast type, also where the stage makes float32.
+    """
+
+    source: int
+    target: int
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class StageModule(nn.Module):
+    """One stage: takes the tensors named by `inputs`, returns a tuple of those named by `outputs`.
+
+    An input named `input:<k>` is the model's input k; the model's output is named `output`.
+    `original_names` leads from the names of parameters and of persistent buffers here to their
+    names in the model; a buffer that is not in it is a constant.
+    """
+
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        *,
+        index: int,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        input_shapes: tuple[tuple[int, ...], ...],
+        original_names: dict[str, str],
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.index = index
+        self.inputs = inputs
+        self.outputs = outputs
+        self.input_shapes = input_shapes
+        self.original_names = {f"body.{local}": name for local, name in original_names.items()}
+        self._device = torch.device("cpu")
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if tuple(x.shape for x in inputs) != self.input_shapes:
+            self._refuse(inputs)
+        return self.body(*inputs)
+
+    def _refuse(self, inputs: Sequence[Tensor]) -> None:
+        if len(inputs) != len(self.inputs):
+            raise ValueError(
+                f"stage {self.index} takes {len(self.inputs)} tensors {self.inputs}, got {len(inputs)}"
+            )
+        for name, given, traced in zip(self.inputs, inputs, self.input_shapes, strict=True):
+            if tuple(given.shape) != tuple(traced):
+                raise ValueError(
+                    f"stage {self.index} got {name!r} of shape {tuple(given.shape)}, but the model was traced with "
+                    f"{tuple(traced)}: give every microbatch the traced shape"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
+        super()._apply(fn, recurse)
+        device = fn(torch.empty(0, device=self._device)).device
+        if device != self._device:
+            _move_constants(self.body, device)
+            self._device = device
+        return self
+
+
+@dataclass
+class StageGraph:
+    """The stages in execution order, their edges by (source, target, order of production), and ties.
+
+    A stage that was not asked for is None. `tied` lists the stages of every trained parameter
+    that more than one stage uses.
+    """
+
+    stages: list[StageModule | None]
+    edges: tuple[StageEdge, ...]
+    tied: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PlacedGraph:
+    """An exported graph with the layer of every node: what `StageBuilder` cuts.
+
+    `values` are fake results (shape, dtype, requires_grad) by node; `parameters` and `buffers` (with
+    constants) give the original names of placeholders, `tensors` the tensors by original name.
+    `autocast` is the type under which the stages run, if any.
+    """
+
+    module: fx.GraphModule
+    layers: tuple[str, ...]
+    layer_of: Mapping[fx.Node, int]
+    replicated: frozenset[fx.Node]
+    values: Mapping[fx.Node, Any]
+    inputs: Mapping[fx.Node, int]
+    parameters: Mapping[fx.Node, str]
+    buffers: Mapping[fx.Node, str]
+    persistent: frozenset[str]
+    tensors: Mapping[str, Tensor]
+    autocast: torch.dtype | None
+
+    @property
+    def output(self) -> fx.Node:
+        """The node whose value the model returns."""
+        node = next(node for node in self.module.graph.nodes if node.op == "output")
+        return node.args[0][0]
+
+
+class StageBuilder:
+    """Cuts a placed graph: layer i runs in stage `stage_of_layer[i]` (ascending from 0)."""
+
+    def __init__(self, placed: PlacedGraph, stage_of_layer: Sequence[int]) -> None:
+        self._placed = placed
+        self._order = {node: index for index, node in enumerate(placed.module.graph.nodes)}
+        self._stage_of = {node: stage_of_layer[layer] for node, layer in placed.layer_of.items()}
+        self._members: list[list[fx.Node]] = [[] for _ in range(stage_of_layer[-1] + 1)]
+        for node in placed.module.graph.nodes:
+            if node in self._stage_of and node.op != "output":
+                self._members[self._stage_of[node]].append(node)
+        self._needed = [self._find_needed(stage) for stage in range(len(self._members))]
+        self._crossing: dict[tuple[int, int], list[fx.Node]] = {}
+        for target, nodes in enumerate(self._needed):
+            for node in nodes:
+                source = self._stage_of.get(node, target)
+                if source != target:
+                    self._crossing.setdefault((source, target), []).append(node)
+
+    def graph(self, keep: Collection[int] | None = None) -> StageGraph:
+        """All stages, or None in place of those not in `keep`, with edges and ties of the whole model."""
+        count = len(self._members)
+        return StageGraph(
+            stages=[self.stage(i) if keep is None or i in keep else None for i in range(count)],
+            edges=self.edges(),
+            tied=self.tied(),
+        )
+
+    def edges(self) -> tuple[StageEdge, ...]:
+        """By source, target and order of production."""
+        return tuple(
+            self._edge(source, target, node)
+            for (source, target), nodes in sorted(self._crossing.items())
+            for node in nodes
+        )
+
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """The stages of each trained parameter that more than one stage uses."""
+        users: dict[str, dict[int, None]] = {}
+        for stage, nodes in enumerate(self._needed):
+            for node in nodes:
+                name = self._placed.parameters.get(node)
+                if name is not None and self._placed.tensors[name].requires_grad:
+                    users.setdefault(name, {})[stage] = None
+        return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
+
+    def tensors(self) -> list[str]:
+        """The tensors that cross borders, in order of production."""
+        crossing = {node for nodes in self._crossing.values() for node in nodes}
+        return [node.name for node in sorted(crossing, key=self._order.__getitem__)]
+
+    def operations(self, index: int) -> list[fx.Node]:
+        """The nodes that run in a stage and nowhere else, in order."""
+        return list(self._members[index])
+
+    def stage(self, index: int) -> StageModule:
+        """One stage, with copies of its weights."""
+        leaving = {node for (source, _), nodes in self._crossing.items() if source == index for node in nodes}
+        return self._build(index, self._needed[index], sorted(leaving, key=self._order.__getitem__))
+
+    def _find_needed(self, stage: int) -> list[fx.Node]:
+        """Nodes of a stage, in order, with what it needs: parameters, recomputed values, foreign tensors."""
+        needed: set[fx.Node] = set()
+        waiting = list(self._members[stage])
+        if stage == len(self._members) - 1:
+            waiting.append(self._placed.output)
+        while waiting:
+            node = waiting.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            if node in self._placed.replicated or self._stage_of.get(node) == stage:
+                waiting += node.all_input_nodes
+        return sorted(needed, key=self._order.__getitem__)
+
+    def _build(self, stage: int, nodes: Sequence[fx.Node], leaving: Sequence[fx.Node]) -> StageModule:
+        placed, graph, copies = self._placed, fx.Graph(), {}
+        root: dict[str, Any] = {}
+        original_names: dict[str, str] = {}
+        local_names: dict[str, str] = {}
+        inputs = sorted((n for n in nodes if n in placed.inputs), key=placed.inputs.__getitem__)
+        foreign = [n for n in nodes if self._stage_of.get(n, stage) != stage]
+        for node in [*inputs, *foreign]:
+            copies[node] = graph.placeholder(node.name)
+        for node in nodes:
+            if node in copies:
+                continue
+            if node.op == "placeholder":
+                name = placed.parameters.get(node) or placed.buffers[node]
+                if name not in local_names:
+                    local = local_names[name] = _local_name(name, root)
+                    root[local] = _copy(placed.tensors[name])
+                    if node in placed.parameters or name in placed.persistent:
+                        original_names[local] = name
+                copies[node] = graph.get_attr(local_names[name])
+            elif node.op == "get_attr":
+                local = _local_name(f"{node.target}", root)
+                root[local] = copy_module(getattr(placed.module, node.target))
+                copies[node] = graph.get_attr(local)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        results = [copies[node] for node in leaving]
+        names = [node.name for node in leaving]
+        if stage == len(self._members) - 1:
+            results.append(copies[placed.output])
+            names.append(OUTPUT)
+        graph.output(tuple(results))
+        graph.lint()
+        body = fx.GraphModule(root, graph, class_name=f"Stage{stage}")
+        for local, buffer in list(body.named_buffers()):
+            if local not in original_names:
+                body.register_buffer(local, buffer, persistent=False)
+        return StageModule(
+            body,
+            index=stage,
+            inputs=tuple([input_name(placed.inputs[n]) for n in inputs] + [n.name for n in foreign]),
+            outputs=tuple(names),
+            input_shapes=tuple(placed.values[n].shape for n in [*inputs, *foreign]),
+            original_names=original_names,
+        )
+
+    def _edge(self, source: int, target: int, node: fx.Node) -> StageEdge:
+        value = self._placed.values[node]
+        halved = self._placed.autocast is not None and value.requires_grad and value.dtype == torch.float32
+        return StageEdge(
+            source=source,
+            target=target,
+            tensor=node.name,
+            shape=tuple(value.shape),
+            dtype=self._placed.autocast if halved else value.dtype,
+            differentiable=value.requires_grad,
+        )
+
+
+def _local_name(name: str, taken: Mapping[str, Any]) -> str:
+    local = base = "_".join(
+        part if part.isidentifier() or part.isdigit() else "x" for part in name.split(".")
+    )
+    count = 1
+    while local in taken or not local.isidentifier():
+        local, count = f"p_{base}_{count}", count + 1
+    return local
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return (
+        nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    )
+
+
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """The same code in a graph of its own, with the same names."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def _move_constants(module: fx.GraphModule, device: torch.device) -> None:
+    """Make the constants that a graph computes (arange, zeros, …) on `device`."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        changed = False
+        for node in part.graph.nodes:
+            args = fx.node.map_aggregate(node.args, moved)
+            kwargs = fx.node.map_aggregate(node.kwargs, moved)
+            if getattr(node.target, "__name__", "") == "wrap_with_autocast" and args[0] != device.type:
+                args = (device.type, *args[1:])
+            if args != node.args or kwargs != node.kwargs:
+                node.args, node.kwargs, changed = args, kwargs, True
+        if changed:
+            part.recompile()

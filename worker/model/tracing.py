@@ -1,0 +1,216 @@
+"""From an nn.Module to a graph that can be cut: export, layers, changes in place.
+
+`trace` is the entry; everything about single stages is in `stages`, all timing in `measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind
+
+from worker.model.errors import CutError, TraceError
+from worker.model.inplace import isolate_changes
+from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
+from worker.model.profile import LayerProfile, check_stage_count, resolve_begins
+from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
+
+
+class TracedModel:
+    """A model as a graph with a layer for every operation; made by `trace`.
+
+    `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
+    shares with an earlier module.
+    """
+
+    def __init__(
+        self, placed: PlacedGraph, example_inputs: tuple[Tensor, ...], joined: Mapping[str, str]
+    ) -> None:
+        self.placed = placed
+        self.example_inputs = example_inputs
+        self._joined = joined
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the modules that may begin a stage, in execution order."""
+        return list(self.placed.layers)
+
+    def cut(self, begins: Sequence[str], *, keep: Collection[int] | None = None) -> StageGraph:
+        """The stages that begin at the named layers; the first layer always begins one.
+
+        Weights are copied from the model as they are now, for the stages in `keep` only (all by
+        default). Raises CutError for names that are unknown or out of order.
+        """
+        for name in begins:
+            if name in self._joined:
+                raise CutError(
+                    f"module {name!r} cannot begin a stage: it shares buffer {self._joined[name]!r}, which forward "
+                    "updates, with an earlier module; give each its own, or cut elsewhere"
+                )
+        starts = {self.placed.layers.index(name) for name in resolve_begins(self.layers, begins)}
+        return self.builder(starts).graph(keep)
+
+    def builder(self, starts: Collection[int]) -> StageBuilder:
+        """The cut before the layers with these indices (0 among them)."""
+        stage_of_layer, stage = [], -1
+        for layer in range(len(self.placed.layers)):
+            stage += layer in starts
+            stage_of_layer.append(stage)
+        return StageBuilder(self.placed, stage_of_layer)
+
+    def cut_evenly(self, stages: int) -> StageGraph:
+        """A cut into `stages` pieces of about the same number of layers; raises CutError for too many."""
+        layers = self.layers
+        check_stage_count(layers, stages)
+        return self.cut([layers[len(layers) * stage // stages] for stage in range(stages)])
+
+    def profile(
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        target: Tensor,
+        device: torch.device | str = "cpu",
+        repeats: int = 5,
+    ) -> LayerProfile:
+        """Measured costs of every layer for one microbatch (see `measure.measure_layers`)."""
+        from worker.model.measure import measure_layers
+
+        return measure_layers(self, loss, target, torch.device(device), repeats)
+
+
+def trace(
+    model: nn.Module, example_inputs: tuple[Tensor, ...], *, autocast: torch.dtype | None = None
+) -> TracedModel:
+    """Export `model` for inputs of one microbatch's shapes; the model itself is not changed.
+
+    With `autocast` the edges have the types that they have when the stages run under autocast to
+    that type. Raises TraceError with torch's reason when the model cannot be exported, and for
+    models whose output is not one tensor.
+    """
+    exported = _export(model, example_inputs)
+    # after its passes over inner graphs, export's own graph no longer knows all users of a node
+    module = copy_module(exported.graph_module)
+    _name_random_operations(module)
+    if not exported.call_spec.out_spec.is_leaf():
+        raise TraceError(
+            f"{type(model).__name__} returns {_describe(exported.call_spec.out_spec)}, but a pipeline ends in one "
+            "tensor: return only what the loss takes"
+        )
+    tensors: dict[str, Tensor] = {}
+    parameters: dict[fx.Node, str] = {}
+    buffers: dict[fx.Node, str] = {}
+    inputs: dict[fx.Node, int] = {}
+    names = {id(value): name for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values: list[Tensor] = []
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind == InputKind.USER_INPUT:
+            values.append(example_inputs[len(inputs)])
+            inputs[node] = len(inputs)
+            continue
+        value = _state(model, exported, spec)
+        name = names.get(id(value), spec.target)
+        tensors[name] = value
+        values.append(value)
+        (parameters if isinstance(value, nn.Parameter) else buffers)[node] = name
+    calls = layer_calls(module.graph, expanded_modules(model))
+    updated = isolate_changes(module.graph, calls, _fake_values(module, values), buffers, parameters)
+    layers, joined = join_layers(
+        map_layers(module.graph, calls, set(buffers) - updated, parameters),
+        {node: buffers[node] for node in updated},
+    )
+    module.recompile()
+    placed = PlacedGraph(
+        module=module,
+        layers=layers.names,
+        layer_of=layers.layer_of,
+        replicated=layers.replicated,
+        values=_fake_values(module, values, autocast),
+        inputs=inputs,
+        parameters=parameters,
+        buffers=buffers,
+        persistent=frozenset(model.state_dict()),
+        tensors=tensors,
+        autocast=autocast,
+    )
+    return TracedModel(placed, tuple(example_inputs), joined)
+
+
+def _export(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    if not all(isinstance(value, Tensor) for value in example_inputs):
+        kinds = ", ".join(type(value).__name__ for value in example_inputs)
+        raise TraceError(f"a model's inputs must be tensors, got {kinds}: let the data set return tensors")
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return torch.export.export(model, tuple(example_inputs), strict=False)
+    except Exception as error:
+        own = _own_error(model, example_inputs)
+        if own is not None:
+            raise TraceError(
+                f"{type(model).__name__}.forward raised {type(own).__name__}: {own} "
+                f"(inputs {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in example_inputs)})"
+            ) from own
+        raise TraceError(
+            f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _name_random_operations(module: fx.GraphModule) -> None:
+    """Give random operations of inner graphs names that no other has: the engine seeds them by name."""
+    for path, part in module.named_modules():
+        if path and isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if is_random(node):
+                    node._rename(f"{path.replace('.', '_')}_{node.name}")
+            part.recompile()
+
+
+def _own_error(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exception | None:
+    """What the model raises when it simply runs, if it does."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model(*example_inputs)
+    except Exception as error:
+        return error
+    return None
+
+
+def _state(model: nn.Module, exported: torch.export.ExportedProgram, spec: Any) -> Tensor:
+    """The model's own parameter or buffer behind an input of the graph, or a constant of the graph."""
+    if spec.kind == InputKind.PARAMETER:
+        return model.get_parameter(spec.target)
+    if spec.kind == InputKind.BUFFER:
+        return model.get_buffer(spec.target)
+    value = exported.constants.get(spec.target)
+    if not isinstance(value, Tensor):
+        raise TraceError(f"the model holds {spec.target!r}, a {type(value).__name__}, which cannot be cut")
+    return value
+
+
+def _fake_values(
+    module: fx.GraphModule, inputs: Sequence[Tensor], autocast: torch.dtype | None = None
+) -> dict:
+    """Results by node of a run that computes shapes, types, aliases and requires_grad only."""
+    found: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            found[node] = super().run_node(node)
+            return found[node]
+
+    mode = FakeTensorMode()
+    known: dict[int, Tensor] = {}
+    fakes = [known.setdefault(id(value), mode.from_tensor(value, static_shapes=True)) for value in inputs]
+    context = torch.autocast(inputs[-1].device.type, dtype=autocast) if autocast else nullcontext()
+    with torch.random.fork_rng(devices=[]), mode, torch.enable_grad(), context:
+        Recorder(module, garbage_collect_values=False).run(*fakes)
+    return found
+
+
+def _describe(spec: Any) -> str:
+    kind = getattr(spec.type, "__name__", str(spec.type))
+    return f"a {kind} of {spec.num_leaves}"

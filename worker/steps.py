@@ -1,0 +1,97 @@
+"""From what the workers measured in one step to what is reported: loss, times, one timeline.
+
+Pure: values in, values out. Times of all workers are brought to the driver's clock here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.timeline import summarise
+from worker.timing import ClockOffset, rendezvous_times, to_driver_clock
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane."""
+
+    report: dict[str, Any]
+    timeline: dict[str, Any]
+
+
+def record_step(
+    *,
+    step: int,
+    meshes: Sequence[str],
+    stage_names: Sequence[str],
+    results: Sequence[Mapping[str, Any]],
+    offsets: Sequence[ClockOffset],
+    step_s: float,
+    clock: tuple[float, float],
+) -> StepRecord:
+    """Put one step together.
+
+    `results` and `offsets` come mesh by mesh, the workers of a mesh beside each other; worker 0 of a
+    mesh lends it its slots. `clock` is one instant in Unix and in the driver's monotonic seconds.
+    The loss is the mean over microbatches and workers; times are relative to the first slot's start.
+    """
+    per_mesh = len(results) // len(meshes)
+    measured = {
+        mesh: to_driver_clock(results[i * per_mesh]["slots"], offsets[i * per_mesh])
+        for i, mesh in enumerate(meshes)
+    }
+    slots = [
+        _slot(mesh, slot, stage_names)
+        for mesh, mesh_slots in rendezvous_times(measured).items()
+        for slot in mesh_slots
+    ]
+    start = min(slot["start_s"] for slot in slots)
+    for slot in slots:
+        slot["start_s"] -= start
+        slot["end_s"] -= start
+    summary = summarise(slots)
+    losses = [loss for result in results for loss in result["losses"]]
+    unix, monotonic = clock
+    started_at = unix + (start - monotonic)
+    grad_norms = [r["grad_norm"] for r in results if r["grad_norm"] is not None]
+    return StepRecord(
+        report={
+            "step": step,
+            "loss": sum(losses) / len(losses) if losses else None,
+            "step_s": step_s,
+            "makespan_s": summary.makespan_s,
+            "bubble_ratio": summary.bubble_ratio,
+            "exposed_transfer_s": summary.exposed_transfer_s,
+            "overlap_ratio": summary.overlap_ratio,
+            "grad_norm": grad_norms[0] if grad_norms else None,
+            "started_at": started_at,
+        },
+        timeline={
+            "step": step,
+            "started_at": started_at,
+            "uncertainty_s": max(offset.uncertainty_s for offset in offsets),
+            "slots": slots,
+        },
+    )
+
+
+def _slot(mesh: str, slot: Any, stage_names: Sequence[str]) -> dict[str, Any]:
+    """DESIGN section 4's JSON of a slot."""
+    out: dict[str, Any] = {
+        "mesh": mesh,
+        "lane": slot.lane,
+        "action": slot.action,
+        "stage": None if slot.stage is None else stage_names[slot.stage],
+        "microbatch": slot.microbatch,
+        "start_s": slot.start_s,
+        "end_s": slot.end_s,
+    }
+    if slot.edge is not None:
+        out |= {
+            "edge": slot.edge,
+            "peer_mesh": slot.peer_mesh,
+            "peer_stage": None if slot.peer_stage is None else stage_names[slot.peer_stage],
+        }
+    return out

@@ -1,0 +1,100 @@
+"""What a timeline amounts to: makespan, span, bubble, exposed transfer time, overlap.
+
+The formulas of DESIGN section 4, for measured slots; pure and light (no torch).
+REDUCE and STEP come after the makespan and are not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker.program import COMPUTE_LANE, COMPUTE_OPS, TRANSFER_OPS
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class MeshSummary:
+    """One mesh's share of a timeline, in seconds."""
+
+    compute_s: float
+    span_s: float
+    transfer_s: float
+    exposed_transfer_s: float
+
+
+@dataclass(frozen=True)
+class TimelineSummary:
+    """A step's timeline in a few numbers; sums run over the meshes."""
+
+    start_s: float
+    makespan_s: float
+    span_s: float
+    bubble_ratio: float
+    exposed_transfer_s: float
+    overlap_ratio: float
+    meshes: dict[str, MeshSummary]
+
+
+def summarise(slots: Iterable[Mapping[str, Any]]) -> TimelineSummary:
+    """Summarise slots (`mesh`, `lane`, `action`, `start_s`, `end_s`); raises ValueError for none.
+
+    `exposed_transfer_s` of a mesh is the time inside its span in which its compute lane is idle
+    while at least one of its transfers runs.
+    """
+    compute: dict[str, list[Interval]] = {}
+    transfers: dict[str, list[Interval]] = {}
+    for slot in slots:
+        interval = (float(slot["start_s"]), float(slot["end_s"]))
+        if slot["lane"] == COMPUTE_LANE and slot["action"] in COMPUTE_OPS:
+            compute.setdefault(slot["mesh"], []).append(interval)
+        elif slot["action"] in TRANSFER_OPS:
+            transfers.setdefault(slot["mesh"], []).append(interval)
+    if not compute:
+        raise ValueError("a timeline without a compute slot has no makespan")
+    start = min(s for lane in (compute, transfers) for spans in lane.values() for s, _ in spans)
+    end = max(e for lane in (compute, transfers) for spans in lane.values() for _, e in spans)
+    meshes = {mesh: _mesh(compute[mesh], transfers.get(mesh, [])) for mesh in sorted(compute)}
+    makespan = end - start
+    busy = sum(m.compute_s for m in meshes.values())
+    exposed = sum(m.exposed_transfer_s for m in meshes.values())
+    moving = sum(m.transfer_s for m in meshes.values())
+    return TimelineSummary(
+        start_s=start,
+        makespan_s=makespan,
+        span_s=max(m.span_s for m in meshes.values()),
+        bubble_ratio=1.0 - busy / (len(meshes) * makespan) if makespan > 0 else 0.0,
+        exposed_transfer_s=exposed,
+        overlap_ratio=1.0 - exposed / moving if moving > 0 else 1.0,
+        meshes=meshes,
+    )
+
+
+def _mesh(compute: list[Interval], transfers: list[Interval]) -> MeshSummary:
+    busy, moving = _union(compute), _union(transfers)
+    first, last = busy[0][0], busy[-1][1]
+    inside = [(max(s, first), min(e, last)) for s, e in moving if e > first and s < last]
+    covered = sum(_overlap(interval, busy) for interval in inside)
+    return MeshSummary(
+        compute_s=sum(e - s for s, e in compute),
+        span_s=last - first,
+        transfer_s=sum(e - s for s, e in moving),
+        exposed_transfer_s=sum(e - s for s, e in inside) - covered,
+    )
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    """Disjoint intervals in ascending order that cover the same time."""
+    merged: list[Interval] = []
+    for s, e in sorted(intervals):
+        if merged and s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], e))
+        else:
+            merged.append((s, e))
+    return merged
+
+
+def _overlap(interval: Interval, disjoint: list[Interval]) -> float:
+    return sum(max(0.0, min(interval[1], e) - max(interval[0], s)) for s, e in disjoint)

@@ -1,0 +1,155 @@
+"""Transport between processes on CPU: gloo point-to-point and all-reduce.
+
+Every direction of every pair of meshes has its own connection: gloo tells a sender that its receiver is
+ready on the connection that carries the tensors, and that word must not queue behind tensors of the other
+direction. On a connection every transfer of a step has its own tag, so no two can be confused.
+Must not know stages, programs or schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from worker.transport.base import ConnectError, Failure, PeerLostError, Progress, Topology
+from worker.transport.rendezvous import STORE_TIMEOUT, Rendezvous, first_line, host_store
+
+# Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
+_NEVER = timedelta(days=7)
+_ABORT_TAG = 2**31 - 1
+
+__all__ = ["GlooTransport", "host_store"]
+
+
+class GlooTransport:
+    """One worker's end of all its transfers, over TCP.
+
+    `host` is the address of this worker that its peers connect to (default: that of its host name).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        mesh: str,
+        worker: int,
+        store_host: str,
+        store_port: int,
+        host: str | None = None,
+        connect_timeout_s: float = 60.0,
+        prefix: str = "",
+    ):
+        self.topology = topology
+        self.mesh = mesh
+        self.worker = worker
+        self._rank = topology.rank(mesh, worker)
+        self._host = host
+        self._connect_timeout_s = connect_timeout_s
+        self._rendezvous = Rendezvous(
+            topology,
+            rank=self._rank,
+            host=store_host,
+            port=store_port,
+            timeout_s=connect_timeout_s,
+            prefix=prefix,
+        )
+        self._device: dist.ProcessGroupGloo.Device | None = None
+        self._sends: dict[str, dist.ProcessGroupGloo] = {}
+        self._receives: dict[str, dist.ProcessGroupGloo] = {}
+        self._groups: dict[str, dist.ProcessGroupGloo] = {}
+        self._abort_lock = threading.Lock()
+        self._aborted = False
+
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
+        """Raises ConnectError naming who is missing."""
+        remaining_s = self._rendezvous.join()
+        try:
+            self._device = self._make_device()
+            for source, target in lanes:
+                ranks = tuple(self.topology.rank(mesh, self.worker) for mesh in (source, target))
+                if self._rank in ranks:
+                    pair = self._make_group(f"{source}>{target}/{self.worker}", ranks, remaining_s)
+                    if self.mesh == source:
+                        self._sends[target] = pair
+                    else:
+                        self._receives[source] = pair
+            for name in sorted(groups):
+                ranks = groups[name]
+                if self._rank in ranks and len(ranks) > 1:
+                    self._groups[name] = self._make_group(f"group/{name}", ranks, remaining_s)
+        except RuntimeError as error:
+            raise ConnectError(
+                f"{self.topology.name(self._rank)} could not connect to its peers within "
+                f"{self._connect_timeout_s:g} s: {first_line(error)}"
+            ) from error
+
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
+        try:
+            self._sends[peer].send([tensor], 1, tag).wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"sending to {peer} failed: {first_line(error)}", peer) from None
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
+        try:
+            self._receives[peer].recv([out], 0, tag).wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"receiving from {peer} failed: {first_line(error)}", peer) from None
+
+    def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        if group not in self._groups:
+            return
+        try:
+            self._groups[group].allreduce([tensor.detach()]).wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"the all-reduce over {group} failed: {first_line(error)}", group) from None
+
+    def publish(self, text: str) -> None:
+        self._rendezvous.publish(text)
+
+    def progress(self, mesh: str) -> Progress | None:
+        return self._rendezvous.progress(self.topology.rank(mesh, self.worker))
+
+    def announce(self, reason: str) -> None:
+        self._rendezvous.announce(reason)
+
+    def failure(self) -> Failure | None:
+        return self._rendezvous.failure()
+
+    def abort(self) -> None:
+        # gloo's own abort() does not wake a waiting transfer (measured with torch 2.13); a wait that times
+        # out does: gloo then fails every operation of the context and closes its connections.
+        with self._abort_lock:
+            if self._aborted:
+                return
+            self._aborted = True
+            for group in [*self._sends.values(), *self._receives.values(), *self._groups.values()]:
+                other = (group.rank() + 1) % group.size()
+                with contextlib.suppress(RuntimeError):
+                    group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        self._sends, self._receives, self._groups = {}, {}, {}
+        self._device = None
+        self._rendezvous.close()
+
+    def _make_device(self) -> dist.ProcessGroupGloo.Device:
+        if self._host:
+            return dist.ProcessGroupGloo.create_device(hostname=self._host)
+        return dist.ProcessGroupGloo.create_default_device()
+
+    def _make_group(self, name: str, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._threads = 1
+        options._timeout = timedelta(seconds=timeout_s)
+        store = dist.PrefixStore(name, self._rendezvous.store)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        group = dist.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+        store.set_timeout(STORE_TIMEOUT)
+        group.set_timeout(_NEVER)
+        return group

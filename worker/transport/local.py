@@ -1,0 +1,153 @@
+"""Transport between engines of one process, one engine per thread: for tests and tiny runs.
+
+A transfer is a rendezvous, as with gloo and NCCL. Must not know stages, programs or schedules.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+
+from worker.transport.base import ConnectError, Failure, PeerLostError, Progress, Topology
+
+_ABORTED = object()
+
+
+class _Mailbox:
+    """One tag between two ranks: the tensor one way, the receipt the other."""
+
+    def __init__(self) -> None:
+        self.tensor: queue.SimpleQueue = queue.SimpleQueue()
+        self.receipt: queue.SimpleQueue = queue.SimpleQueue()
+
+
+class _Hub:
+    """What the engines of one process share."""
+
+    def __init__(self, topology: Topology):
+        self.topology = topology
+        self.lock = threading.Lock()
+        self.mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
+        self.aborted = False
+        self.joined: set[int] = set()
+        self.arrived = threading.Condition(self.lock)
+        self.barriers: dict[str, threading.Barrier] = {}
+        self.parts: dict[str, dict[int, torch.Tensor]] = {}
+        self.failure: Failure | None = None
+        self.progress: dict[int, tuple[str, float]] = {}
+
+    def mailbox(self, source: int, target: int, tag: int) -> _Mailbox:
+        with self.lock:
+            if self.aborted:
+                raise PeerLostError("the transport was aborted", self.topology.name(target))
+            return self.mailboxes.setdefault((source, target, tag), _Mailbox())
+
+    def abort(self) -> None:
+        with self.lock:
+            self.aborted = True
+            boxes = list(self.mailboxes.values())
+            self.arrived.notify_all()
+        for box in boxes:
+            box.tensor.put(_ABORTED)
+            box.receipt.put(_ABORTED)
+        for barrier in self.barriers.values():
+            barrier.abort()
+
+
+class LocalTransport:
+    """One worker's end; make all ends of a topology with `LocalTransport.group`."""
+
+    def __init__(self, hub: _Hub, mesh: str, worker: int, connect_timeout_s: float):
+        self.topology = hub.topology
+        self.mesh = mesh
+        self.worker = worker
+        self._hub = hub
+        self._rank = hub.topology.rank(mesh, worker)
+        self._connect_timeout_s = connect_timeout_s
+
+    @classmethod
+    def group(
+        cls, topology: Topology, connect_timeout_s: float = 30.0
+    ) -> dict[tuple[str, int], LocalTransport]:
+        """The transports of all workers of `topology`, by (mesh, worker)."""
+        hub = _Hub(topology)
+        return {
+            (mesh, worker): cls(hub, mesh, worker, connect_timeout_s)
+            for mesh in topology.meshes
+            for worker in range(topology.workers_per_mesh)
+        }
+
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
+        hub = self._hub
+        with hub.lock:
+            for name, ranks in sorted(groups.items()):
+                hub.barriers.setdefault(name, threading.Barrier(len(ranks)))
+                hub.parts.setdefault(name, {})
+            hub.joined.add(self._rank)
+            hub.arrived.notify_all()
+            everybody = hub.arrived.wait_for(
+                lambda: hub.aborted or len(hub.joined) == self.topology.size, self._connect_timeout_s
+            )
+            missing = [self.topology.name(r) for r in range(self.topology.size) if r not in hub.joined]
+        if not everybody or missing:
+            raise ConnectError(f"{', '.join(missing)} did not connect within {self._connect_timeout_s:g} s")
+
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
+        target = self.topology.rank(peer, self.worker)
+        box = self._hub.mailbox(self._rank, target, tag)
+        box.tensor.put(tensor)
+        if box.receipt.get() is _ABORTED:
+            raise PeerLostError(f"sending to {peer} was aborted", peer)
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
+        source = self.topology.rank(peer, self.worker)
+        box = self._hub.mailbox(source, self._rank, tag)
+        tensor = box.tensor.get()
+        if tensor is _ABORTED:
+            raise PeerLostError(f"receiving from {peer} was aborted", peer)
+        if tensor.shape != out.shape or tensor.dtype != out.dtype:
+            raise PeerLostError(
+                f"{peer} sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(out.shape)} {out.dtype}",
+                peer,
+            )
+        # A write that autograd does not see, as from a socket or from NCCL.
+        out.data.copy_(tensor.detach())
+        with self._hub.lock:
+            self._hub.mailboxes.pop((source, self._rank, tag), None)
+        box.receipt.put(None)
+
+    def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        barrier, parts = self._hub.barriers[group], self._hub.parts[group]
+        parts[self._rank] = tensor.detach().clone()
+        try:
+            barrier.wait()
+            total = torch.stack([parts[rank] for rank in sorted(parts)]).sum(0)
+            barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLostError(f"the all-reduce over {group} was aborted", group) from None
+        tensor.detach().copy_(total)
+
+    def publish(self, text: str) -> None:
+        self._hub.progress[self._rank] = (text, time.monotonic())
+
+    def progress(self, mesh: str) -> Progress | None:
+        entry = self._hub.progress.get(self.topology.rank(mesh, self.worker))
+        return None if entry is None else Progress(entry[0], time.monotonic() - entry[1])
+
+    def announce(self, reason: str) -> None:
+        with self._hub.lock:
+            if self._hub.failure is None:
+                self._hub.failure = Failure(self.topology.name(self._rank), reason)
+
+    def failure(self) -> Failure | None:
+        return self._hub.failure
+
+    def abort(self) -> None:
+        self._hub.abort()
+
+    def close(self) -> None:
+        """Nothing of this end is left; engines of the other ends go on until they are aborted."""

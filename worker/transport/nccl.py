@@ -1,0 +1,220 @@
+"""Transport between GPUs: NCCL through cupy, one communicator for each direction of each pair of meshes.
+
+Every call is enqueued on torch's current stream, which the engine sets to the lane's. On one communicator
+NCCL matches transfers by order; both ends' programs have the same order (the scheduler proves it).
+Must not know stages, programs or schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from worker.transport.base import ConnectError, Failure, PeerLostError, Progress, Topology
+from worker.transport.rendezvous import Rendezvous, first_line
+
+# ncclDataType_t and ncclRedOp_t of nccl.h
+_DATA_TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_SUM = 0
+
+
+@dataclass(frozen=True)
+class NcclSettings:
+    """How wide NCCL's kernels may be: they take multiprocessors from compute while they wait.
+
+    None leaves NCCL's own choice. Must be applied before the first communicator of the process.
+    """
+
+    max_p2p_channels: int | None = None
+    max_ctas: int | None = None
+
+    def apply(self, environment: dict[str, str] | os._Environ = os.environ) -> None:
+        """Set NCCL's environment variables; one that the user has set stays."""
+        for name, value in (
+            ("NCCL_MAX_P2P_NCHANNELS", self.max_p2p_channels),
+            ("NCCL_MAX_CTAS", self.max_ctas),
+        ):
+            if value is not None:
+                environment.setdefault(name, str(value))
+
+
+class NcclTransport:
+    """One GPU's end of all its transfers. Construct it after the device has been chosen.
+
+    `nccl`, `torch_version` and `stream_pointer` are cupy.cuda.nccl, torch's NCCL version and torch's
+    current stream unless a test brings its own.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        mesh: str,
+        worker: int,
+        store_host: str,
+        store_port: int,
+        connect_timeout_s: float = 120.0,
+        prefix: str = "",
+        settings: NcclSettings | None = None,
+        nccl: Any = None,
+        torch_version: tuple[int, ...] | None = None,
+        stream_pointer: Callable[[], int] | None = None,
+    ):
+        (settings or NcclSettings()).apply()
+        self.topology = topology
+        self.mesh = mesh
+        self.worker = worker
+        self._rank = topology.rank(mesh, worker)
+        self._nccl = nccl if nccl is not None else _load_nccl()
+        check_versions(torch_version or torch.cuda.nccl.version(), self._nccl.get_version())
+        self._stream_pointer = stream_pointer or (lambda: torch.cuda.current_stream().cuda_stream)
+        self._rendezvous = Rendezvous(
+            topology,
+            rank=self._rank,
+            host=store_host,
+            port=store_port,
+            timeout_s=connect_timeout_s,
+            prefix=prefix,
+        )
+        self._sends: dict[str, Any] = {}
+        self._receives: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
+
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
+        """Make all communicators in one order that is the same on every worker, and use each once: the first
+        call on a communicator blocks the host. A peer that dies here blocks for ever; the driver kills."""
+        remaining_s = self._rendezvous.join()
+        for source, target in lanes:
+            ranks = tuple(self.topology.rank(mesh, self.worker) for mesh in (source, target))
+            if self._rank not in ranks:
+                continue
+            communicator = self._make(f"{source}>{target}/{self.worker}", ranks, remaining_s)
+            probe = self._probe()
+            if self.mesh == source:
+                self._sends[target] = communicator
+                self.send(target, 0, probe)
+            else:
+                self._receives[source] = communicator
+                self.receive(source, 0, probe)
+        for name in sorted(groups):
+            if self._rank in groups[name] and len(groups[name]) > 1:
+                self._groups[name] = self._make(f"group/{name}", groups[name], remaining_s)
+                self.all_reduce(name, self._probe())
+
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
+        """The tensor's memory is kept from reuse until the send has ended on the stream."""
+        stream = self._stream_pointer()
+        with _told(f"sending to {peer}", peer):
+            self._sends[peer].send(tensor.data_ptr(), tensor.numel(), _DATA_TYPES[tensor.dtype], 1, stream)
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
+        stream = self._stream_pointer()
+        with _told(f"receiving from {peer}", peer):
+            self._receives[peer].recv(out.data_ptr(), out.numel(), _DATA_TYPES[out.dtype], 0, stream)
+
+    def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        if group not in self._groups:
+            return
+        pointer, count, kind = tensor.data_ptr(), tensor.numel(), _DATA_TYPES[tensor.dtype]
+        with _told(f"the all-reduce over {group}", group):
+            self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
+
+    def publish(self, text: str) -> None:
+        self._rendezvous.publish(text)
+
+    def progress(self, mesh: str) -> Progress | None:
+        return self._rendezvous.progress(self.topology.rank(mesh, self.worker))
+
+    def announce(self, reason: str) -> None:
+        self._rendezvous.announce(reason)
+
+    def failure(self) -> Failure | None:
+        """PeerLostError when NCCL has noticed one by itself."""
+        if (failure := self._rendezvous.failure()) is not None:
+            return failure
+        for peer, communicator in [*self._sends.items(), *self._receives.items(), *self._groups.items()]:
+            with _told("NCCL's connection", peer):
+                communicator.check_async_error()
+        return None
+
+    def abort(self) -> None:
+        # Ends kernels that wait for a peer. What is enqueued afterwards fails.
+        for communicator in [*self._sends.values(), *self._receives.values(), *self._groups.values()]:
+            with contextlib.suppress(Exception):
+                communicator.abort()
+
+    def close(self) -> None:
+        """After a healthy run all streams are idle, and aborting then is only freeing."""
+        self.abort()
+        self._rendezvous.close()
+
+    def _make(self, name: str, ranks: tuple[int, ...], timeout_s: float) -> Any:
+        store = self._rendezvous.store
+        rank = ranks.index(self._rank)
+        key = f"nccl/{name}"
+        try:
+            if rank == 0:
+                identity = bytes(part & 0xFF for part in self._nccl.get_unique_id())
+                store.set(key, identity.hex())
+            store.wait([key], timedelta(seconds=timeout_s))
+            identity = bytes.fromhex(store.get(key).decode())
+            # cupy takes the id as the signed chars of the C struct
+            signed = tuple(part - 256 if part > 127 else part for part in identity)
+            return self._nccl.NcclCommunicator(len(ranks), signed, rank)
+        except Exception as error:
+            raise ConnectError(
+                f"{self.topology.name(self._rank)} could not make the NCCL communicator {name}: {first_line(error)}"
+            ) from error
+
+    def _probe(self) -> torch.Tensor:
+        return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def _told(what: str, peer: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PeerLostError(f"{what} failed: {first_line(error)}", peer) from error
+
+
+def check_versions(of_torch: tuple[int, ...], of_cupy: int) -> None:
+    """Refuse two different NCCLs in one process: whichever loads first serves both, and structures differ.
+
+    ConnectError with the pair that fits. `of_cupy` is NCCL's own number, 22809 for 2.28.9.
+    """
+    theirs = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
+    ours = tuple(of_torch[:3])
+    if theirs != ours:
+        want, have = (".".join(map(str, version)) for version in (ours, theirs))
+        raise ConnectError(
+            f"torch was built for NCCL {want}, but cupy loads NCCL {have}: install nvidia-nccl-cu12 or "
+            f"nvidia-nccl-cu13 =={want} (the one of torch's CUDA) and let cupy find that library first"
+        )
+
+
+def _load_nccl() -> Any:
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise ConnectError(
+            "cupy is not installed: install slotline[cuda12] or slotline[cuda13], as torch's CUDA has it"
+        ) from error
+    return nccl
