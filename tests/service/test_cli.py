@@ -270,9 +270,8 @@ def test_a_port_in_use_is_named_before_anything_starts(run: Run):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        began = time.monotonic()
         result = run("serve", "--port", port)
-        assert result.code == 1 and str(port) in result.err and time.monotonic() - began < 3
+        assert result.code == 1 and str(port) in result.err
 
 
 def test_planning_needs_no_server(run: Run, tmp_path: Path):

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
-from worker.links import LARGE_BYTES, Link, measure_links, neighbour_lanes, slowest
+from worker.links import LARGE_BYTES, SMALL_BYTES, Link, measure_links, neighbour_lanes, slowest
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
 
 
-class Slow:
-    """A transport that waits `latency_s` and the bytes' time before each send."""
+class Clock:
+    """A clock that only a transfer moves; one pair of meshes measures at a time."""
 
-    def __init__(self, inner, latency_s: float, bandwidth: float):
-        self._inner, self._latency_s, self._bandwidth = inner, latency_s, bandwidth
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Slow:
+    """A transport on which a send takes `latency_s` and the bytes' time."""
+
+    def __init__(self, inner, clock: Clock, latency_s: float, bandwidth: float):
+        self._inner, self._clock, self._latency_s, self._bandwidth = inner, clock, latency_s, bandwidth
         self.topology, self.mesh = inner.topology, inner.mesh
 
     def send(self, peer, tag, tensor):
-        time.sleep(self._latency_s + tensor.numel() * tensor.element_size() / self._bandwidth)
+        self._clock.now_s += self._latency_s + tensor.numel() * tensor.element_size() / self._bandwidth
         self._inner.send(peer, tag, tensor)
 
     def receive(self, peer, tag, out):
         self._inner.receive(peer, tag, out)
 
 
-def measure_all(meshes, latency_s, bandwidth):
+def measure_all(meshes, clock, latency_s, bandwidth):
     topology = Topology(meshes)
     group = LocalTransport.group(topology)
     lanes = neighbour_lanes(meshes)
@@ -36,7 +45,7 @@ def measure_all(meshes, latency_s, bandwidth):
     def run(mesh):
         transport = group[(mesh, 0)]
         transport.connect({}, lanes)
-        found[mesh] = measure_links(Slow(transport, latency_s, bandwidth))
+        found[mesh] = measure_links(Slow(transport, clock, latency_s, bandwidth))
 
     threads = [threading.Thread(target=run, args=(m,)) for m in meshes]
     for thread in threads:
@@ -49,13 +58,14 @@ def measure_all(meshes, latency_s, bandwidth):
     return found
 
 
-def test_latency_and_bandwidth_of_a_known_link_are_found():
-    bandwidth = LARGE_BYTES / 0.05
-    found = measure_all(("m0", "m1", "m2"), 0.002, bandwidth)
+def test_latency_and_bandwidth_of_a_known_link_are_found(monkeypatch):
+    clock, bandwidth = Clock(), LARGE_BYTES / 0.05
+    monkeypatch.setattr("worker.links.time", clock)
+    found = measure_all(("m0", "m1", "m2"), clock, 0.002, bandwidth)
     assert found["m2"] is None
     for mesh in ("m0", "m1"):
-        assert 0.002 <= found[mesh].latency_s < 0.008
-        assert found[mesh].bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.3)
+        assert found[mesh].latency_s == pytest.approx(0.002 + SMALL_BYTES / bandwidth)
+        assert found[mesh].bandwidth_bytes_per_s == pytest.approx(bandwidth)
 
 
 def test_the_slowest_link_is_the_one_a_large_transfer_notices():

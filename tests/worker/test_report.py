@@ -125,8 +125,8 @@ def test_a_fenced_attempt_stops_reporting_and_does_not_wait_for_ever(plane):
     wait_until(reporter.fenced.is_set)
     reporter.step({"step": 1})
     started = time.monotonic()
-    assert not reporter.flush(60)
-    assert time.monotonic() - started < 5
+    assert not reporter.flush(600)
+    assert time.monotonic() - started < 300
     reporter.close()
     assert plane.reports == []
 
@@ -163,7 +163,7 @@ def test_an_absent_control_plane_is_given_up_after_the_stated_patience():
     started = time.monotonic()
     with pytest.raises(httpx.HTTPError):
         control.attempt()
-    assert time.monotonic() - started < 10
+    assert 0.5 <= time.monotonic() - started < 60
     control.close()
 
 

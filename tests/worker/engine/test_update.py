@@ -240,15 +240,21 @@ def test_the_loss_is_the_mean_over_microbatches_in_the_gradient():
 
 def test_abort_from_another_thread_ends_a_step_at_once():
     graph = chain(2)
-    graph.stages[1]._function = lambda module, x: (time.sleep(0.4), (module.lin(x),))[1]
+    forwards = []
+
+    def slow(module, x):
+        forwards.append(x)
+        time.sleep(0.4)
+        return (module.lin(x),)
+
+    graph.stages[1]._function = slow
     meshes = ["m0", "m1"]
     with LocalPipeline(graph, meshes, serial_programs(graph, meshes, 8), 8) as pipeline:
         engine = pipeline.engines["m1", 0]
         threading.Timer(0.3, engine.abort, ["the user said so"]).start()
-        started = time.monotonic()
         with pytest.raises(AbortedError, match="the user said so"):
             pipeline.step(0, [batch(8)])
-        assert time.monotonic() - started < 2.0
+        assert len(forwards) < 8
         assert {type(error) for error in pipeline.errors.values()} == {AbortedError}
         with pytest.raises(EngineError, match="the engine ended before"):
             engine.run_step(1, *batch(8))
