@@ -1,5 +1,6 @@
 """Grafana dashboards as code: `python dashboards/build.py` writes their JSON beside this file.
 
+It also copies them and rules.yml into the Helm chart, which can read no file outside its own folder.
 This one reads Prometheus; steps.py reads PostgreSQL. They know the metrics' names (DESIGN section
 11), the tables and Grafana; nothing of how anything is measured.
 """
@@ -27,6 +28,7 @@ from grafana_foundation_sdk.models import prometheus as prometheus_models
 from panels import slot_timeline
 
 HERE = Path(__file__).parent
+CHART_FILES = HERE.parent / "deploy" / "chart" / "files"
 
 _SOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _JOB = '{job="$job"}'
@@ -262,3 +264,5 @@ def texts() -> dict[str, str]:
 if __name__ == "__main__":
     for name, text in texts().items():
         (HERE / name).write_text(text)
+        (CHART_FILES / name).write_text(text)
+    (CHART_FILES / "rules.yml").write_text((HERE / "rules.yml").read_text())

@@ -182,6 +182,14 @@ def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart
     assert {"targetLabel": "job", "replacement": "slotline"} in relabelings, "the alert asks for this name"
 
 
+def test_the_charts_files_are_those_of_the_dashboards():
+    """Plain copies: links do not survive every way in which a repository travels."""
+    copies = {path.name: path.read_text() for path in (CHART / "files").iterdir()}
+    folder = ROOT / "dashboards"
+    originals = {path.name: path.read_text() for path in (*folder.glob("*.json"), folder / "rules.yml")}
+    assert copies == originals, "run python dashboards/build.py"
+
+
 def test_without_monitoring_nothing_needs_an_operator(chart: Chart):
     kinds = {kind for kind, _ in objects(chart, ANY_RAY)}
     assert kinds & CUSTOM_RESOURCES == set()
