@@ -6,6 +6,8 @@ Exit code 0 only on success; messages for people on standard error, results on s
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -15,11 +17,28 @@ from service.cli_client import CliError, err
 
 app = typer.Typer(
     name="slotline",
-    help="Train models too deep for one accelerator, and see where every millisecond went.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"slotline {version('slotline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end"),
+    ] = False,
+) -> None:
+    """Train models too deep for one accelerator, and see where every millisecond went."""
+
+
 cli_serve.register(app)
 cli_jobs.register(app)
 app.command()(cli_plan.plan)

@@ -6,8 +6,9 @@ Values only: no database, no HTTP, no Ray.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -124,6 +125,15 @@ class Factory(_Part):
     args: dict[str, FiniteJson] = {}
 
 
+class Optimizer(Factory):
+    """An optimizer, and what changes its learning rate after every step."""
+
+    schedule: Factory | None = Field(
+        default=None,
+        description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
+    )
+
+
 class Training(_Part):
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     global_batch: Count = 32
@@ -207,7 +217,7 @@ class JobSpec(_Part):
     model: Factory
     data: Factory
     loss: Factory
-    optimizer: Factory = Factory(factory="torch.optim:AdamW")
+    optimizer: Optimizer = Optimizer(factory="torch.optim:AdamW")
     training: Training = Training()
     pipeline: Pipeline = Pipeline()
     resources: Resources = Resources()
@@ -254,3 +264,19 @@ class JobSpec(_Part):
     def accelerators(self) -> int:
         """How many accelerators the whole gang needs."""
         return (self.resources.meshes or 1) * self.resources.workers_per_mesh
+
+
+def stored(spec: Mapping[str, Any], section: str, field: str, default: Any) -> Any:
+    """A field of a specification in the store, where an older or newer Slotline may have put something else.
+
+    `default` where the field is missing or of another type than `default` is.
+    """
+    part = spec.get(section)
+    value = part.get(field, default) if isinstance(part, Mapping) else default
+    return value if isinstance(value, type(default)) else default
+
+
+def stored_retry(spec: Mapping[str, Any]) -> Retry:
+    """How often a stored job wants to be tried again."""
+    names = Retry.model_fields
+    return Retry.model_construct(**{name: stored(spec, "retry", name, names[name].default) for name in names})

@@ -21,7 +21,7 @@ from service.api.schemas import (
     ReportIn,
     checkpoint_view,
 )
-from service.jobs import AttemptState, FiniteJson, JobSpec
+from service.jobs import AttemptState, FiniteJson
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.store import attempts as store
@@ -45,7 +45,7 @@ async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
         attempt_id=attempt.id,
         job_id=job.id,
         number=attempt.number,
-        job=JobSpec.model_validate(job.spec),
+        job=job.spec,
         device=attempt.device,
         resume=checkpoint_view(job),
     )

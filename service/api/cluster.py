@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from service.api.context import Current
 from service.api.schemas import JobSummary, job_summary
+from service.jobs import stored
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
@@ -106,8 +107,8 @@ async def read_cluster(service: Current) -> ClusterView:
                 job_id=job.id,
                 attempt=attempt.number,
                 device=attempt.device,
-                meshes=job.spec["resources"]["meshes"],
-                workers_per_mesh=job.spec["resources"]["workers_per_mesh"],
+                meshes=stored(job.spec, "resources", "meshes", attempt.accelerators),
+                workers_per_mesh=stored(job.spec, "resources", "workers_per_mesh", 1),
             )
             for attempt, job in active
         ],

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -206,8 +206,9 @@ def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
     """Names of the fields of a job specification below `path`; empty where that is no job's place."""
     for part in path:
         field = model.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # also X of `X | None`
+        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        if inner is None:
             return set()
         model = inner
     return set(model.model_fields)

@@ -26,7 +26,8 @@ from service.store.tables import Job
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"])
 _ABSOLUTE = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
 
-JobId = Annotated[str, Path(pattern=r"^[A-Za-z0-9-]{1,40}$", description="A job's id, e.g. job-k3j9x2abcd")]
+JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
+JobId = Annotated[str, Path(pattern=JOB_ID_PATTERN, description="A job's id, e.g. job-k3j9x2abcd")]
 IdempotencyKey = Annotated[
     str | None,
     Header(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from service.jobs import AttemptState, FiniteJson, JobSpec, JobState
+from service.jobs import AttemptState, FiniteJson, JobState, stored
 from service.store.states import printable
 from service.store.tables import Attempt, Event, Job, Step
 
@@ -74,7 +74,9 @@ class JobSummary(BaseModel):
 
 
 class JobView(JobSummary):
-    spec: JobSpec
+    """`spec` is the job's JobSpec as it was stored, perhaps by an older Slotline."""
+
+    spec: dict[str, Any]
     attempts: list[AttemptView]
     checkpoint: CheckpointView | None
 
@@ -91,7 +93,7 @@ def job_summary(job: Job) -> JobSummary:
 def job_view(job: Job, attempts: list[Attempt]) -> JobView:
     return JobView(
         **_summary(job),
-        spec=JobSpec.model_validate(job.spec),
+        spec=job.spec,
         attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
         checkpoint=checkpoint_view(job),
     )
@@ -105,7 +107,7 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 
 def _summary(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress"}
-    steps = job.spec["training"]["steps"]
+    steps = stored(job.spec, "training", "steps", 0)
     progress = Progress(step=job.step or 0, steps=steps, loss=job.loss, step_s=job.step_s)
     return {**{name: getattr(job, name) for name in columns}, "progress": progress}
 
@@ -205,10 +207,12 @@ def step_view(step: Step) -> StepView:
 
 
 class AttemptGiven(BaseModel):
+    """`job` is the job's JobSpec as it was stored."""
+
     attempt_id: str
     job_id: str
     number: int
-    job: JobSpec
+    job: dict[str, Any]
     device: str
     resume: CheckpointView | None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from service.jobs import PACKAGE_PREFIX, AttemptState, JobSpec, JobState
+from service.jobs import PACKAGE_PREFIX, AttemptState, JobState, stored
 from service.orchestrator import outcome
 from service.orchestrator.decide import (
     Capacity,
@@ -296,7 +296,6 @@ class Orchestrator:
 
     async def _submit(self, attempt: Attempt, job: Job) -> None:
         """Start the driver. Repeating it after a lost answer is safe: the id is the attempt's."""
-        spec = JobSpec.model_validate(job.spec)
         try:
             submission = Submission(
                 id=attempt.id,
@@ -309,8 +308,8 @@ class Orchestrator:
                     "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
                 },
                 metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
-                working_dir=await self._code(spec),
-                pip=tuple(spec.code.pip),
+                working_dir=await self._code(stored(job.spec, "code", "working_dir", "")),
+                pip=tuple(stored(job.spec, "code", "pip", [])),
             )
             await self._cluster.submit(submission)
         except ClusterUnreachableError as error:
@@ -328,10 +327,10 @@ class Orchestrator:
         address = self._settings.driver_ray_address
         return {"SLOTLINE_DRIVER_RAY_ADDRESS": address} if address else {}
 
-    async def _code(self, spec: JobSpec) -> str | None:
-        place = spec.code.working_dir
-        if place is None or not place.startswith(PACKAGE_PREFIX):
-            return place
+    async def _code(self, place: str) -> str | None:
+        """What Ray is told to unpack for a job's code.working_dir; None for an empty one."""
+        if not place.startswith(PACKAGE_PREFIX):
+            return place or None
         digest = place.removeprefix(PACKAGE_PREFIX)
         async with self._database.read() as session:
             content = await package_content(session, digest)

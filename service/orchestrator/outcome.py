@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import AttemptState, JobState, Retry
+from service.jobs import AttemptState, JobState, stored_retry
 from service.orchestrator.decide import GiveUp, after_failure
 from service.store import attempts as attempt_store
 from service.store.attempts import SlotRecord, StepRecord
@@ -148,7 +148,7 @@ async def end_attempt(
     decision = after_failure(
         reason or "INTERNAL",
         message or "",
-        allowed=Retry.model_validate(job.spec["retry"]),
+        allowed=stored_retry(job.spec),
         failures_before=before,
         backoff_s=backoff.base_s,
         backoff_limit_s=backoff.limit_s,

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,11 @@ def test_planning_needs_no_server(run: Run, tmp_path: Path):
     assert run("plan", tmp_path / "none.json").code == 1
     nowhere = run("plan", spec, "-o", tmp_path / "none" / "plan.json")
     assert nowhere.code == 1 and "none/plan.json" in nowhere.err
+
+
+def test_the_command_tells_its_version(run: Run):
+    result = run("--version")
+    assert (result.code, result.out) == (0, f"slotline {version('slotline')}\n")
 
 
 def test_the_command_is_installed_and_knows_every_verb():

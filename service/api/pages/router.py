@@ -1,17 +1,21 @@
 """Routes of the web pages: two HTML shells and their script, style and icon.
 
-The pages fill themselves from the JSON API; this module must not know the store.
+The pages fill themselves from the JSON API; of the store this module asks only whether a job is there.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
+from service.api.context import Current
+from service.api.jobs import JOB_ID_PATTERN
 from service.jobs import JobState
+from service.store.jobs import find_job
 
 _HERE = Path(__file__).parent
 _STATIC = {path.name: path for path in (_HERE / "static").iterdir() if path.suffix in (".js", ".css", ".svg")}
@@ -34,9 +38,14 @@ async def jobs_page(request: Request) -> HTMLResponse:
 
 
 @router.get("/jobs/{job_id}", response_class=HTMLResponse)
-async def job_page(request: Request, job_id: str) -> HTMLResponse:
-    """The page of one job; its script says when there is no such job."""
-    return _templates.TemplateResponse(request, "job.html", {"job_id": job_id}, headers=_HEADERS)
+async def job_page(request: Request, job_id: str, service: Current) -> HTMLResponse:
+    """The page of one job, or 404 and a page that says so."""
+    async with service.database.read() as session:
+        known = re.fullmatch(JOB_ID_PATTERN, job_id) and await find_job(session, job_id)
+    page, status = ("job.html", 200) if known else ("missing.html", 404)
+    return _templates.TemplateResponse(
+        request, page, {"job_id": job_id}, status_code=status, headers=_HEADERS
+    )
 
 
 @router.get("/static/{name}")

@@ -63,7 +63,7 @@ class Page:
         assert "exceptionDetails" not in got, got["exceptionDetails"]
         return got["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 20.0) -> None:
+    def wait(self, expression: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not self.js(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"never true: {expression}; errors: {self.errors}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -136,9 +137,15 @@ def test_a_job_without_plan_or_steps_shows_its_state_and_no_error(site: Site, pa
     assert page.errors == []
 
 
-def test_a_job_that_does_not_exist_is_named_as_missing(site: Site, page):
-    page.open(f"{site.url}/jobs/job-nowhere")
-    page.wait("document.getElementById('connection').textContent.includes('job-nowhere')")
+@pytest.mark.parametrize("job_id", ["job-nowhere", "no%20id%00", "%3Cb%3E"])
+def test_a_job_that_does_not_exist_is_named_as_missing(site: Site, page, job_id: str):
+    assert httpx.get(f"{site.url}/jobs/{job_id}", timeout=30).status_code == 404
+    if "%00" in job_id:
+        return  # no browser asks for it
+    page.open(f"{site.url}/jobs/{job_id}")
+    assert page.js("document.querySelector('h1').textContent") == "No such job"
+    assert unquote(job_id) in page.js("document.querySelector('main p').textContent")
+    assert page.js("document.querySelector('main p a').getAttribute('href')") == "/"
 
 
 def test_pages_forbid_foreign_scripts_and_serve_only_their_own_files(site: Site):
