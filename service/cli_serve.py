@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -64,6 +65,8 @@ def serve(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
+                gc.collect()
+                gc.freeze()  # else a report of thousands of slots sets off walks over all that was imported
                 text = json.dumps({"url": settings.url}) if as_json else f"Slotline at {settings.url}"
                 out.print(text, soft_wrap=True)
 

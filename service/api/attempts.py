@@ -130,7 +130,7 @@ def _report(body: ReportIn) -> outcome.Report:
                 step=timeline.step,
                 started_at=timeline.started_at,
                 uncertainty_s=timeline.uncertainty_s,
-                slots=[SlotRecord(**vars(slot)) for slot in timeline.slots],
+                slots=[SlotRecord(**slot.__dict__) for slot in timeline.slots],
             )
             for timeline in body.timelines
         ],

@@ -150,7 +150,7 @@ def _timeline_response(
         profiled_steps=list(profiled),
     )
     if measured:
-        slots = [SlotView(**vars(slot)) for slot in measured[1]]
+        slots = [SlotView(**slot._asdict()) for slot in measured[1]]
         view.measured = TimelineSide(makespan_s=_makespan(slots, record), slots=slots)
     if format == "json":
         return Response(view.model_dump_json(), media_type="application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import datetime
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -23,7 +24,8 @@ Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Sequence64 = Annotated[int, Field(ge=1, lt=2**63)]
 UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
 Clean = AfterValidator(printable)
-Label = Annotated[str, Field(max_length=100), Clean]
+CleanLabel = AfterValidator(lru_cache(10_000)(printable))  # thousands of slots name the same few things
+Label = Annotated[str, Field(max_length=100), CleanLabel]
 
 
 # Jobs
@@ -235,8 +237,8 @@ class ReportedStep(_FromDriver):
 
 class ReportedSlot(_FromDriver):
     mesh: Label
-    lane: Annotated[str, Field(max_length=120), Clean]
-    action: Annotated[str, Field(max_length=20), Clean]
+    lane: Annotated[str, Field(max_length=120), CleanLabel]
+    action: Annotated[str, Field(max_length=20), CleanLabel]
     stage: Label | None = None
     peer_stage: Label | None = None
     peer_mesh: Label | None = None

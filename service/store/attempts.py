@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import delete, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -35,9 +35,8 @@ class StepRecord:
     started_at: float | None
 
 
-@dataclass(frozen=True)
-class SlotRecord:
-    """One measured slot; times in seconds from the start of its step."""
+class SlotRecord(NamedTuple):
+    """One measured slot; times in seconds from the start of its step. A tuple: there are thousands a step."""
 
     mesh: str
     lane: str
@@ -132,28 +131,22 @@ async def record_timeline(
     keep: int,
 ) -> None:
     """Store the measured slots of one step; of each job the last `keep` timelines stay."""
-    await _delete_timelines(session, attempt.job_id, [step])
+    job_id = attempt.job_id
+    await _delete_timelines(session, job_id, [step])
     session.add(
         Timeline(
-            job_id=attempt.job_id,
+            job_id=job_id,
             step=step,
             attempt=attempt.number,
             started_at=started_at,
             uncertainty_s=uncertainty_s,
         )
     )
-    rows = [{"job_id": attempt.job_id, "step": step, **vars(slot)} for slot in slots]
-    if rows:
-        await session.execute(Slot.__table__.insert(), rows)
     await session.flush()
-    query = (
-        select(Timeline.step)
-        .where(Timeline.job_id == attempt.job_id)
-        .order_by(Timeline.step.desc())
-        .offset(keep)
-    )
+    await _insert_slots(session, [(job_id, step, *slot) for slot in slots])
+    query = select(Timeline.step).where(Timeline.job_id == job_id).order_by(Timeline.step.desc()).offset(keep)
     if old := (await session.execute(query)).scalars().all():
-        await _delete_timelines(session, attempt.job_id, old)
+        await _delete_timelines(session, job_id, old)
 
 
 async def record_plan(session: AsyncSession, attempt: Attempt, body: str, *, at: datetime) -> None:
@@ -203,14 +196,24 @@ async def find_timeline(
     timeline = (await session.execute(query)).scalar_one_or_none()
     if timeline is None:
         return None
-    columns = [getattr(Slot, field.name) for field in fields(SlotRecord)]
+    columns = [getattr(Slot, name) for name in SlotRecord._fields]
     slots = select(*columns).where(Slot.job_id == job_id, Slot.step == timeline.step).order_by(Slot.id)
-    return timeline, [SlotRecord(*row) for row in await session.execute(slots)]
+    return timeline, [SlotRecord._make(row) for row in await session.execute(slots)]
 
 
 async def _delete_timelines(session: AsyncSession, job_id: str, steps: Sequence[int]) -> None:
     for table in (Slot, Timeline):
         await session.execute(delete(table).where(table.job_id == job_id, table.step.in_(steps)))
+
+
+async def _insert_slots(session: AsyncSession, rows: list[tuple[Any, ...]]) -> None:
+    """`rows` as the driver takes them: SQLAlchemy would turn each of thousands into parameters of its own."""
+    if not rows:
+        return
+    columns = ("job_id", "step", *SlotRecord._fields)
+    mark = "?" if session.get_bind().dialect.name == "sqlite" else "%s"
+    statement = f"INSERT INTO slots ({', '.join(columns)}) VALUES ({', '.join([mark] * len(columns))})"
+    await (await session.connection()).exec_driver_sql(statement, rows)
 
 
 async def _upsert(session: AsyncSession, table: type[Base], rows: list[dict[str, Any]]) -> None:

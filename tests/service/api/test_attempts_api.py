@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from datetime import datetime
 
 from service.store.attempts import find_plan
@@ -146,6 +147,33 @@ async def test_a_timeline_shows_planned_beside_measured(api: Api):
     assert (await api.client.get(f"/api/v1/jobs/{job_id}/timeline")).json()["step"] == 7
     missing = await api.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"step": 4})
     assert problem(missing, 404)["detail"].endswith("choose one of 3, 7")
+
+
+async def test_a_long_timeline_costs_the_event_loop_few_calls_a_slot(make_api: ApiMaker):
+    """Counted, not timed: Python functions called in the event loop's thread between two sizes of a report."""
+
+    async def calls(api: Api, sequence: int, slots: int) -> int:
+        number = 0
+
+        def count(_frame, event: str, _argument) -> None:
+            nonlocal number
+            number += event == "call"
+
+        timeline = {"step": sequence, "started_at": 1.0, "slots": [SLOTS[1]] * slots}
+        sys.setprofile(count)
+        try:
+            answer = await api.report(job_id, sequence, timelines=[timeline])
+        finally:
+            sys.setprofile(None)
+        assert answer.status_code == 200
+        return number
+
+    async with make_api() as api:
+        job_id = await api.started()
+        await calls(api, 1, 10)
+        assert await calls(api, 2, 2010) - await calls(api, 3, 10) < 4 * 2000
+        view = (await api.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"step": 2})).json()
+        assert len(view["measured"]["slots"]) == 2010
 
 
 async def test_a_trace_holds_every_slot_on_its_lane_in_microseconds(api: Api):

@@ -164,7 +164,7 @@ def _step(number: int) -> attempts.StepRecord:
 
 def _measured(plan: Plan) -> list[attempts.SlotRecord]:
     """The plan's slots, everything a quarter slower, and a STEP on every mesh."""
-    fields = attempts.SlotRecord.__dataclass_fields__
+    fields = attempts.SlotRecord._fields
     slots = []
     for slot in plan.slots:
         values = {name: getattr(slot, name) for name in fields}
