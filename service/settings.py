@@ -13,6 +13,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator, model_vali
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MEBIBYTE = 1 << 20
+Days = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
 
 
 class Settings(BaseSettings):
@@ -83,7 +84,16 @@ class Settings(BaseSettings):
     package_limit_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
     package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = 512 * MEBIBYTE
     log_limit_bytes: Annotated[int, Field(ge=1024)] = 1 * MEBIBYTE
-    timelines_kept: Annotated[int, Field(ge=1)] = 100
+    timelines_kept: Annotated[int, Field(ge=1)] = Field(
+        default=100, description="Profiled steps of one job whose slots are stored: the last ones"
+    )
+
+    # How long things are kept, in days (-1: for ever). Jobs, attempts, events and checkpoints always stay.
+    keep_timelines_days: Days = Field(default=30.0, description="Measured slots, after their job's end")
+    keep_history_days: Days = Field(default=365.0, description="Steps, plan and logs, after their job's end")
+    keep_packages_days: Days = Field(
+        default=30.0, description="Uploaded code that no job names, after its last upload"
+    )
 
     # Planning
     plan_processes: Annotated[int, Field(ge=1)] = 1
@@ -95,6 +105,13 @@ class Settings(BaseSettings):
     plan_action_limit: Annotated[int, Field(ge=1)] = Field(
         default=200_000, description="Largest microbatches x (stages + edges) of POST /api/v1/plans"
     )
+
+    @field_validator("keep_timelines_days", "keep_history_days", "keep_packages_days")
+    @classmethod
+    def _days_or_for_ever(cls, value: float) -> float:
+        if -1 < value < 0:
+            raise ValueError(f"{value:g} is no time to keep something: give days, or -1 for ever")
+        return value
 
     @field_validator("ray_address")
     @classmethod

@@ -28,7 +28,7 @@ from service.api.trace import chrome_trace
 from service.store import attempts as store
 from service.store.attempts import SlotRecord
 from service.store.jobs import events_of
-from service.store.tables import JobPlan, Step, Timeline
+from service.store.tables import Job, JobPlan, Step, Timeline
 
 router = APIRouter(prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422))
 
@@ -117,7 +117,7 @@ async def timeline(
 ) -> Any:
     """Planned and measured slots of one step."""
     async with service.database.read() as session:
-        await existing_job(session, job_id)
+        job = await existing_job(session, job_id)
         stored = await store.find_plan(session, job_id)
         profiled = await store.profiled_steps(session, job_id)
         measured = await store.find_timeline(session, job_id, step)
@@ -125,9 +125,7 @@ async def timeline(
     if step is not None and measured is None:
         raise ProblemError(404, f"step {step} of job {job_id} was not profiled: {_choose(profiled)}")
     if stored is None and measured is None:
-        raise ProblemError(
-            404, f"job {job_id} has neither a plan nor a profiled step yet: read it again later"
-        )
+        raise ProblemError(404, f"job {job_id} has neither a plan nor a profiled step{_no_more_or_yet(job)}")
     return await asyncio.to_thread(_timeline_response, job_id, stored, measured, record, profiled, format)
 
 
@@ -160,11 +158,17 @@ def _timeline_response(
 
 async def _plan(service: Service, job_id: str) -> JobPlan:
     async with service.database.read() as session:
-        await existing_job(session, job_id)
+        job = await existing_job(session, job_id)
         found = await store.find_plan(session, job_id)
     if found is None:
-        raise ProblemError(404, f"job {job_id} has no plan yet: it is planned after its layers are profiled")
+        raise ProblemError(404, f"job {job_id} has no plan{_no_more_or_yet(job)}")
     return found
+
+
+def _no_more_or_yet(job: Job) -> str:
+    if job.job_state.final:
+        return ": it ended before it was planned, or they were removed since; its events say so"
+    return " yet: it is planned after its layers are profiled"
 
 
 def _planned(body: str) -> TimelineSide:

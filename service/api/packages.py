@@ -18,7 +18,7 @@ from service.api.context import Current
 from service.api.errors import ProblemError, responses
 from service.jobs import PACKAGE_PREFIX
 from service.store.database import utc_now
-from service.store.packages import find_package, store_package
+from service.store.packages import renew_package, store_package
 
 router = APIRouter(prefix="/api/v1/packages", tags=["packages"])
 _FILE_LIMIT = 20_000
@@ -41,8 +41,8 @@ async def upload(
             413, f"the zip is longer than {settings.package_limit_bytes} bytes: leave data out"
         )
     digest = await asyncio.to_thread(_checked_digest, content, settings.package_unpacked_limit_bytes)
-    async with service.database.read() as session:
-        known = await find_package(session, digest)
+    async with service.database.write() as session:
+        known = await renew_package(session, digest, at=utc_now())
     if not known:
         try:
             async with service.database.write() as session:

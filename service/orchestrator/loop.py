@@ -47,6 +47,7 @@ from service.store.database import Database, utc_now
 from service.store.jobs import waiting_jobs
 from service.store.leader import Leadership
 from service.store.packages import package_content
+from service.store.retention import Keep, remove_old
 from service.store.states import add_event, explain_wait, lock_job
 from service.store.tables import Attempt, Job
 
@@ -56,6 +57,7 @@ _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
 _STOP_LIMIT_S = 2.0
 _LOG_SETTLES_S = 2.0
+_TIDY_EVERY_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,12 @@ class Orchestrator:
         self._stopping = False
         self._since = time.time()
         self._kept_logs_at = 0.0
+        self._keep = Keep(
+            timelines_days=settings.keep_timelines_days,
+            history_days=settings.keep_history_days,
+            packages_days=settings.keep_packages_days,
+        )
+        self._tidied_at: float | None = None
 
     @property
     def capacity(self) -> Capacity | None:
@@ -159,6 +167,9 @@ class Orchestrator:
         if time.time() - self._kept_logs_at >= _LOG_SETTLES_S:
             self._kept_logs_at = time.time()
             self._spawn(self._keep_logs())
+        if self._tidied_at is None or time.monotonic() - self._tidied_at >= _TIDY_EVERY_S:
+            self._tidied_at = time.monotonic()
+            self._spawn(remove_old(self._database, self._keep, now=utc_now()))
 
     async def refresh(self) -> None:
         """Look at the cluster's nodes."""

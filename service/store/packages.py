@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.tables import ApiToken, Package
@@ -23,6 +23,12 @@ async def package_content(session: AsyncSession, digest: str) -> bytes | None:
 
 def store_package(session: AsyncSession, digest: str, content: bytes, *, at: datetime) -> None:
     session.add(Package(digest=digest, created_at=at, size_bytes=len(content), content=content))
+
+
+async def renew_package(session: AsyncSession, digest: str, *, at: datetime) -> bool:
+    """Whether the package is stored; it counts as uploaded at `at` then."""
+    query = update(Package).where(Package.digest == digest).values(created_at=at)
+    return (await session.execute(query)).rowcount > 0
 
 
 async def find_token(session: AsyncSession, digest: str) -> bool:
