@@ -278,7 +278,7 @@ def _load(
 ) -> int:
     """Give every worker its stages and program; the number of the first step to run."""
     mesh_of_stage = [stage["mesh"] for stage in attempt.spec["stages"]]
-    planned = _planned_seconds(attempt.plan)
+    planned = planned_seconds(attempt.plan, [stage["name"] for stage in attempt.spec["stages"]])
     limits = asdict(attempt.limits)
     gang.call(
         [
@@ -395,10 +395,15 @@ class _Clocks:
         self._due = time.monotonic() + CLOCK_EVERY_S
 
 
-def _planned_seconds(plan: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Planned seconds of every instruction of every mesh's program (0 for REDUCE and STEP)."""
+def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float]]:
+    """Planned seconds of every instruction of every mesh's program (0 for REDUCE and STEP).
+
+    Slots name their stage, instructions count it: `stage_names` are in that order.
+    """
+    number = {name: i for i, name in enumerate(stage_names)}
     planned = {
-        (s["mesh"], s["action"], s["stage"], s["microbatch"], s.get("edge")): s["end_s"] - s["start_s"]
+        (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s["end_s"]
+        - s["start_s"]
         for s in plan["slots"]
     }
     return {
