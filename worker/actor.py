@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ from worker.failure import (
 from worker.links import Link, measure_links, neighbour_lanes
 from worker.mesh import WorkerAddress, own_node_address
 from worker.model import TracedModel, build_model, call_factory, resolve, trace
-from worker.model.errors import FactoryError
 from worker.program import program_from_json
+from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import ConnectError, Topology
 
 PROFILE_REPEATS = 5
@@ -68,6 +68,7 @@ class Worker:
         self._device = device
         self._traced: TracedModel | None = None
         self._engine: Engine | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def address(self) -> WorkerAddress:
         """Where this worker runs."""
@@ -135,7 +136,7 @@ class Worker:
         limits: Mapping[str, float],
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer."""
-        training = self._job["training"]
+        training, schedule = self._job["training"], self._job["optimizer"].get("schedule")
         here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
         graph = self._cut(begins, here)
         stages = {i: graph.stages[i].to(self._device) for i in here}
@@ -161,7 +162,8 @@ class Worker:
             tied=graph.tied,
             microbatches=training["microbatches"],
             loss=self._loss,
-            optimizer=functools.partial(_make_optimizer, self._job["optimizer"]),
+            optimizer=self._make_optimizer,
+            lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
             transport=transport,
             options=RunOptions(
                 precision=training.get("precision", "fp32"),
@@ -183,12 +185,14 @@ class Worker:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
         own = self._engine.state()
         state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
+        state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step
 
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
         inputs, targets = self._batch(step)
+        rate = None if self._optimizer is None else learning_rate(self._optimizer)
         try:
             result = self._engine.run_step(step, inputs, targets)
         except EngineError as error:
@@ -198,6 +202,7 @@ class Worker:
         return {
             "losses": result.losses,
             "grad_norm": result.grad_norm,
+            "learning_rate": rate,
             "skipped": result.skipped,
             "started_s": result.started_s,
             "ended_s": result.ended_s,
@@ -229,12 +234,18 @@ class Worker:
 
     @fails_as(MODEL_BUILD_FAILED)
     def _build_model(self) -> None:
-        self._loss = _make_loss(self._job["loss"])
-        resolve(self._job["optimizer"]["factory"])  # a wrong name is told before anything is measured
+        self._loss = make_loss(self._job["loss"], self._device)
+        for part in (self._job["optimizer"], self._job["optimizer"].get("schedule")):
+            if part:
+                resolve(part["factory"])  # a wrong name is told before anything is measured
         model = self._job["model"]
         self._model = build_model(
             model["factory"], model.get("args"), seed=self._job["training"].get("seed", 0)
         )
+
+    def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        self._optimizer = make_optimizer(self._job["optimizer"], parameters)
+        return self._optimizer
 
     @fails_as(MODEL_BUILD_FAILED)
     def _trace(self) -> TracedModel:
@@ -293,43 +304,6 @@ def _assigned_gpus() -> list[str | int]:
     import ray
 
     return ray.get_gpu_ids()
-
-
-def _make_loss(spec: Mapping[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A loss module of a class, or a function with its keyword arguments bound."""
-    path, arguments = spec["factory"], dict(spec.get("args") or {})
-    target = resolve(path)
-    loss = (
-        call_factory(path, arguments) if isinstance(target, type) else functools.partial(target, **arguments)
-    )
-    return functools.partial(_one_number, path, loss)
-
-
-def _one_number(
-    path: str, loss: Callable[..., Any], output: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    value = loss(output, target)
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value
-    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    raise TypeError(f"loss {path!r} returned {found}, not one number: return the mean over the samples")
-
-
-@fails_as(USER_CODE_RAISED)
-def _make_optimizer(spec: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    path, arguments = spec["factory"], dict(spec.get("args") or {})
-    try:
-        optimizer = resolve(path)(parameters, **arguments)
-    except FactoryError:
-        raise
-    except Exception as error:
-        given = ", ".join(["parameters", *(f"{key}={value!r}" for key, value in arguments.items())])
-        raise FactoryError(
-            f"optimizer {path!r}({given}) raised {type(error).__name__}: {error}; correct optimizer.args"
-        ) from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
-    return optimizer
 
 
 def _engine_failure(error: EngineError) -> AttemptFailure:

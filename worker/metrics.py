@@ -87,6 +87,7 @@ class JobMetrics:
         self._gauge("step", "The last finished step.")
         self._gauge("train_loss", "Loss of the last finished step.")
         self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
+        self._gauge("learning_rate", "Learning rate of the last finished step.")
         self._gauge("makespan_seconds", "Measured makespan of the last finished step.")
         self._gauge("bubble_ratio", "Measured bubble of the last finished step.")
         self._gauge(
@@ -103,6 +104,7 @@ class JobMetrics:
         self._set("step", step.get("step"))
         self._set("train_loss", step.get("loss"))
         self._set("grad_norm", step.get("grad_norm"))
+        self._set("learning_rate", step.get("learning_rate"))
         self._set("makespan_seconds", step.get("makespan_s"))
         self._set("bubble_ratio", step.get("bubble_ratio"))
         self._set("exposed_transfer_seconds", step.get("exposed_transfer_s"))

@@ -55,7 +55,6 @@ def record_step(
     losses = [loss for result in results for loss in result["losses"]]
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
-    grad_norms = [r["grad_norm"] for r in results if r["grad_norm"] is not None]
     return StepRecord(
         report={
             "step": step,
@@ -65,7 +64,8 @@ def record_step(
             "bubble_ratio": summary.bubble_ratio,
             "exposed_transfer_s": summary.exposed_transfer_s,
             "overlap_ratio": summary.overlap_ratio,
-            "grad_norm": grad_norms[0] if grad_norms else None,
+            "grad_norm": _first(results, "grad_norm"),
+            "learning_rate": _first(results, "learning_rate"),
             "started_at": started_at,
         },
         timeline={
@@ -75,6 +75,11 @@ def record_step(
             "slots": slots,
         },
     )
+
+
+def _first(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """What all workers agree on; a mesh without trained parameters may have none of it."""
+    return next((r[name] for r in results if r.get(name) is not None), None)
 
 
 def _slot(mesh: str, slot: Any, stage_names: Sequence[str]) -> dict[str, Any]:

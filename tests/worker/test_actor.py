@@ -1,52 +1,112 @@
-"""What the actor makes of a job's loss and optimizer: mistakes are the user's, and are told as such."""
+"""Workers of whole jobs, without Ray: they train, save and go on as a plain loop of torch does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from workers import Workers
 
-from worker.actor import _make_loss, _make_optimizer
-from worker.failure import USER_CODE_RAISED, AttemptFailure
+from tests.reference import accumulate, dataset_batches
+from worker import checkpoint
+from worker.data.sampler import BatchSampler, collate
+from worker.model import build_model, call_factory
 
-
-@pytest.mark.parametrize("factory", ["torch.nn.functional:mse_loss", "torch.nn:MSELoss"])
-def test_a_loss_is_a_function_or_a_class_of_modules(factory: str) -> None:
-    loss = _make_loss({"factory": factory, "args": {"reduction": "sum"}})
-    assert loss(torch.ones(2, 3), torch.zeros(2, 3)) == 6.0
-
-
-@pytest.mark.parametrize(
-    ("spec", "found"),
-    [
-        ({"factory": "torch.nn.functional:mse_loss", "args": {"reduction": "none"}}, r"shape \(2, 3\)"),
-        ({"factory": "builtins:min"}, "a tuple"),
-    ],
-)
-def test_a_loss_that_is_no_single_number_is_refused_by_name(spec: dict, found: str) -> None:
-    loss = _make_loss(spec)
-    values = (torch.ones(2, 3), torch.zeros(2, 3)) if "torch" in spec["factory"] else ((1, 2), (3, 4))
-    with pytest.raises(TypeError, match=f"loss '{spec['factory']}' returned {found}, not one number"):
-        loss(*values)
+SCHEDULES = {
+    "none": None,
+    "cosine": {"factory": "torch.optim.lr_scheduler:CosineAnnealingLR", "args": {"T_max": 8}},
+    "milestones": {
+        "factory": "torch.optim.lr_scheduler:MultiStepLR",
+        "args": {"milestones": [2, 5], "gamma": 0.3},
+    },
+    "one cycle": {
+        "factory": "torch.optim.lr_scheduler:OneCycleLR",
+        "args": {"max_lr": 0.02, "total_steps": 10},
+    },
+}
 
 
-def test_an_optimizer_gets_the_parameters_and_its_arguments() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = _make_optimizer({"factory": "torch.optim:SGD", "args": {"lr": 0.5}}, [parameter])
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.param_groups[0]["params"] == [parameter]
-    assert optimizer.param_groups[0]["lr"] == 0.5
+def job(schedule=None, *, stages=2, meshes=2, workers_per_mesh=1, **changes):
+    return {
+        "model": {
+            "factory": "worker.model.gpt:build",
+            "args": {"layers": 3, "width": 16, "heads": 2, "length": 8, "tied": True},
+        },
+        "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 8}},
+        "loss": {"factory": "torch.nn:CrossEntropyLoss"},
+        "optimizer": {
+            "factory": "torch.optim:AdamW",
+            "args": {"lr": 1e-2},
+            "schedule": SCHEDULES.get(schedule, schedule),
+        },
+        "training": {"steps": 8, "global_batch": 8, "microbatches": 2, "seed": 5, "clip_grad_norm": 1.0},
+        "pipeline": {"stages": stages, "schedule": "1f1b"},
+        "resources": {"meshes": meshes, "workers_per_mesh": workers_per_mesh},
+        **changes,
+    }
 
 
-@pytest.mark.parametrize(
-    ("spec", "told"),
-    [
-        ({"factory": "torch.optim:SGD", "args": {"lrr": 1}}, "lrr=1.*unexpected keyword argument 'lrr'"),
-        ({"factory": "torch.optim:SGD", "args": {"lr": -1}}, "lr=-1.*Invalid learning rate"),
-        ({"factory": "torch.optim:Nope"}, "module torch.optim has no 'Nope'"),
-        ({"factory": "builtins:list"}, "returned list, not a torch optimizer"),
-    ],
-)
-def test_a_wrong_optimizer_is_blamed_on_the_user(spec: dict, told: str) -> None:
-    with pytest.raises(AttemptFailure, match=told) as caught:
-        _make_optimizer(spec, [torch.nn.Parameter(torch.ones(2))])
-    assert caught.value.reason == USER_CODE_RAISED
+def plain(spec, steps):
+    """Loss and learning rate of each step of a plain loop."""
+    training = spec["training"]
+    model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=training["seed"])
+    data = call_factory(spec["data"]["factory"], spec["data"]["args"])
+    sampler = BatchSampler(
+        len(data), training["global_batch"], training["microbatches"], seed=training["seed"]
+    )
+    batches = dataset_batches(data, sampler, collate)
+    optimizer = torch.optim.AdamW(model.parameters(), **spec["optimizer"]["args"])
+    schedule = spec["optimizer"]["schedule"]
+    if schedule:
+        name = schedule["factory"].partition(":")[2]
+        schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, **schedule["args"])
+    losses, rates = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        found = accumulate(model, batches(step), torch.nn.functional.cross_entropy)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training["clip_grad_norm"])
+        losses.append(sum(found) / len(found))
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return losses, rates
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume_on_fewer_meshes(
+    schedule, tmp_path
+):
+    spec = job(schedule, stages=3, meshes=3)
+    losses, rates = plain(spec, range(1, 9))
+    found_rates = []
+    with Workers(spec) as run:
+        for step in range(1, 5):
+            results = run.step(step)
+            values = [loss for result in results for loss in result["losses"]]
+            assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
+            assert len({result["learning_rate"] for result in results}) == 1
+            found_rates.append(results[0]["learning_rate"])
+        uri = checkpoint.step_uri(str(tmp_path), "job", 4)
+        run.call(lambda w: w.save(uri, 4))
+        checkpoint.finish(uri, step=4, shards=["m0", "m1", "m2"], keep=1)
+    with Workers(job(schedule, stages=2, meshes=2)) as run:
+        assert run.call(lambda w: w.restore(uri)) == [4, 4]
+        for step in range(5, 9):
+            results = run.step(step)
+            values = [loss for result in results for loss in result["losses"]]
+            assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
+            found_rates.append(results[0]["learning_rate"])
+    assert found_rates == pytest.approx(rates)
+
+
+def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):
+    spec = job("cosine", workers_per_mesh=2)
+    losses, _ = plain(spec, range(1, 5))
+    uri = checkpoint.step_uri(str(tmp_path), "job", 2)
+    with Workers(spec) as run:
+        assert run.losses(range(1, 3)) == pytest.approx(losses[:2], rel=1e-5)
+        run.call(lambda w: w.save(uri, 2))
+        checkpoint.finish(uri, step=2, shards=["m0", "m1"], keep=1)
+    with Workers(spec) as run:
+        run.call(lambda w: w.restore(uri))
+        assert run.losses(range(3, 5)) == pytest.approx(losses[2:], rel=1e-5)

@@ -1,0 +1,94 @@
+"""The workers of a job in this process, a thread each, over gloo: what the driver does, without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from service.scheduler import MeshSpec, make_plan
+from service.scheduler.partition import partition
+from service.scheduler.spec import NetworkSpec
+from worker.actor import Worker
+from worker.driver import planned_seconds
+from worker.model.profile import LayerProfile
+from worker.transport import Topology
+from worker.transport.rendezvous import host_store
+
+LIMITS = {"connect_s": 60.0, "slot_factor": 20.0, "slot_floor_s": 60.0}
+
+
+class Workers:
+    """All workers of `job`, planned and loaded; closes their engines at the end."""
+
+    def __init__(self, job: dict[str, Any]):
+        resources = job["resources"]
+        meshes = [f"m{i}" for i in range(resources["meshes"])]
+        per_mesh = resources.get("workers_per_mesh", 1)
+        self.workers = [
+            Worker(job=job, mesh=mesh, worker=w, device="cpu") for mesh in meshes for w in range(per_mesh)
+        ]
+        for worker in self.workers:  # one after the other: torch seeds and traces for a whole process
+            worker.prepare(per_mesh)
+            worker._trace()
+        profile = LayerProfile.from_json(self.workers[0].profile())
+        found = partition(
+            profile,
+            stages=job["pipeline"]["stages"],
+            meshes=[MeshSpec(name=mesh) for mesh in meshes],
+            microbatches=job["training"]["microbatches"],
+            network=NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
+            schedule=job["pipeline"].get("schedule", "1f1b"),
+        )
+        plan = make_plan(found.spec, budget_s=0.2).model_dump(mode="json")
+        self.store = host_store("127.0.0.1")
+        planned = planned_seconds(plan, [stage.name for stage in found.spec.stages])
+        self.call(
+            lambda w: w.load(
+                begins=found.begins,
+                mesh_of_stage=[stage.mesh for stage in found.spec.stages],
+                program=plan["programs"][w._mesh],
+                planned_s=planned[w._mesh],
+                topology=Topology(tuple(meshes), per_mesh),
+                store=("127.0.0.1", self.store.port),
+                host="127.0.0.1",
+                limits=LIMITS,
+            )
+        )
+
+    def step(self, number: int) -> list[dict[str, Any]]:
+        return self.call(lambda w: w.run_step(number))
+
+    def losses(self, steps: range) -> list[float]:
+        """The mean loss of each step, over its microbatches and workers."""
+        found = []
+        for number in steps:
+            losses = [loss for result in self.step(number) for loss in result["losses"]]
+            found.append(sum(losses) / len(losses))
+        return found
+
+    def call(self, function: Callable[[Worker], Any]) -> list[Any]:
+        """What `function` returns for every worker, all at once; raises the first error."""
+        results: list[Any] = [None] * len(self.workers)
+        errors: list[BaseException] = []
+
+        def run(index: int, worker: Worker) -> None:
+            try:
+                results[index] = function(worker)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=item) for item in enumerate(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(lambda w: w._engine.close())

@@ -1,0 +1,140 @@
+"""A job's loss, optimizer and learning-rate schedule as objects; what is wrong with them is the user's.
+
+Knows the job's words for them and torch; nothing of stages, engines or Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.failure import USER_CODE_RAISED, fails_as
+from worker.model.errors import FactoryError
+from worker.model.factory import call_factory, resolve
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Optimizers whose fused CUDA kernels skip a step by themselves when a norm is not finite, so that the host
+# need not look at it. (A skipped first step leaves momentum of a fused SGD undefined; the worker stops there.)
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+
+def make_loss(spec: Mapping[str, Any], device: str = "cpu") -> Loss:
+    """A loss module of a class, on `device`, or a function with its keyword arguments bound."""
+    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    target = resolve(path)
+    if not isinstance(target, type):
+        return functools.partial(_one_number, path, functools.partial(target, **arguments))
+    loss = call_factory(path, arguments)
+    if isinstance(loss, nn.Module):
+        if trained := [name for name, p in loss.named_parameters() if p.requires_grad]:
+            raise FactoryError(
+                f"loss {path!r} has parameters of its own ({', '.join(trained)}), which nobody would train: "
+                "move them into the model"
+            )
+        loss = loss.to(device)
+    return functools.partial(_one_number, path, loss)
+
+
+def _one_number(
+    path: str, loss: Callable[..., Any], output: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    value = loss(output, target)
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise TypeError(f"loss {path!r} returned {found}, not one number: return the mean over the samples")
+
+
+@fails_as(USER_CODE_RAISED)
+def make_optimizer(spec: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The job's optimizer; for parameters on CUDA the fused one of torch, unless its arguments choose."""
+    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    try:
+        target = resolve(path)
+        optimizer = target(parameters, **arguments, **_implementation(target, arguments, parameters))
+    except FactoryError:
+        raise
+    except Exception as error:
+        raise FactoryError(
+            f"optimizer {path!r}({_shown('parameters', arguments)}) raised {type(error).__name__}: {error}; "
+            "correct optimizer.args"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
+    return optimizer
+
+
+def _implementation(
+    target: Any, arguments: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> dict[str, bool]:
+    fits = all(p.is_cuda and p.is_floating_point() for p in parameters)
+    return {"fused": True} if fits and target in _FUSED and not arguments.keys() & {*_IMPLEMENTATION} else {}
+
+
+def without_implementation(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's saved groups without what depends on the device that they were saved on."""
+    return [{key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups]
+
+
+@fails_as(USER_CODE_RAISED)
+def make_schedule(spec: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """The learning-rate schedule of `optimizer`: an object with step(), state_dict() and load_state_dict().
+
+    The engine calls step() once after each optimizer step; a step that is skipped because its gradients
+    are not finite does not count, neither here nor in the optimizer's own state.
+    """
+    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    call = f"schedule {path!r}({_shown('optimizer', arguments)})"
+    try:
+        schedule = resolve(path)(optimizer, **arguments)
+    except FactoryError:
+        raise
+    except Exception as error:
+        raise FactoryError(
+            f"{call} raised {type(error).__name__}: {error}; correct optimizer.schedule.args"
+        ) from error
+    if missing := [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(schedule, name)]:
+        raise FactoryError(
+            f"{call} returned {type(schedule).__name__}, which has no {', '.join(missing)}: "
+            "return a scheduler of torch.optim.lr_scheduler, or one like it"
+        )
+    try:
+        inspect.signature(schedule.step).bind()
+    except TypeError as error:
+        raise FactoryError(
+            f"{call} returned {type(schedule).__name__}, whose step() wants more than the number of steps "
+            f"({error}): choose a schedule that depends on nothing else"
+        ) from None
+    _check_storable(call, schedule.state_dict())
+    return schedule
+
+
+def _check_storable(call: str, state: Any) -> None:
+    content = io.BytesIO()
+    try:
+        torch.save(state, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FactoryError(
+            f"{call}: its state_dict() holds objects that a checkpoint cannot store ({reason}): "
+            "keep numbers, texts, lists and tensors there"
+        ) from error
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group of parameters, as the next step will use it."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _shown(first: str, arguments: Mapping[str, Any]) -> str:
+    return ", ".join([first, *(f"{key}={value!r}" for key, value in arguments.items())])
