@@ -7,6 +7,7 @@ the width of NCCL's kernels (GPU.md: a waiting one takes multiprocessors from co
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,20 +23,37 @@ def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> 
     """The index at which torch finds the GPU that Ray assigned.
 
     Ray narrows CUDA_VISIBLE_DEVICES to the assigned GPU, so that it is 0, unless the user turned
-    that off (it slows NCCL on some hosts); then the index is the assigned one.
+    that off (it slows NCCL on some hosts). Then torch counts what the node's own CUDA_VISIBLE_DEVICES
+    names (indices or UUIDs), and Ray answers with one of these names; without it, with an index.
     """
-    if environment.get(_NO_REMAPPING, "") in ("", "0"):
+    if environment.get(_NO_REMAPPING, "").lower() not in ("1", "true"):  # as Ray reads it
         return 0
     if not assigned:
         raise RuntimeError(
             f"{_NO_REMAPPING} is set, but Ray assigned no GPU to this worker: unset it, or start Ray nodes with GPUs"
         )
-    return int(assigned[0])
+    name = str(assigned[0])
+    visible = [
+        part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()
+    ]
+    if name in visible:
+        return visible.index(name)
+    if not visible and name.isdigit():
+        return int(name)
+    raise RuntimeError(
+        f"Ray assigned GPU {name!r} to this worker, but CUDA_VISIBLE_DEVICES is {','.join(visible)!r}: "
+        f"start the Ray node with the GPUs that it may use, or unset {_NO_REMAPPING}"
+    )
 
 
 def choose_device(device: str, assigned: Callable[[], Sequence[str | int]]) -> None:
-    """Make this worker's GPU torch's current device; nothing to do on CPU."""
+    """Make this worker's GPU the current device of this thread; nothing to do on CPU."""
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()}: "
+                "install a CUDA build of torch there, or set resources.device to cpu"
+            )
         torch.cuda.set_device(gpu_index(os.environ, assigned()))
 
 

@@ -1,8 +1,11 @@
 """The choice of a GPU by what Ray assigned, and of the transport by device."""
 
-import pytest
+import socket
 
-from worker.device import gpu_index, make_transport
+import pytest
+import torch
+
+from worker.device import choose_device, gpu_index, make_transport
 from worker.transport import Topology
 from worker.transport.gloo import GlooTransport, host_store
 
@@ -15,8 +18,11 @@ NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
         ({}, [3], 0),
         ({NOSET: "0"}, [3], 0),
         ({NOSET: ""}, ["3"], 0),
+        ({NOSET: "false", "CUDA_VISIBLE_DEVICES": "4,5"}, ["5"], 0),
         ({NOSET: "1"}, ["3"], 3),
         ({NOSET: "1"}, [2], 2),
+        ({NOSET: "true", "CUDA_VISIBLE_DEVICES": "4,5"}, ["5"], 1),
+        ({NOSET: "1", "CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, ["GPU-b"], 1),
     ],
 )
 def test_the_gpu_is_the_first_visible_one_unless_ray_leaves_the_environment_alone(
@@ -28,6 +34,17 @@ def test_the_gpu_is_the_first_visible_one_unless_ray_leaves_the_environment_alon
 def test_no_assigned_gpu_is_named_with_the_way_out():
     with pytest.raises(RuntimeError, match=f"{NOSET} is set"):
         gpu_index({NOSET: "1"}, [])
+
+
+def test_an_assigned_gpu_that_is_not_visible_is_named():
+    with pytest.raises(RuntimeError, match=r"assigned GPU '3'.*CUDA_VISIBLE_DEVICES is '0,1'"):
+        gpu_index({NOSET: "1", "CUDA_VISIBLE_DEVICES": "0,1"}, [3])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_node_without_a_gpu_says_so_by_name():
+    with pytest.raises(RuntimeError, match=f"finds no GPU on {socket.gethostname()}"):
+        choose_device("cuda", lambda: [0])
 
 
 def make(device):

@@ -8,6 +8,7 @@ Must not know stages, programs or schedules.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ from typing import Any
 
 import torch
 
-from worker.transport.base import ConnectError, Failure, PeerLostError, Progress, Topology
-from worker.transport.rendezvous import Rendezvous, first_line
+from worker.transport.base import ConnectError, Failure, PeerLostError, Topology
+from worker.transport.rendezvous import Member, first_line
 
-# ncclDataType_t and ncclRedOp_t of nccl.h
-_DATA_TYPES = {
-    torch.int8: 0,
-    torch.uint8: 1,
+# ncclDataType_t and ncclRedOp_t of nccl.h. Only sums need to know types: transfers move bytes.
+_BYTES = 1
+_SUMMED_TYPES = {
     torch.int32: 2,
     torch.int64: 4,
     torch.float16: 6,
@@ -31,6 +31,7 @@ _DATA_TYPES = {
     torch.bfloat16: 9,
 }
 _SUM = 0
+_LATER_STATUS = {6: "6, ncclRemoteError: a peer exited or the network failed", 7: "7, ncclInProgress"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class NcclSettings:
                 environment.setdefault(name, str(value))
 
 
-class NcclTransport:
+class NcclTransport(Member):
     """One GPU's end of all its transfers. Construct it after the device has been chosen.
 
     `nccl`, `torch_version` and `stream_pointer` are cupy.cuda.nccl, torch's NCCL version and torch's
@@ -76,21 +77,18 @@ class NcclTransport:
         stream_pointer: Callable[[], int] | None = None,
     ):
         (settings or NcclSettings()).apply()
-        self.topology = topology
-        self.mesh = mesh
-        self.worker = worker
-        self._rank = topology.rank(mesh, worker)
+        super().__init__(
+            topology,
+            mesh=mesh,
+            worker=worker,
+            store_host=store_host,
+            store_port=store_port,
+            connect_timeout_s=connect_timeout_s,
+            prefix=prefix,
+        )
         self._nccl = nccl if nccl is not None else _load_nccl()
         check_versions(torch_version or torch.cuda.nccl.version(), self._nccl.get_version())
         self._stream_pointer = stream_pointer or (lambda: torch.cuda.current_stream().cuda_stream)
-        self._rendezvous = Rendezvous(
-            topology,
-            rank=self._rank,
-            host=store_host,
-            port=store_port,
-            timeout_s=connect_timeout_s,
-            prefix=prefix,
-        )
         self._sends: dict[str, Any] = {}
         self._receives: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
@@ -99,55 +97,45 @@ class NcclTransport:
         """Make all communicators in one order that is the same on every worker, and use each once: the first
         call on a communicator blocks the host. A peer that dies here blocks for ever; the driver kills."""
         remaining_s = self._rendezvous.join()
-        for source, target in lanes:
-            ranks = tuple(self.topology.rank(mesh, self.worker) for mesh in (source, target))
-            if self._rank not in ranks:
-                continue
-            communicator = self._make(f"{source}>{target}/{self.worker}", ranks, remaining_s)
-            probe = self._probe()
+        for source, target, name, ranks in self._own_lanes(lanes):
+            communicator = self._make(name, ranks, remaining_s)
             if self.mesh == source:
                 self._sends[target] = communicator
-                self.send(target, 0, probe)
+                self.send(target, 0, self._probe())
             else:
                 self._receives[source] = communicator
-                self.receive(source, 0, probe)
-        for name in sorted(groups):
-            if self._rank in groups[name] and len(groups[name]) > 1:
-                self._groups[name] = self._make(f"group/{name}", groups[name], remaining_s)
-                self.all_reduce(name, self._probe())
+                self.receive(source, 0, self._probe())
+        for name, ranks in self._own_groups(groups):
+            self._groups[name] = self._make(f"group/{name}", ranks, remaining_s)
+            self.all_reduce(name, self._probe())
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
         """The tensor's memory is kept from reuse until the send has ended on the stream."""
         stream = self._stream_pointer()
         with _told(f"sending to {peer}", peer):
-            self._sends[peer].send(tensor.data_ptr(), tensor.numel(), _DATA_TYPES[tensor.dtype], 1, stream)
+            self._sends[peer].send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
         stream = self._stream_pointer()
         with _told(f"receiving from {peer}", peer):
-            self._receives[peer].recv(out.data_ptr(), out.numel(), _DATA_TYPES[out.dtype], 0, stream)
+            self._receives[peer].recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         if group not in self._groups:
             return
-        pointer, count, kind = tensor.data_ptr(), tensor.numel(), _DATA_TYPES[tensor.dtype]
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if tensor.dtype not in _SUMMED_TYPES:
+            raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
+        pointer, count, kind = tensor.data_ptr(), tensor.numel(), _SUMMED_TYPES[tensor.dtype]
         with _told(f"the all-reduce over {group}", group):
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
 
-    def publish(self, text: str) -> None:
-        self._rendezvous.publish(text)
-
-    def progress(self, mesh: str) -> Progress | None:
-        return self._rendezvous.progress(self.topology.rank(mesh, self.worker))
-
-    def announce(self, reason: str) -> None:
-        self._rendezvous.announce(reason)
-
     def failure(self) -> Failure | None:
         """PeerLostError when NCCL has noticed one by itself."""
-        if (failure := self._rendezvous.failure()) is not None:
+        if (failure := super().failure()) is not None:
             return failure
         for peer, communicator in [*self._sends.items(), *self._receives.items(), *self._groups.items()]:
             with _told("NCCL's connection", peer):
@@ -171,13 +159,11 @@ class NcclTransport:
         key = f"nccl/{name}"
         try:
             if rank == 0:
-                identity = bytes(part & 0xFF for part in self._nccl.get_unique_id())
-                store.set(key, identity.hex())
+                store.set(key, json.dumps(self._nccl.get_unique_id()))
             store.wait([key], timedelta(seconds=timeout_s))
-            identity = bytes.fromhex(store.get(key).decode())
-            # cupy takes the id as the signed chars of the C struct
-            signed = tuple(part - 256 if part > 127 else part for part in identity)
-            return self._nccl.NcclCommunicator(len(ranks), signed, rank)
+            # as cupy gave it: C chars, which are signed on x86 and unsigned on ARM
+            identity = tuple(json.loads(store.get(key)))
+            return self._nccl.NcclCommunicator(len(ranks), identity, rank)
         except Exception as error:
             raise ConnectError(
                 f"{self.topology.name(self._rank)} could not make the NCCL communicator {name}: {first_line(error)}"
@@ -191,6 +177,11 @@ class NcclTransport:
 def _told(what: str, peer: str) -> Iterator[None]:
     try:
         yield
+    except KeyError as error:  # cupy looks NCCL's status up in a table that ends before these
+        status = error.args[0] if error.args else None
+        raise PeerLostError(
+            f"{what} failed: NCCL status {_LATER_STATUS.get(status, status)}", peer
+        ) from error
     except Exception as error:
         raise PeerLostError(f"{what} failed: {first_line(error)}", peer) from error
 
@@ -217,4 +208,9 @@ def _load_nccl() -> Any:
         raise ConnectError(
             "cupy is not installed: install slotline[cuda12] or slotline[cuda13], as torch's CUDA has it"
         ) from error
+    if not nccl.available:  # an import that failed inside cupy is only a warning there
+        raise ConnectError(
+            "cupy finds no NCCL library (libnccl.so.2): import torch first, which brings its own, or install "
+            "nvidia-nccl-cu12 or nvidia-nccl-cu13, as torch's CUDA has it"
+        )
     return nccl

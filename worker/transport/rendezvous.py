@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -99,3 +100,61 @@ class Rendezvous:
             ) from error
         store.set_timeout(STORE_TIMEOUT)
         return dist.PrefixStore(self._prefix, store) if self._prefix else store
+
+
+class Member:
+    """One worker among its peers: the part of a transport that passes words, not tensors.
+
+    A transport between processes is a Member that adds connect, send, receive, all_reduce and abort.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        mesh: str,
+        worker: int,
+        store_host: str,
+        store_port: int,
+        connect_timeout_s: float,
+        prefix: str = "",
+    ):
+        self.topology = topology
+        self.mesh = mesh
+        self.worker = worker
+        self._rank = topology.rank(mesh, worker)
+        self._rendezvous = Rendezvous(
+            topology,
+            rank=self._rank,
+            host=store_host,
+            port=store_port,
+            timeout_s=connect_timeout_s,
+            prefix=prefix,
+        )
+
+    def publish(self, text: str) -> None:
+        self._rendezvous.publish(text)
+
+    def progress(self, mesh: str) -> Progress | None:
+        return self._rendezvous.progress(self.topology.rank(mesh, self.worker))
+
+    def announce(self, reason: str) -> None:
+        self._rendezvous.announce(reason)
+
+    def failure(self) -> Failure | None:
+        return self._rendezvous.failure()
+
+    def _own_lanes(
+        self, lanes: tuple[tuple[str, str], ...]
+    ) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
+        """Source, target, name and ranks of each connection that ends here, in the agreed order."""
+        for source, target in lanes:
+            ranks = (self.topology.rank(source, self.worker), self.topology.rank(target, self.worker))
+            if self._rank in ranks:
+                yield source, target, f"{source}>{target}/{self.worker}", ranks
+
+    def _own_groups(self, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and ranks of each group of several workers that this one belongs to, in the agreed order."""
+        for name in sorted(groups):
+            if self._rank in groups[name] and len(groups[name]) > 1:
+                yield name, groups[name]

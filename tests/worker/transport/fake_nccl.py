@@ -13,14 +13,17 @@ _SIZES = {0: 1, 1: 1, 2: 4, 4: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 class FakeNccl:
     """One per test; all ranks of the test share it, as all processes share one NCCL network."""
 
-    def __init__(self, connect_timeout_s: float = 10.0):
+    available = True
+
+    def __init__(self, connect_timeout_s: float = 10.0, shift: int = 0):
+        self.shift = shift  # 128 where C chars are unsigned
         self.lock = threading.Condition()
         self.ids = itertools.count(1)
         self.members: dict[tuple, set[int]] = {}
         self.calls: list[tuple] = []
         self.messages: dict[tuple, list[bytes]] = {}
         self.timeout_s = connect_timeout_s
-        self.broken = False
+        self.broken: Exception | None = None
         outer = self
 
         class NcclCommunicator(_Communicator):
@@ -33,16 +36,17 @@ class FakeNccl:
 
     def get_unique_id(self):
         number = next(self.ids)
-        # signed chars, as cupy returns them
-        return tuple(((number * 37 + k * 91) % 256) - 128 for k in range(128))
+        # C chars, as cupy returns them
+        return tuple(((number * 37 + k * 91) % 256) - 128 + self.shift for k in range(128))
 
 
 class _Communicator:
     nccl: FakeNccl
 
     def __init__(self, ndev, identity, rank):
-        assert len(identity) == 128 and all(-128 <= part < 128 for part in identity)
         nccl = self.nccl
+        assert isinstance(identity, tuple) and len(identity) == 128
+        assert all(0 <= part - nccl.shift + 128 < 256 for part in identity)
         self.identity, self.rank, self.aborted = identity, rank, False
         with nccl.lock:
             nccl.calls.append(("init", threading.current_thread().name, identity, rank))
@@ -68,17 +72,17 @@ class _Communicator:
         ctypes.memmove(pointer, data, len(data))
 
     def allReduce(self, source, target, count, kind, operation, stream):
-        self._check("allReduce", stream)
+        self._check("allReduce", stream, count, kind)
 
     def check_async_error(self):
         if self.nccl.broken:
-            raise RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
+            raise self.nccl.broken
 
     def abort(self):
         self.aborted = True
         self.nccl.calls.append(("abort", threading.current_thread().name, self.identity, self.rank))
 
-    def _check(self, what, stream):
+    def _check(self, what, stream, *more):
         if self.aborted:
             raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT: the communicator was aborted")
-        self.nccl.calls.append((what, threading.current_thread().name, self.identity, stream))
+        self.nccl.calls.append((what, threading.current_thread().name, self.identity, stream, *more))

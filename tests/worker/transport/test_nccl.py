@@ -1,6 +1,8 @@
 """The NCCL transport against a recording fake: who connects when, on which communicator and stream."""
 
+import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -96,13 +98,43 @@ def test_each_direction_has_its_own_communicator_and_runs_on_the_lanes_stream(co
     assert {call[3] for call in nccl.calls} == {77}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+        torch.int16,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ],
+)
 def test_tensors_of_every_dtype_arrive_whole(connected, dtype):
     _, transports = connected
     sent, got = torch.arange(8).to(dtype), torch.zeros(8, dtype=dtype)
     transports["m0"].send("m3", 0, sent)
     transports["m3"].receive("m0", 0, got)
-    assert torch.equal(sent, got)
+    assert torch.equal(sent.view(torch.uint8), got.view(torch.uint8)) and got.view(torch.uint8).any()
+
+
+def test_a_sum_tells_nccl_how_many_numbers_of_which_type(connected):
+    nccl, transports = connected
+    del nccl.calls[:]
+    for tensor in (torch.ones(5), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)):
+        transports["m0"].all_reduce("meshes/0", tensor)
+    sums = [call[4:] for call in nccl.calls if call[0] == "allReduce"]
+    assert sums == [(5, 7), (3, 9), (4, 7)]  # ncclFloat32 is 7, ncclBfloat16 9
+    with pytest.raises(TypeError, match=r"cannot sum tensors of torch\.bool"):
+        transports["m0"].all_reduce("meshes/0", torch.ones(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shift", [0, 128], ids=["signed chars", "unsigned chars"])
+def test_the_identity_of_a_communicator_arrives_as_nccl_made_it(shift):
+    nccl, store = FakeNccl(shift=shift), host_store("127.0.0.1")
+    run_all(lambda mesh: make(nccl, store, mesh).connect({}, LANES))
+    assert all(min(identity) >= shift - 128 for _, _, identity, _ in nccl.calls)
 
 
 def test_abort_ends_every_communicator_and_later_calls_name_the_peer(connected):
@@ -117,7 +149,7 @@ def test_abort_ends_every_communicator_and_later_calls_name_the_peer(connected):
 def test_an_error_that_nccl_notices_by_itself_is_told(connected):
     nccl, transports = connected
     assert transports["m0"].failure() is None
-    nccl.broken = True
+    nccl.broken = RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
     with pytest.raises(PeerLostError, match="remote process exited"):
         transports["m0"].failure()
 
@@ -127,6 +159,23 @@ def test_a_peer_that_is_not_there_is_named_before_any_communicator_is_made():
     with pytest.raises(ConnectError, match=r"m1/0, m2/0, m3/0 did not connect within 0\.5 s"):
         make(nccl, store, "m0", connect_timeout_s=0.5).connect(GROUPS, LANES)
     assert nccl.calls == []
+
+
+def test_a_status_that_cupy_has_no_name_for_is_told_with_its_meaning(connected):
+    nccl, transports = connected
+    nccl.broken = KeyError(6)  # cupy's table of names ends at 5
+    with pytest.raises(PeerLostError, match="NCCL status 6, ncclRemoteError"):
+        transports["m0"].failure()
+
+
+def test_a_cupy_without_an_nccl_library_is_named(monkeypatch):
+    """cupy.cuda.nccl imports without one, and has nothing but `available`."""
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.nccl = types.SimpleNamespace(available=False)
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    with pytest.raises(ConnectError, match="cupy finds no NCCL library"):
+        NcclTransport(Topology(MESHES), mesh="m0", worker=0, store_host="127.0.0.1", store_port=1)
 
 
 def test_two_different_nccls_in_one_process_are_refused_with_the_pair_that_fits():
