@@ -61,7 +61,6 @@ class Worker:
 
     def __init__(self, *, job: Mapping[str, Any], mesh: str, worker: int, device: str):
         torch.set_num_threads(1)
-        choose_device(device, _assigned_gpus)
         self._job = job
         self._mesh = mesh
         self._worker = worker
@@ -71,8 +70,10 @@ class Worker:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def address(self) -> WorkerAddress:
-        """Where this worker runs."""
+        """Where this worker runs; takes its GPU. RuntimeError when there is none."""
         import ray
+
+        choose_device(self._device, ray.get_gpu_ids)
 
         context = ray.get_runtime_context()
         return WorkerAddress(
@@ -298,12 +299,6 @@ class Worker:
             "torch": torch.__version__,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _assigned_gpus() -> list[str | int]:
-    import ray
-
-    return ray.get_gpu_ids()
 
 
 def _engine_failure(error: EngineError) -> AttemptFailure:

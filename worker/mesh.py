@@ -30,8 +30,16 @@ from worker.failure import (
 log = logging.getLogger(__name__)
 
 CPU_RESOURCE = "slotline_worker"
+POLL_S = 0.25
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+)
 
 
 @dataclass(frozen=True)
@@ -71,22 +79,30 @@ class Gang:
         """All actors, mesh by mesh: the order of ranks."""
         return [worker for mesh in self.meshes for worker in mesh.workers]
 
-    def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
+    def start(
+        self,
+        actor_class: Any,
+        make_arguments: Callable[[str, int], dict[str, Any]],
+        interrupted: Callable[[], None] | None = None,
+    ) -> None:
         """Reserve every accelerator at once, then start one actor on each.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
-        actor has a method `address()`. Raises AttemptFailure START_TIMEOUT.
+        actor has a method `address()`. `interrupted` is as in `call`. Raises AttemptFailure START_TIMEOUT.
         """
         deadline = time.monotonic() + self._start_timeout_s
         count = len(self._names) * self._workers_per_mesh
         bundle = {"GPU": 1.0} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
         self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
-        if not self._group.wait(timeout_seconds=self._start_timeout_s):
-            raise AttemptFailure(
-                START_TIMEOUT,
-                f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
-                f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
-            )
+        while not self._group.wait(timeout_seconds=POLL_S):
+            if interrupted is not None:
+                interrupted()
+            if time.monotonic() > deadline:
+                raise AttemptFailure(
+                    START_TIMEOUT,
+                    f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
+                    f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
+                )
         meshes = []
         for m, name in enumerate(self._names):
             workers = []
@@ -94,7 +110,7 @@ class Gang:
                 options: dict[str, Any] = {
                     "num_cpus": 0,
                     "max_restarts": 0,
-                    "max_concurrency": 2,
+                    "max_concurrency": 1,  # all calls on one thread: a current CUDA device is a thread's own
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
                         self._group, placement_group_bundle_index=m * self._workers_per_mesh + w
                     ),
@@ -112,6 +128,7 @@ class Gang:
                 what="start",
                 limit_s=max(1.0, deadline - time.monotonic()),
                 late=START_TIMEOUT,
+                interrupted=interrupted,
             )
         )
 
@@ -135,20 +152,20 @@ class Gang:
         waiting = list(refs)
         failures: list[AttemptFailure] = []
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.25)
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
             for ref in done:
                 try:
                     ray.get(ref)
                 except Exception as error:
                     if not failures:
                         deadline = time.monotonic() + CAUSE_GRACE_S
-                    failures.append(self._failure(error, self._name(refs.index(ref)), what))
+                    failures.append(failure_of(error, self.name(refs.index(ref)), what))
             if waiting and interrupted is not None:
                 interrupted()
             if waiting and time.monotonic() > deadline:
                 if failures:
                     break
-                names = ", ".join(self._name(refs.index(ref)) for ref in waiting)
+                names = ", ".join(self.name(refs.index(ref)) for ref in waiting)
                 raise AttemptFailure(late, f"{what}: no answer from {names} within {limit_s:.0f} s")
         if failures:
             raise first_cause(failures)
@@ -173,15 +190,8 @@ class Gang:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _failure(self, error: Exception, name: str, what: str) -> AttemptFailure:
-        if isinstance(error, ray.exceptions.RayTaskError):
-            cause = error.cause
-            return cause if isinstance(cause, AttemptFailure) else as_failure(cause, INTERNAL)
-        if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError)):
-            return AttemptFailure(WORKER_LOST, f"{what}: {name} is gone: {_one_line(error)}")
-        return as_failure(error, INTERNAL)
-
-    def _name(self, index: int) -> str:
+    def name(self, index: int) -> str:
+        """The worker at `index` of `workers`, for messages."""
         mesh, worker = divmod(index, self._workers_per_mesh)
         return f"worker {worker} of mesh {self._names[mesh]}" if mesh < len(self._names) else f"call {index}"
 
@@ -209,6 +219,18 @@ class Gang:
                     log.warning("worker processes %s did not end when asked and were killed", killed)
             except Exception as error:
                 log.warning("could not look for left-over worker processes: %s", error)
+
+
+def failure_of(error: Exception, worker: str, what: str) -> AttemptFailure:
+    """Why a call of an actor failed: what it raised, or that `worker` is lost while it did `what`."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, AttemptFailure) else as_failure(cause, INTERNAL)
+    if isinstance(error, ray.exceptions.GetTimeoutError):
+        return AttemptFailure(SLOT_STALLED, f"{what}: no answer from {worker}")
+    if isinstance(error, _LOST):
+        return AttemptFailure(WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
+    return as_failure(error, INTERNAL)
 
 
 @ray.remote(max_retries=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -28,6 +29,7 @@ class Sleeper:
 
     def __init__(self, mesh: str, worker: int):
         self.mesh, self.worker = mesh, worker
+        self.threads = {threading.get_ident()}
 
     def address(self) -> WorkerAddress:
         context = ray.get_runtime_context()
@@ -37,6 +39,13 @@ class Sleeper:
     def sleep(self, seconds: float) -> str:
         time.sleep(seconds)
         return self.mesh
+
+    def count_threads(self) -> int:
+        self.threads.add(threading.get_ident())
+        return len(self.threads)
+
+    def leave(self) -> None:
+        os._exit(1)
 
     @fails_as(USER_CODE_RAISED)
     def fail(self) -> None:
@@ -101,6 +110,34 @@ def test_workers_stand_in_mesh_order_and_leave_nothing_behind(cluster):
         names = gang.call([w.sleep.remote(0) for w in gang.workers], what="sleep", limit_s=20)
         assert names == ["m0", "m0", "m1", "m1"]
     assert_nothing_left(addresses)
+
+
+def test_all_calls_of_a_worker_run_on_the_thread_that_made_it(cluster):
+    """A current CUDA device belongs to a thread: another one would use GPU 0."""
+    with make_gang(1) as gang:
+        start(gang)
+        calls = [gang.workers[0].count_threads.remote() for _ in range(8)]
+        assert ray.get(calls) == [1] * 8
+
+
+def test_a_cancelled_attempt_does_not_wait_for_a_cluster_that_is_too_small(cluster):
+    class Cancelled(Exception):
+        pass
+
+    def interrupted():
+        raise Cancelled
+
+    with pytest.raises(Cancelled), make_gang(5, 1, 3600.0) as gang:
+        gang.start(ray.remote(Sleeper), lambda mesh, worker: {}, interrupted)
+    assert_nothing_left([])
+
+
+def test_a_worker_that_ends_itself_is_lost(cluster):
+    with make_gang(1) as gang:
+        start(gang)
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 is gone") as caught:
+            gang.call([gang.workers[0].leave.remote()], what="step 3", limit_s=60)
+    assert caught.value.reason == WORKER_LOST
 
 
 def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):
