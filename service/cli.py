@@ -5,6 +5,7 @@ Exit code 0 only on success; messages for people on standard error, results on s
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -48,6 +49,9 @@ def main() -> None:
     """Entry point of the command."""
     try:
         app()
+    except BrokenPipeError:  # `slotline logs JOB | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except CliError as error:
         err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)

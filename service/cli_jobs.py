@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +18,35 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from service.cli_client import Client, CliError, Json, out, print_json, problem_text
+from service.cli_client import (
+    Client,
+    CliError,
+    Json,
+    UnreachableError,
+    checked,
+    out,
+    print_json,
+    problem_text,
+)
 from service.cli_package import zip_folder
-from service.jobs import FINAL_STATES, PACKAGE_PREFIX, REMOTE_CODE, JobState
+from service.jobs import FINAL_STATES, JOB_ID_PATTERN, KEY_PATTERN, PACKAGE_PREFIX, REMOTE_CODE, JobState
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", callback=checked(JOB_ID_PATTERN, "a job's id"), help="A job's id")
+]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
+_RETURN_LIMIT_S = 300.0
+"""So long a command that waits for a job bears with a server that is away: it may be restarting."""
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
+
+
+class _SpecLoader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-3 for text, and people write learning rates so: a number, as in YAML 1.2 and JSON."""
+
+
+_SpecLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +67,12 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the end; exit code 0 only on success")
     ] = False,
-    key: Annotated[str | None, typer.Option(help="Idempotency key: the same key submits only once")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            callback=checked(KEY_PATTERN, "a key"), help="Idempotency key: the same key submits only once"
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Submit a job. A folder in code.working_dir is uploaded."""
@@ -174,13 +202,19 @@ def read_spec(file: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; CliError when there is none."""
     try:
         text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
-        spec = yaml.safe_load(text)
+        spec = yaml.load(text, _SpecLoader)
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CliError(f"{file} is no YAML: {error}") from None
     if not isinstance(spec, dict):
         raise CliError(f"{file} holds no job: give model, data, loss, ... as the README shows")
+    try:
+        json.dumps(spec, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CliError(
+            f"{file} holds a value that JSON has not ({error}): quote dates, leave out .nan"
+        ) from None
     return spec
 
 
@@ -199,10 +233,17 @@ def _upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, 
 
 
 def _wait(client: Client, job_id: str) -> dict[str, Any]:
+    seen_at = time.monotonic()
     while True:
-        job = client.get(f"/api/v1/jobs/{job_id}")
-        if job["state"] in FINAL_STATES:
-            return job
+        try:
+            job = client.get(f"/api/v1/jobs/{job_id}")
+            seen_at = time.monotonic()
+        except UnreachableError:
+            if time.monotonic() - seen_at > _RETURN_LIMIT_S:
+                raise
+        else:
+            if job["state"] in FINAL_STATES:
+                return job
         time.sleep(0.5)
 
 
@@ -220,33 +261,35 @@ def _items(path: str, follow: bool) -> Iterator[dict[str, Any]]:
     token: str | None = None
     while True:
         given = {} if token is None else {"page_token": token}
-        page = client.call("GET", str(httpx.URL(path).copy_merge_params(given))).json()
+        page = client.get(str(httpx.URL(path).copy_merge_params(given)))
         yield from page["items"]
         if (token := page["next_page_token"]) is None:
             return
 
 
 def _follow(client: Client, path: str) -> Iterator[dict[str, Any]]:
-    last, failures = None, 0
+    last, seen_at = None, None
     while True:
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
         try:
             with client.stream(path, headers) as response:
                 if response.status_code == 204:
                     return
-                if response.is_error:
+                if response.status_code == 503 and seen_at is not None:
+                    raise httpx.ReadError("the server is not ready")
+                if not response.is_success:
                     response.read()
                     raise CliError(problem_text(response))
+                seen_at = time.monotonic()
                 for event, number, data in _parse_stream(response.iter_lines()):
-                    last, failures = number or last, 0
+                    last, seen_at = number or last, time.monotonic()
                     if event == "end":
                         return
                     yield data
         except httpx.HTTPError as error:
-            failures += 1
-            if failures > 5:
+            if seen_at is None or time.monotonic() - seen_at > _RETURN_LIMIT_S:
                 raise client.unreachable(error) from None
-            time.sleep(1.0)
+        time.sleep(1.0)
 
 
 def _parse_stream(lines: Iterator[str]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:

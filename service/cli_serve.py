@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import gc
 import json
 import logging
@@ -13,14 +15,17 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.cli_client import CliError, Json, err, out
+from service.cli_client import CliError, Json, checked, err, out
+from service.jobs import NAME_PATTERN
 from service.settings import Settings, load_settings
 from service.store.database import Database, utc_now
 from service.store.packages import delete_token, list_tokens, store_token
 
+TokenName = Annotated[str, typer.Argument(callback=checked(NAME_PATTERN, "a name"), help="Whose token it is")]
 tokens = typer.Typer(help="API tokens, for SLOTLINE_REQUIRE_TOKEN=true.", no_args_is_help=True)
 T = TypeVar("T")
 
@@ -48,8 +53,9 @@ def serve(
     )
     for noisy in ("httpx", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level.lower(),
@@ -71,9 +77,10 @@ def serve(
                 out.print(text, soft_wrap=True)
 
     server = Server(config)
-    server.run(sockets=[listener])
+    with contextlib.suppress(SystemExit):  # uvicorn's way to say that it did not start
+        server.run(sockets=[listener])
     if not server.started:
-        raise CliError("the server did not start; its log above says why")
+        raise CliError(f"the server did not start: {_why(app.state)}")
 
 
 def settings_or_fail(**values: object) -> Settings:
@@ -82,12 +89,12 @@ def settings_or_fail(**values: object) -> Settings:
         return load_settings(**values)
     except ValidationError as error:
         raise CliError("; ".join(_setting_error(one) for one in error.errors())) from None
+    except SettingsError as error:
+        raise CliError(f"{error}: give JSON in it, as in SLOTLINE_QUEUES='{{\"default\": null}}'") from None
 
 
 @tokens.command("create")
-def create_token(
-    name: Annotated[str, typer.Argument(help="Whose token it is")], as_json: Json = False
-) -> None:
+def create_token(name: TokenName, as_json: Json = False) -> None:
     """Make a token and show it, this once; the store keeps only its digest."""
     from service.api.auth import new_token, token_digest
 
@@ -154,7 +161,16 @@ def _setting_error(error: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in error["loc"])
     if not name:
         return message
-    return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={error['input']!r}: {message}"
+    value = str(error["input"])
+    shown = repr(value) if "@" not in value else "..."  # the password of a database's URL
+    return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"
+
+
+def _why(state: Any) -> str:
+    """What stopped the start, in one line."""
+    error = getattr(state, "start_error", None)
+    lines = str(getattr(error, "orig", None) or error or "its log above says why").strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -163,10 +179,11 @@ def _listen(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
+        listener.listen()  # at once: until then another server could take the same port
     except OSError as error:
         listener.close()
-        raise CliError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}): "
-            "another server runs there; end it or give --port"
-        ) from None
+        where = f"cannot listen on {settings.host}:{settings.port} ({error.strerror})"
+        if error.errno == errno.EADDRINUSE:
+            raise CliError(f"{where}: another server runs there; end it or give --port") from None
+        raise CliError(f"{where}: give --host and --port of this machine that you may use") from None
     return listener

@@ -1,16 +1,15 @@
-"""Every setting of the control plane: one name (SLOTLINE_...), one default that works on a laptop.
-
-This module knows environment variables and nothing else of the service.
-"""
+"""Every setting of the control plane: one name (SLOTLINE_...), one default that works on a laptop."""
 
 from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from service.jobs import Name
 
 MEBIBYTE = 1 << 20
 Days = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
@@ -29,7 +28,7 @@ class Settings(BaseSettings):
     public_url: str | None = Field(default=None, description="How drivers and users reach this server")
     data_dir: Path = Path(".slotline")
     database_url: str = Field(default="", description="SQLite in data_dir when empty")
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
 
     # Who may call
     api_token: SecretStr | None = Field(default=None, description="One token that every call must carry")
@@ -64,7 +63,7 @@ class Settings(BaseSettings):
     driver_python: str | None = Field(default=None, description="Python that runs the driver in the cluster")
 
     # Queues: name -> accelerators that its running jobs may hold together (null: no quota)
-    queues: dict[str, Annotated[int, Field(ge=0)] | None] = {"default": None}
+    queues: Annotated[dict[Name, Annotated[int, Field(ge=0)] | None], Field(min_length=1)] = {"default": None}
 
     # The orchestrator's clock
     tick_s: Annotated[float, Field(gt=0, le=60)] = 0.5
@@ -125,8 +124,23 @@ class Settings(BaseSettings):
 
     @field_validator("public_url")
     @classmethod
-    def _public_url_has_no_trailing_slash(cls, value: str | None) -> str | None:
+    def _public_url_is_http(cls, value: str | None) -> str | None:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("drivers and browsers call it over HTTP: write http://... or https://...")
         return value.rstrip("/") if value else None
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _log_level_in_any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("database_url")
+    @classmethod
+    def _database_is_one_that_we_know(cls, value: str) -> str:
+        kind = value.partition("://")[0].partition("+")[0]
+        if value and kind not in _DRIVERS:
+            raise ValueError("write postgresql://user:password@host/name, or leave it empty for SQLite")
+        return value
 
     @model_validator(mode="after")
     def _open_only_on_this_machine(self) -> Settings:

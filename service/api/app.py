@@ -33,6 +33,7 @@ from service.orchestrator.planning import Planner
 from service.orchestrator.ray_jobs import Cluster, RayCluster
 from service.settings import Settings
 from service.store.database import Database
+from service.store.leader import sole_user
 
 logger = logging.getLogger(__name__)
 _STOP_LIMIT_S = 10.0
@@ -44,7 +45,11 @@ def create_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            app.state.service = await _start(settings, cluster, stack)
+            try:
+                app.state.service = await _start(settings, cluster, stack)
+            except Exception as error:
+                app.state.start_error = error  # for the command, which tells it in one line
+                raise
             yield
 
     app = FastAPI(
@@ -72,6 +77,7 @@ def create_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
 async def _start(settings: Settings, cluster: Cluster | None, stack: contextlib.AsyncExitStack) -> Service:
     database = Database(settings.sqlalchemy_url)
     stack.push_async_callback(database.close)
+    await stack.enter_async_context(sole_user(database))
     await database.start()
     local = cluster is None and settings.ray_address is None
     served_for_real = cluster is None

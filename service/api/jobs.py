@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
 from service.api.schemas import JobPage, JobView, job_summary, job_view
-from service.jobs import NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
+from service.jobs import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
 from service.store import jobs as store
 from service.store.database import utc_now
 from service.store.jobs import PageKey
@@ -26,13 +26,10 @@ from service.store.tables import Job
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"])
 _ABSOLUTE = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
 
-JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 JobId = Annotated[str, Path(pattern=JOB_ID_PATTERN, description="A job's id, e.g. job-k3j9x2abcd")]
 IdempotencyKey = Annotated[
     str | None,
-    Header(
-        alias="Idempotency-Key", pattern=r"^[\x21-\x7e]{1,255}$", description="The same key submits only once"
-    ),
+    Header(alias="Idempotency-Key", pattern=KEY_PATTERN, description="The same key submits only once"),
 ]
 
 

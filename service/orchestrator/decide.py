@@ -238,7 +238,13 @@ def watch(
     """
     cancelled = attempt.cancel_requested_at is not None
     if attempt.submitted_at is None:
-        return _cancelled_end() if cancelled else Submit()
+        if cancelled:
+            return _cancelled_end()
+        waited = now - max(attempt.created_at, watching_since)
+        if waited < limits.start_timeout_s:
+            return Submit()
+        message = f"Ray has not taken the driver in {limits.start_timeout_s:g} s"
+        return End(AttemptState.FAILED, "START_TIMEOUT", message)
     problem = _problem(attempt, watching_since=watching_since, now=now, limits=limits)
     if attempt.ray is not None and attempt.ray.state.ended:
         seen = attempt.ray.ended_seen_at

@@ -57,7 +57,9 @@ _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
 _STOP_LIMIT_S = 2.0
 _LOG_SETTLES_S = 2.0
+_LOG_GIVEN_UP_S = 600.0
 _TIDY_EVERY_S = 3600.0
+_NOT_TAKEN = "WAITS_FOR_CLUSTER"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Orchestrator:
         self._wake = asyncio.Event()
         self._stopping = False
         self._since = time.time()
-        self._kept_logs_at = 0.0
+        self._keeps_logs, self._kept_logs_at = False, -_LOG_SETTLES_S
         self._keep = Keep(
             timelines_days=settings.keep_timelines_days,
             history_days=settings.keep_history_days,
@@ -164,8 +166,8 @@ class Orchestrator:
             self._spawn(self._look_after(attempt, job, self._watched[attempt.id]))
         if waiting:
             await self._admit(waiting, active)
-        if time.time() - self._kept_logs_at >= _LOG_SETTLES_S:
-            self._kept_logs_at = time.time()
+        if not self._keeps_logs and time.monotonic() - self._kept_logs_at >= _LOG_SETTLES_S:
+            self._keeps_logs = True
             self._spawn(self._keep_logs())
         if self._tidied_at is None or time.monotonic() - self._tidied_at >= _TIDY_EVERY_S:
             self._tidied_at = time.monotonic()
@@ -238,7 +240,7 @@ class Orchestrator:
             return
         async with self._database.write() as session:
             fresh = await lock_job(session, job.id)
-            if fresh is not None and fresh.job_state in (JobState.QUEUED, JobState.RECOVERING):
+            if fresh is not None and fresh.job_state == job.job_state:
                 explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
 
     async def _start(self, start: Start) -> None:
@@ -324,7 +326,7 @@ class Orchestrator:
             )
             await self._cluster.submit(submission)
         except ClusterUnreachableError as error:
-            logger.warning("attempt %s is not started yet: %s", attempt.id, error)
+            await self._explain(job, Wait(job.id, _NOT_TAKEN, f"not started yet: {error}"))
             return
         except ClusterError as error:
             await self._end(attempt.id, End(AttemptState.FAILED, "START_REFUSED", str(error)))
@@ -333,6 +335,9 @@ class Orchestrator:
             fresh = await attempt_store.find_attempt(session, attempt.id)
             if fresh is not None and fresh.submitted_at is None:
                 fresh.submitted_at = utc_now()
+            starting = await lock_job(session, job.id)
+            if starting is not None and starting.reason == _NOT_TAKEN:
+                starting.reason = starting.message = None
 
     def _cluster_of_the_driver(self) -> dict[str, str]:
         address = self._settings.driver_ray_address
@@ -384,16 +389,24 @@ class Orchestrator:
 
     async def _keep_logs(self) -> None:
         """Keep the logs of drivers that reported their own end, before Ray forgets them."""
-        before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
-        async with self._database.read() as session:
-            ended = await attempt_store.attempts_without_log(session, ended_before=before)
-        for attempt in ended:
-            log = await self._last_log(attempt.id)
-            if log is None:
-                return  # Ray is away: later
-            async with self._database.write() as session:
-                if fresh := await attempt_store.find_attempt(session, attempt.id):
-                    fresh.log_first_line, fresh.log = log
+        try:
+            before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
+            async with self._database.read() as session:
+                ended = await attempt_store.attempts_without_log(session, ended_before=before)
+            for attempt in ended:
+                if self.view.available:
+                    await self._keep_log(attempt)
+        finally:
+            self._keeps_logs, self._kept_logs_at = False, time.monotonic()
+
+    async def _keep_log(self, attempt: Attempt) -> None:
+        """One log; one that Ray does not give out (its node is gone) is given up after a while."""
+        log = await self._last_log(attempt.id)
+        if log is None and time.time() - (_seconds(attempt.finished_at) or 0.0) < _LOG_GIVEN_UP_S:
+            return
+        async with self._database.write() as session:
+            if fresh := await attempt_store.find_attempt(session, attempt.id):
+                fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
 
 
 def clip_log(text: str, limit: int) -> tuple[int, str]:

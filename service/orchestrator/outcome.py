@@ -75,6 +75,7 @@ async def apply_report(
         return _command(job)
     check_current(job, attempt)
     attempt.last_sequence, attempt.heartbeat_at = report.sequence, at
+    attempt.submitted_at = attempt.submitted_at or at  # Ray has the driver, even where its answer was lost
     await _store_measurements(session, job, attempt, report, keep)
     for event in report.events:
         add_event(session, job, event.kind, event.message, at=event.at, attempt=attempt.number)

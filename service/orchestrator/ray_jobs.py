@@ -14,6 +14,9 @@ import httpx
 
 from service.orchestrator.decide import RayJob, RayState
 
+_NOT_NOW = ("No available agent", "ClientConnectorError", "ServerDisconnectedError")
+"""What Ray's head answers (with status 500) while the agent of its node is not there: nobody's failure."""
+
 
 class ClusterError(Exception):
     """The cluster did not do what was asked: it is away, or it refused. The message says which."""
@@ -93,6 +96,8 @@ class RayCluster:
             return
         if (await self.job(submission.id)).state is not RayState.MISSING:
             return
+        if any(word in response.text for word in _NOT_NOW):
+            raise ClusterUnreachableError(f"Ray cannot take the driver now: {_reason(response)}")
         raise ClusterError(f"Ray refused the attempt: {_reason(response)}")
 
     async def job(self, submission_id: str) -> RayJob:

@@ -19,9 +19,13 @@ class FakeCluster:
         self.away = False
         self.loses_answers = False
         self.refusal: str | None = None
+        self.not_now: str | None = None
+        self.lost_logs: set[str] = set()
 
     async def submit(self, submission: Submission) -> None:
         self._answer()
+        if self.not_now is not None:
+            raise ClusterUnreachableError(self.not_now)
         if self.refusal is not None:
             raise ClusterError(self.refusal)
         if submission.id not in self.submissions:
@@ -42,6 +46,8 @@ class FakeCluster:
 
     async def log(self, submission_id: str) -> str:
         self._answer()
+        if submission_id in self.lost_logs:
+            raise ClusterUnreachableError("its node is gone")
         return self.logs.get(submission_id, "")
 
     async def nodes(self) -> list[Node]:

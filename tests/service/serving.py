@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,24 +22,43 @@ from tests.service.fake_cluster import FakeCluster
 T = TypeVar("T")
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @dataclass
 class Served:
     url: str
     app: FastAPI
     cluster: FakeCluster
     loop: asyncio.AbstractEventLoop
+    seen: list[str]
+    """Paths of the requests, in order."""
+
+    def requests(self, path: str) -> int:
+        return self.seen.count(path)
 
     def run(self, work: Callable[[Service], Awaitable[T]]) -> T:
         """Await `work(service)` in the server's own event loop."""
-        return asyncio.run_coroutine_threadsafe(work(service_of(self.app)), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work(service_of(self.app)), self.loop).result(60)
 
 
 @contextmanager
-def serve(settings: Settings) -> Iterator[Served]:
+def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
     """A served application; ended with its thread."""
     cluster = FakeCluster()
     app = create_app(settings, cluster)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", log_config=None))
+    seen: list[str] = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            seen.append(scope["path"])
+        await app(scope, receive, send)
+
+    config = uvicorn.Config(noted, port=port, log_level="error", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:
@@ -52,8 +72,8 @@ def serve(settings: Settings) -> Iterator[Served]:
             assert thread.is_alive(), "the server ended before it began"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(f"http://127.0.0.1:{port}", app, cluster, loops[0])
+        yield Served(f"http://127.0.0.1:{port}", app, cluster, loops[0], seen)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()

@@ -23,7 +23,7 @@ from service.settings import Settings
 from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import utc_now
 from tests.service.conftest import job_body
-from tests.service.serving import Served, serve
+from tests.service.serving import Served, free_port, serve
 
 
 @dataclass
@@ -86,7 +86,7 @@ def report(served: Served, job_id: str, sequence: int, **fields) -> None:
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -205,6 +205,86 @@ def test_a_file_that_is_no_job_is_refused_without_a_server(run: Run, tmp_path: P
     assert run("submit", tmp_path / "none.yaml").code == 1
 
 
+def test_numbers_in_yaml_are_numbers_as_people_write_them(run: Run, served: Served, tmp_path: Path):
+    file = tmp_path / "job.yaml"
+    text = (
+        yaml.safe_dump(job_body())
+        + "optimizer: {factory: 'a:b', args: {lr: 1e-3, eps: 1.e-8, k: +2E5, n: 1e3x}}\n"
+    )
+    file.write_text(text)
+    arguments = run("submit", file, "--json").json["spec"]["optimizer"]["args"]
+    assert arguments == {"lr": 0.001, "eps": 1e-8, "k": 2e5, "n": "1e3x"}
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", ".nan", ".inf", "!!binary aGVsbG8="])
+def test_values_that_json_has_not_are_named_before_anything_is_sent(run: Run, tmp_path: Path, value: str):
+    file = tmp_path / "job.yaml"
+    file.write_text(f"model: {{factory: 'a:b', args: {{x: {value}}}}}\n")
+    result = run("submit", file)
+    assert (result.code, result.out) == (1, "") and "JSON has not" in result.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("job", ""),
+        ("job", "../cluster"),
+        ("cancel", "job-a?x"),
+        ("events", ""),
+        ("timeline", "x/y"),
+        ("submit", "job.yaml", "--key", "a b"),
+        ("token", "create", "x" * 101),
+        ("token", "create", ""),
+    ],
+    ids=str,
+)
+def test_names_that_cannot_be_are_refused_at_once(run: Run, arguments: tuple[str, ...]):
+    result = run(*arguments)
+    assert (result.code, result.out) == (2, "") and "Traceback" not in result.err
+
+
+def test_a_job_is_waited_for_and_followed_while_the_server_restarts(
+    monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path, job_file: Path
+):
+    """The same port, the same store; the driver reports to the second control plane."""
+    from service.jobs import AttemptState
+
+    port = free_port()
+    settings = Settings(data_dir=tmp_path, tick_s=0.05, port=port)
+    monkeypatch.setenv("SLOTLINE_URL", f"http://127.0.0.1:{port}")
+    results: dict[str, subprocess.CompletedProcess] = {}
+
+    def start(*arguments: str) -> threading.Thread:
+        command = [sys.executable, "-m", "service.cli", *arguments]
+        work = lambda: results.update(  # noqa: E731
+            {arguments[0]: subprocess.run(command, capture_output=True, text=True, timeout=200)}
+        )
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    with serve(settings, port=port) as served:
+        waits = start("submit", str(job_file), "--wait", "--json")
+        until(lambda: bool(served.cluster.submissions))
+        job_id = next(iter(served.cluster.submissions)).rpartition("-")[0]
+        follows = start("events", job_id, "--follow", "--json")
+        until(
+            lambda: (
+                served.requests(f"/api/v1/jobs/{job_id}/events") and served.requests(f"/api/v1/jobs/{job_id}")
+            )
+        )
+    with serve(settings, port=port) as served:
+        report(served, job_id, 1, state=AttemptState.SUCCEEDED)
+        waits.join()
+        follows.join()
+    assert results["submit"].returncode == 0, results["submit"].stderr
+    assert json.loads(results["submit"].stdout)["state"] == "SUCCEEDED"
+    numbers = [json.loads(line)["number"] for line in results["events"].stdout.splitlines()]
+    assert (
+        results["events"].returncode == 0 and numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 2
+    )
+
+
 def test_a_bad_job_is_refused_with_the_servers_words(run: Run, served: Served, tmp_path: Path):
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_body(training={"global_batch": 10, "microbatches": 4})))
@@ -255,6 +335,13 @@ def test_tokens_are_made_listed_and_revoked(run: Run, monkeypatch: pytest.Monkey
         ({"SLOTLINE_PORT": "70000"}, "SLOTLINE_PORT='70000'"),
         ({"SLOTLINE_HOST": "0.0.0.0"}, "SLOTLINE_API_TOKEN"),
         ({"RAY_ADDRESS": "ray://head:10001"}, "http://head:8265"),
+        ({"SLOTLINE_LOG_LEVEL": "loud"}, "SLOTLINE_LOG_LEVEL='loud'"),
+        ({"SLOTLINE_QUEUES": "default"}, "JSON"),
+        ({"SLOTLINE_QUEUES": '{"a b": 1}'}, "SLOTLINE_QUEUES"),
+        ({"SLOTLINE_PUBLIC_URL": "slotline.internal"}, "write http://"),
+        ({"SLOTLINE_DATABASE_URL": "mysql://me:secret@host/x"}, "write postgresql://"),
+        ({"SLOTLINE_KEEP_HISTORY_DAYS": "-0.5"}, "-1 for ever"),
+        ({"SLOTLINE_HOST": "203.0.113.7", "SLOTLINE_API_TOKEN": "x"}, "203.0.113.7"),
     ],
 )
 def test_wrong_settings_stop_the_server_with_their_names(
@@ -264,6 +351,47 @@ def test_wrong_settings_stop_the_server_with_their_names(
         monkeypatch.setenv(name, value)
     result = run("serve")
     assert result.code == 1 and says in result.err.replace("\n", " ")
+    assert "secret" not in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("http://[::1", "no address"),
+        ("localhost:8000", "no Slotline answers"),
+        ("http://127.0.0.1:x", "no address"),
+    ],
+)
+def test_an_address_that_is_none_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, address: str, says: str):
+    monkeypatch.setenv("SLOTLINE_URL", address)
+    result = run("jobs")
+    assert result.code == 1 and says in result.err.replace("\n", " ")
+
+
+def test_a_token_with_odd_characters_is_named_but_not_shown(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLOTLINE_API_TOKEN", "secré")
+    result = run("jobs")
+    assert result.code == 1 and "SLOTLINE_API_TOKEN" in result.err and "secr" not in result.err
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    run: Run, served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert run("jobs", "--json").json == []
+
+
+def test_a_second_server_on_the_same_data_is_refused_and_says_so(
+    run: Run, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SLOTLINE_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
+    monkeypatch.setattr("service.store.leader._TAKE_OVER_S", 0.0)
+    result = run("serve", "--port", 0)
+    assert result.code == 1 and "another Slotline serves" in result.err.replace("\n", " ")
 
 
 def test_a_port_in_use_is_named_before_anything_starts(run: Run):

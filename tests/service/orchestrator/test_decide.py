@@ -167,6 +167,14 @@ def test_an_attempt_that_ray_was_never_given_is_submitted():
     assert look(replace(STARTED, submitted_at=None), 1) == Submit()
 
 
+def test_an_attempt_that_ray_does_not_take_is_given_up_at_the_limit_of_a_start():
+    pending = replace(STARTED, submitted_at=None)
+    assert look(pending, 49) == Submit()
+    answer = look(pending, 50)
+    assert (answer.state, answer.reason) == (AttemptState.FAILED, "START_TIMEOUT")
+    assert look(pending, 1000, since=990) == Submit(), "the control plane itself was away"
+
+
 def test_an_attempt_cancelled_before_its_start_ends():
     answer = look(replace(STARTED, submitted_at=None, cancel_requested_at=0.5), 1)
     assert answer == End(AttemptState.CANCELLED, "CANCELLED_BY_USER", "cancelled by the user")

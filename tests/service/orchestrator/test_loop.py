@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -33,7 +32,7 @@ from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
 
 SETTINGS = Settings(
-    retry_backoff_s=0.0, cancel_grace_s=0.05, start_timeout_s=100, silence_limit_s=100, heartbeat_timeout_s=30
+    retry_backoff_s=0.0, cancel_grace_s=30, start_timeout_s=100, silence_limit_s=100, heartbeat_timeout_s=30
 )
 
 
@@ -183,6 +182,36 @@ async def test_a_start_that_ray_refuses_is_tried_again_then_fails_with_the_reaso
     assert "runtime_env is broken" in job.message
 
 
+async def test_a_ray_that_cannot_take_a_driver_now_costs_no_attempt_and_the_job_says_why(world: World):
+    """The head of a cluster answers before the agent of its node is there."""
+    world.cluster.not_now = "No available agent to submit job, please try again later."
+    job_id = await world.submit(retry={"infrastructure": 0})
+    await world.rounds(6)
+    job = await world.job(job_id)
+    assert (job.state, job.reason, job.attempts_made) == ("STARTING", "WAITS_FOR_CLUSTER", 1)
+    assert "No available agent" in job.message
+    async with world.database.read() as session:
+        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+    assert kinds.count("waiting") == 1
+    world.cluster.not_now = None
+    await world.rounds(1)
+    job = await world.job(job_id)
+    assert f"{job_id}-1" in world.cluster.submissions
+    assert (job.state, job.reason, job.message) == ("STARTING", None, None)
+
+
+async def test_a_driver_that_reports_counts_as_started_though_rays_answer_was_lost(world: World):
+    world.cluster.loses_answers = True
+    job_id = await world.submit()
+    await world.rounds(3)
+    assert (await world.attempt(f"{job_id}-1")).submitted_at is None
+    await world.report(f"{job_id}-1", 1, state=AttemptState.RUNNING)
+    assert (await world.attempt(f"{job_id}-1")).submitted_at is not None
+    await world.cancel(job_id)
+    await world.rounds(1)
+    assert (await world.job(job_id)).state == "CANCELLING", "it is told to end, not taken for never started"
+
+
 async def test_a_retry_by_the_user_gives_all_attempts_anew(world: World):
     world.cluster.refusal = "no"
     job_id = await world.submit(retry={"infrastructure": 1})
@@ -256,7 +285,10 @@ async def test_a_cancelled_driver_hears_it_and_ends_by_itself(world: World):
 async def test_a_driver_that_ignores_the_cancel_is_stopped(world: World):
     job_id = await world.start()
     await world.cancel(job_id)
-    await asyncio.sleep(0.06)
+    await world.rounds(1)
+    assert world.cluster.stopped == []
+    async with world.database.write() as session:
+        (await job_store.find_job(session, job_id)).cancel_requested_at -= timedelta(seconds=30)
     await world.rounds(3)
     assert world.cluster.stopped == [f"{job_id}-1"]
     job = await world.job(job_id)
@@ -342,6 +374,22 @@ async def test_the_log_of_a_driver_that_ended_in_order_is_kept(world: World):
     assert (await world.attempt(f"{job_id}-1")).log == "hello\n"
     world.cluster.away = True
     assert await world.orchestrator.log_of(await world.attempt(f"{job_id}-1")) == (1, "hello\n")
+
+
+async def test_a_log_that_ray_does_not_give_out_holds_up_no_other_and_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    lost, kept = await world.start(pipeline={"stages": 1}), await world.start(pipeline={"stages": 1})
+    for job_id in (lost, kept):
+        world.cluster.logs[f"{job_id}-1"] = "hello\n"
+        await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    world.cluster.lost_logs.add(f"{lost}-1")
+    await world.rounds(2)
+    assert (await world.attempt(f"{kept}-1")).log == "hello\n"
+    assert (await world.attempt(f"{lost}-1")).log is None
+    monkeypatch.setattr("service.orchestrator.loop._LOG_GIVEN_UP_S", 0.0)
+    await world.rounds(1)
+    assert (await world.attempt(f"{lost}-1")).log == "[Ray did not give this log out]\n"
 
 
 async def test_a_timeline_and_a_checkpoint_of_a_report_are_stored(world: World):
