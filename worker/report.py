@@ -8,10 +8,11 @@ Knows nothing of training and nothing of Ray.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,9 @@ HEARTBEAT_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
 PLAN_TIMEOUT_S = 180.0
 MAX_STEPS_PER_REPORT = 2_000
-MAX_WAITING_TIMELINES = 64
+MAX_EVENTS_PER_REPORT = 1_000
+MAX_SLOTS_PER_REPORT = 20_000  # some 200 bytes each
+MAX_WAITING_SLOTS = 200_000
 
 
 class Refused(RuntimeError):
@@ -34,6 +37,11 @@ class Refused(RuntimeError):
         super().__init__(detail)
         self.status = status
         self.detail = detail
+
+    @property
+    def final(self) -> bool:
+        """Whether the control plane wants no more of this attempt."""
+        return self.status in (401, 409)
 
 
 class ControlPlane:
@@ -89,24 +97,41 @@ class ControlPlane:
         return retry(self._once, method, path, **kwargs)
 
     def _once(self, method: str, path: str, **kwargs: Any) -> Any:
-        response = self._client.request(method, path, **kwargs)
-        if response.status_code == 429 or response.status_code >= 500:
+        try:
+            response = self._client.request(method, path, **kwargs)
+        except ValueError:  # a number or a text that JSON has no word for
+            if "json" not in kwargs:
+                raise
+            response = self._client.request(method, path, **{**kwargs, "json": _printable(kwargs["json"])})
+        if not response.is_success and (not response.is_client_error or response.status_code in _TRY_AGAIN):
             response.raise_for_status()
         if response.is_error:
             raise Refused(response.status_code, _detail(response))
-        return response.json() if response.content else None
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError:
+            raise httpx.DecodingError(
+                f"{response.url} answered {response.status_code} without JSON: is a proxy in between?",
+                request=response.request,
+            ) from None
 
 
+_TRY_AGAIN = (408, 425, 429)
 FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 @dataclass
 class _Pending:
     steps: deque[dict[str, Any]] = field(default_factory=deque)
-    timelines: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_WAITING_TIMELINES))
+    timelines: deque[dict[str, Any]] = field(default_factory=deque)
     events: deque[dict[str, Any]] = field(default_factory=deque)
     states: deque[dict[str, Any]] = field(default_factory=deque)
     checkpoint: dict[str, Any] | None = None
+
+    def anything(self) -> bool:
+        return bool(self.steps or self.timelines or self.events or self.states or self.checkpoint)
 
 
 class Reporter:
@@ -146,7 +171,11 @@ class Reporter:
 
     def timeline(self, timeline: Mapping[str, Any]) -> None:
         """Report a measured timeline; while the control plane is away only the newest are kept."""
-        self._add("timelines", dict(timeline))
+        with self._lock:
+            waiting = self._pending.timelines
+            waiting.append(dict(timeline))
+            while len(waiting) > 1 and _slots(waiting) > MAX_WAITING_SLOTS:
+                waiting.popleft()
 
     def event(self, kind: str, message: str) -> None:
         self._add("events", {"at": time.time(), "kind": kind, "message": message})
@@ -165,7 +194,7 @@ class Reporter:
         self._wake.set()
         deadline = time.monotonic() + timeout_s
         while not self._idle.wait(0.05) and not self._closing.is_set():
-            if self.fenced.is_set() or time.monotonic() > deadline:
+            if self.fenced.is_set() or time.monotonic() > deadline or not self._thread.is_alive():
                 return False
         return not self.fenced.is_set()
 
@@ -198,39 +227,62 @@ class Reporter:
                     log.warning("control plane away (%s): training goes on, reports wait", error)
                 return False
             except Refused as refused:
-                if refused.status in (401, 404, 409):
+                if refused.final or refused.status == 404:
                     log.error("the control plane refused this attempt: %s", refused.detail)
                     self.fenced.set()
                     self._idle.set()
                     return True
-                log.error("report %s was refused and is dropped: %s", body["sequence"], refused.detail)
-                self._unsent = None
-                continue
+                if self._reduce(body, refused.detail):
+                    continue
+                return False
+            except Exception as error:  # this thread must not end: a final state would never arrive
+                log.exception("report %s could not be written", body["sequence"])
+                if self._reduce(body, str(error)):
+                    continue
+                return False
             self._unsent = None
             if self._away_since is not None:
                 log.info("control plane back after %.1f s", time.monotonic() - self._away_since)
                 self._away_since = None
-            if (answer or {}).get("command") == "cancel":
+            if isinstance(answer, dict) and answer.get("command") == "cancel":
                 self.cancelled.set()
             if body["state"] in FINAL_STATES:  # a report after the final one would be refused
                 self._closing.set()
                 self._idle.set()
                 return True
             with self._lock:
-                p = self._pending
-                if not (p.steps or p.timelines or p.events or p.states or p.checkpoint):
+                if not self._pending.anything():
                     self._idle.set()
                     return True
 
+    def _reduce(self, body: dict[str, Any], why: str) -> bool:
+        """Keep what is worth another try of a report that was refused: its least important part goes first,
+        what is left of its state last. False when nothing is."""
+        for part in ("timelines", "events", "steps", "metrics_endpoint", "checkpoint", "message"):
+            if body[part]:
+                log.error("report %s was refused (%s): its %s are dropped", body["sequence"], why, part)
+                self._unsent = {**body, part: [] if isinstance(body[part], list) else None}
+                return True
+        log.error("report %s was refused and is dropped: %s", body["sequence"], why)
+        self._unsent = None
+        if body["state"] in FINAL_STATES:
+            self.fenced.set()
+            self._idle.set()
+        return False
+
     def _take(self) -> dict[str, Any]:
-        """The next report: one change of state a report, after the steps that came before it."""
+        """The next report: one change of state a report, after all that was added before it."""
         with self._lock:
             p = self._pending
             steps = [p.steps.popleft() for _ in range(min(len(p.steps), MAX_STEPS_PER_REPORT))]
-            timelines, events = list(p.timelines), list(p.events)
-            p.timelines.clear()
-            p.events.clear()
-            change = p.states.popleft() if p.states and not p.steps else {}
+            events = [p.events.popleft() for _ in range(min(len(p.events), MAX_EVENTS_PER_REPORT))]
+            timelines: list[dict[str, Any]] = []
+            while p.timelines and (
+                not timelines or _slots([*timelines, p.timelines[0]]) <= MAX_SLOTS_PER_REPORT
+            ):
+                timelines.append(p.timelines.popleft())
+            before = p.steps or p.timelines or p.events
+            change = p.states.popleft() if p.states and not before else {}
             checkpoint, p.checkpoint = p.checkpoint, None
             self._sequence += 1
             return {
@@ -244,6 +296,21 @@ class Reporter:
                 "metrics_endpoint": self._metrics_endpoint,
                 "checkpoint": checkpoint,
             }
+
+
+def _slots(timelines: Iterable[Mapping[str, Any]]) -> int:
+    return sum(len(timeline.get("slots", ())) for timeline in timelines)
+
+
+def _printable(value: Any) -> Any:
+    """The same with null for NaN and infinity, and marks for characters that UTF-8 cannot carry."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(entry) for key, entry in value.items()}
+    return [_printable(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _detail(response: httpx.Response) -> str:
