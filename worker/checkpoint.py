@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
+import pickle
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +20,8 @@ import fsspec
 import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -49,12 +53,10 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
     _write(files, _shard_path(folder, shard), content.getbuffer())
 
 
-def finish(
-    uri: str, *, step: int, shards: Sequence[str], keep: int, notes: Mapping[str, Any] | None = None
-) -> None:
+def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
     """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job.
 
-    `notes` (JSON: seed, precision, …) are stored with it. Raises CheckpointError when a shard is missing.
+    Raises CheckpointError when a shard is missing. Older ones that cannot be removed stay, with a warning.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: keep at least 1 checkpoint")
@@ -67,9 +69,12 @@ def finish(
             raise CheckpointError(
                 f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
             ) from None
-    manifest = {"format": FORMAT, "step": step, "shards": sizes, "notes": dict(notes or {})}
+    manifest = {"format": FORMAT, "step": step, "shards": sizes}
     _write(files, f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
-    _remove_old(files, folder, step, keep)
+    try:
+        _remove_old(files, folder, step, keep)
+    except Exception as error:  # the new checkpoint is whole: that is what matters
+        log.warning("old checkpoints beside %s could not be removed: %s", uri, error)
 
 
 def try_writing(uri: str) -> None:
@@ -87,13 +92,11 @@ def try_writing(uri: str) -> None:
         ) from error
 
 
-def latest(uri: str, job: str) -> tuple[str, int] | None:
-    """The newest complete checkpoint of `job` below `uri`, and its step."""
+def complete(uri: str, job: str) -> list[str]:
+    """The complete checkpoints of `job` below `uri`, the newest first."""
     files, folder = fsspec.core.url_to_fs(f"{uri.rstrip('/')}/{job}")
-    complete = [
-        step for step, _ in _steps(files, folder) if files.exists(f"{folder}/{_name(step)}/{MANIFEST}")
-    ]
-    return (step_uri(uri, job, max(complete)), max(complete)) if complete else None
+    steps = [step for step, _ in _steps(files, folder) if files.exists(f"{folder}/{_name(step)}/{MANIFEST}")]
+    return [step_uri(uri, job, step) for step in reversed(steps)]
 
 
 def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any], int]:
@@ -118,12 +121,6 @@ def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any]
             elif not whole.get(part):  # a mesh without trained parameters has none
                 whole[part] = value
     return whole, manifest["step"]
-
-
-def read_notes(uri: str) -> dict[str, Any]:
-    """The notes that `finish` stored."""
-    files, folder = fsspec.core.url_to_fs(uri)
-    return _read_manifest(files, folder, uri)["notes"]
 
 
 def _name(step: int) -> str:
@@ -155,6 +152,8 @@ def _read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str
         manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
     except FileNotFoundError:
         raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {FORMAT}")
     return manifest
@@ -170,7 +169,7 @@ def _read_shard(files: AbstractFileSystem, path: str, size: int) -> dict[str, An
         return torch.load(io.BytesIO(files.cat_file(path)), map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"shard {path} is missing") from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"shard {path} cannot be read: {error}") from error
@@ -217,5 +216,6 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(value, Mapping):
         return {key: _map_tensors(entry, change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(entry, change) for entry in value)
+        changed = [_map_tensors(entry, change) for entry in value]
+        return changed if isinstance(value, list) else tuple(changed)
     return value

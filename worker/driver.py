@@ -7,6 +7,7 @@ in actor.py, what the control plane hears goes through report.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -28,10 +29,11 @@ from worker.failure import (
     as_failure,
 )
 from worker.links import Link, slowest
-from worker.mesh import Gang, own_node_address
+from worker.mesh import Gang, failure_of, own_node_address
 from worker.metrics import JobMetrics
 from worker.model.profile import LayerProfile, mean_profile
 from worker.report import ControlPlane, Refused, Reporter
+from worker.saving import Checkpoints
 from worker.steps import StepRecord, record_step
 from worker.timing import ClockOffset, estimate_offset
 from worker.transport import Topology
@@ -41,8 +43,10 @@ log = logging.getLogger(__name__)
 
 CLOCK_ROUNDS = 9
 CLOCK_EVERY_S = 30.0
+CLOCK_LIMIT_S = 30.0
 TIMELINE_EVERY_S = 1.0
 FINAL_REPORT_LIMIT_S = 3_600.0
+TERMINATED_REPORT_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,31 @@ class Limits:
         values = {}
         for name, default in asdict(cls()).items():
             variable = "SLOTLINE_METRICS_LINGER_S" if name == "linger_s" else f"SLOTLINE_LIMIT_{name.upper()}"
-            values[name] = float(os.environ.get(variable, default))
+            text = os.environ.get(variable, default)
+            try:
+                values[name] = float(text)
+            except ValueError:
+                raise ValueError(f"{variable} is {text!r}: give a number of seconds") from None
         return cls(**values)
 
 
 class Cancelled(Exception):
     """The control plane asked to stop, or wants no more of this attempt."""
+
+
+class Termination:
+    """SIGTERM: the first one ends the attempt in order, by KeyboardInterrupt; later ones change nothing."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, *_: object) -> None:
+        if not self.asked:
+            self.asked = True
+            raise KeyboardInterrupt
 
 
 @dataclass
@@ -93,28 +116,34 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _interrupt)
+    termination = Termination()
+    termination.listen()
     limits = Limits.from_environment()
     control = ControlPlane(
         os.environ["SLOTLINE_CONTROL_URL"],
         os.environ["SLOTLINE_ATTEMPT_ID"],
         os.environ["SLOTLINE_ATTEMPT_TOKEN"],
     )
-    given = control.attempt()
+    try:
+        given = control.attempt()
+    except Refused as refused:
+        log.error("the control plane wants nothing of this attempt: %s", refused.detail)
+        return 1
     attempt = Attempt(
         given["job_id"], given["number"], given["job"], given["device"], limits, resume=given.get("resume")
     )
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)
-    state, reason, message = _outcome(attempt, control, reporter, metrics)
+    state, reason, message = _outcome(attempt, control, reporter, metrics, termination)
     if state == "FAILED":
         log.error("attempt %s of job %s failed: %s: %s", attempt.number, attempt.job_id, reason, message)
     reporter.state(state, reason=reason, message=message)
     try:
-        delivered = reporter.flush(FINAL_REPORT_LIMIT_S)
+        delivered = reporter.flush(TERMINATED_REPORT_LIMIT_S if termination.asked else FINAL_REPORT_LIMIT_S)
         reporter.close()  # a finished attempt has no heartbeat
-        log.info("%s; metrics stay for %.0f s", state, limits.linger_s)
-        metrics.close(limits.linger_s if delivered and not reporter.fenced.is_set() else 0.0)
+        linger_s = limits.linger_s if delivered and not termination.asked else 0.0
+        log.info("%s; metrics stay for %.0f s", state, linger_s)
+        metrics.close(linger_s)
     except KeyboardInterrupt:
         log.info("asked to end before the metrics' time was over")
     control.close()
@@ -122,20 +151,32 @@ def main() -> int:
 
 
 def _outcome(
-    attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
+    attempt: Attempt,
+    control: ControlPlane,
+    reporter: Reporter,
+    metrics: JobMetrics,
+    termination: Termination,
 ) -> tuple[str, str | None, str | None]:
     """Train; the final state with its reason and message. Leaves no actor and no placement group."""
     try:
         address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
         ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+        termination.listen()  # ray.init puts a handler of its own in place
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
             _train(attempt, control, reporter, metrics)
         finally:
             ray.shutdown()
         return "SUCCEEDED", None, None
-    except (Cancelled, KeyboardInterrupt):
+    except Cancelled:
         return "CANCELLED", CANCELLED_BY_USER, "cancelled on request"
+    except (KeyboardInterrupt, SystemExit):
+        return "CANCELLED", CANCELLED_BY_USER, "the driver was told to end (SIGTERM)"
+    except Refused as refused:
+        if refused.final:
+            return "CANCELLED", CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
+        log.exception("the control plane refused what the driver asked")
+        return "FAILED", INTERNAL, f"the control plane answered {refused.status}: {refused.detail}"
     except AttemptFailure as failure:
         if failure.details:
             log.error("%s", failure.details)
@@ -171,24 +212,27 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
                 "worker": worker,
                 "device": attempt.device,
             },
+            check,
         )
-        check()
         reporter.event(
             "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
         )
-        if place := attempt.job.get("checkpoint"):
-            gang.call(
-                [w.try_checkpoints.remote(place["uri"]) for w in gang.workers],
-                what=f"trying to write to {place['uri']}",
-                limit_s=limits.checkpoint_s,
-                interrupted=check,
-            )
+        checkpoints = Checkpoints(
+            attempt.job.get("checkpoint"),
+            attempt.job_id,
+            gang=gang,
+            reporter=reporter,
+            limit_s=limits.checkpoint_s,
+            interrupted=check,
+        )
+        checkpoints.try_place()
         begins = _plan(attempt, control, reporter, gang, check)
         metrics.set_plan(attempt.plan)
         store = host_store("0.0.0.0")
-        first = _load(attempt, gang, topology, begins, (own_node_address(), store.port), check)
+        _load(attempt, gang, topology, begins, (own_node_address(), store.port), check)
+        done = checkpoints.restore((attempt.resume or {}).get("uri"))
         reporter.state("RUNNING")
-        _step_loop(attempt, gang, reporter, metrics, first, check)
+        _step_loop(attempt, gang, reporter, metrics, checkpoints, done + 1, check)
 
 
 def _plan(attempt: Attempt, control: ControlPlane, reporter: Reporter, gang: Gang, check: Any) -> list[str]:
@@ -220,6 +264,8 @@ def _plan(attempt: Attempt, control: ControlPlane, reporter: Reporter, gang: Gan
     try:
         answer = control.plan(request)
     except Refused as refused:
+        if refused.final:
+            raise
         raise AttemptFailure(PLAN_INFEASIBLE, refused.detail) from None
     attempt.plan, attempt.spec = answer["plan"], answer["spec"]
     reporter.event(
@@ -275,8 +321,8 @@ def _load(
     begins: Sequence[str],
     store: tuple[str, int],
     check: Any,
-) -> int:
-    """Give every worker its stages and program; the number of the first step to run."""
+) -> None:
+    """Give every worker its stages and program."""
     mesh_of_stage = [stage["mesh"] for stage in attempt.spec["stages"]]
     planned = planned_seconds(attempt.plan, [stage["name"] for stage in attempt.spec["stages"]])
     limits = asdict(attempt.limits)
@@ -299,23 +345,18 @@ def _load(
         late=START_TIMEOUT,
         interrupted=check,
     )
-    if not attempt.resume:
-        return 1
-    steps = gang.call(
-        [w.restore.remote(attempt.resume["uri"]) for w in gang.workers],
-        what=f"restoring {attempt.resume['uri']}",
-        limit_s=attempt.limits.checkpoint_s,
-        interrupted=check,
-    )
-    return steps[0] + 1
 
 
 def _step_loop(
-    attempt: Attempt, gang: Gang, reporter: Reporter, metrics: JobMetrics, first: int, check: Any
+    attempt: Attempt,
+    gang: Gang,
+    reporter: Reporter,
+    metrics: JobMetrics,
+    checkpoints: Checkpoints,
+    first: int,
+    check: Any,
 ) -> None:
-    job, limits = attempt.job, attempt.limits
-    last = job["training"]["steps"]
-    every = (job.get("checkpoint") or {}).get("every_steps")
+    limits, last = attempt.limits, attempt.job["training"]["steps"]
     step_limit_s = max(
         limits.step_floor_s, limits.slot_floor_s + limits.slot_factor * attempt.plan["makespan_s"]
     )
@@ -344,8 +385,7 @@ def _step_loop(
         if keep_timeline:
             next_timeline = time.monotonic() + TIMELINE_EVERY_S
         _publish(record, reporter, metrics, keep_timeline)
-        if every and (step % every == 0 or step == last):
-            _save(attempt, gang, reporter, step, check)
+        checkpoints.after(step, last=step == last)
 
 
 def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_timeline: bool) -> None:
@@ -354,24 +394,6 @@ def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_t
     if keep_timeline:
         reporter.timeline(record.timeline)
         metrics.set_timeline(record.timeline)
-
-
-def _save(attempt: Attempt, gang: Gang, reporter: Reporter, step: int, check: Any) -> None:
-    from worker import checkpoint
-
-    settings = attempt.job["checkpoint"]
-    uri = checkpoint.step_uri(settings["uri"], attempt.job_id, step)
-    gang.call(
-        [w.save.remote(uri, step) for w in gang.workers],
-        what=f"checkpoint after step {step}",
-        limit_s=attempt.limits.checkpoint_s,
-        interrupted=check,
-    )
-    checkpoint.finish(
-        uri, step=step, shards=[mesh.name for mesh in gang.meshes], keep=settings.get("keep", 2)
-    )
-    reporter.checkpoint(step, uri)
-    reporter.event("checkpoint", f"after step {step}: {uri}")
 
 
 class _Clocks:
@@ -389,10 +411,16 @@ class _Clocks:
         self.offsets = [
             ClockOffset(0.0, 0.0)
             if address.node == own_node  # one host, one monotonic clock
-            else estimate_offset(lambda w=w: ray.get(w.clock.remote(), timeout=30.0), rounds=CLOCK_ROUNDS)
-            for w, address in zip(self._gang.workers, self._gang.addresses, strict=True)
+            else estimate_offset(functools.partial(self._ask, index), rounds=CLOCK_ROUNDS)
+            for index, address in enumerate(self._gang.addresses)
         ]
         self._due = time.monotonic() + CLOCK_EVERY_S
+
+    def _ask(self, index: int) -> float:
+        try:
+            return ray.get(self._gang.workers[index].clock.remote(), timeout=CLOCK_LIMIT_S)
+        except Exception as error:
+            raise failure_of(error, self._gang.name(index), "reading the clock") from None
 
 
 def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float]]:
@@ -417,10 +445,6 @@ def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict
 def _serve_metrics(metrics: JobMetrics) -> str:
     """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
     return metrics.serve(host=os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address(), port=0)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.reference import accumulate, dataset_batches
 from worker import checkpoint
-from worker.checkpoint import CheckpointError, finish, latest, load, save_shard, step_uri
+from worker.checkpoint import CheckpointError, complete, finish, load, save_shard, step_uri
 from worker.data.sampler import BatchSampler, collate
 from worker.model import gpt, trace
 
@@ -62,11 +63,11 @@ def test_only_the_names_asked_for_are_kept(base):
 
 
 def test_the_newest_complete_checkpoints_are_kept_and_incomplete_ones_ignored(base):
-    assert latest(base, "job") is None
+    assert complete(base, "job") == []
     for step in (10, 20, 30):
         save(base, step)
     save_shard(step_uri(base, "job", 40), step=40, shard="m0", state=shard("p0"))
-    assert latest(base, "job") == (step_uri(base, "job", 30), 30)
+    assert complete(base, "job") == [step_uri(base, "job", 30), step_uri(base, "job", 20)]
     files, folder = fsspec.core.url_to_fs(f"{base}/job")
     names = sorted(path.rsplit("/", 1)[-1] for path in files.ls(folder, detail=False))
     assert names == ["step-0000000020", "step-0000000030", "step-0000000040"]
@@ -85,13 +86,13 @@ def test_any_history_leaves_the_newest(steps, keep):
         save(base, step, keep=keep, meshes=("m0",))
     left = [step for step in steps if fsspec.filesystem("memory").exists(step_uri(base, "job", step))]
     assert sorted(left) == sorted(steps)[-keep:]
-    assert latest(base, "job")[1] == max(steps)
+    assert complete(base, "job") == [step_uri(base, "job", step) for step in sorted(left, reverse=True)]
 
 
 def test_jobs_do_not_touch_each_others_checkpoints(base):
     save(base, 1, keep=1, job="a")
     save(base, 2, keep=1, job="b")
-    assert latest(base, "a")[1] == 1
+    assert complete(base, "a") == [step_uri(base, "a", 1)]
 
 
 def test_finish_refuses_a_missing_shard_and_names_its_mesh(base):
@@ -99,13 +100,13 @@ def test_finish_refuses_a_missing_shard_and_names_its_mesh(base):
     save_shard(uri, step=1, shard="m0", state=shard("p0"))
     with pytest.raises(CheckpointError, match="lacks the shard of mesh 'm1'"):
         finish(uri, step=1, shards=["m0", "m1"], keep=1)
-    assert latest(base, "job") is None
+    assert complete(base, "job") == []
 
 
 def test_saving_over_a_checkpoint_makes_it_incomplete_until_finished(base):
     uri = save(base, 5, meshes=("m0", "m1", "m2"))
     save_shard(uri, step=5, shard="m0", state=shard("p0"))
-    assert latest(base, "job") is None
+    assert complete(base, "job") == []
     save_shard(uri, step=5, shard="m1", state=shard("p1"))
     finish(uri, step=5, shards=["m0", "m1"], keep=1)
     assert set(load(uri)[0]["parameters"]) == {"p0", "p1"}
@@ -123,9 +124,41 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path):
         file.write(b"x" * len(content))
     with pytest.raises(CheckpointError, match=r"m1\.pt cannot be read"):
         load(uri)
+    torch.save({"step": 5, "state": print}, path)  # what no state holds, and reading would run
+    save_manifest_sizes(uri)
+    with pytest.raises(CheckpointError, match=r"m1\.pt cannot be read"):
+        load(uri)
     os.remove(path)
     with pytest.raises(CheckpointError, match=r"m1\.pt is missing"):
         load(uri)
+
+
+def save_manifest_sizes(uri):
+    manifest = Path(uri, "manifest.json")
+    content = json.loads(manifest.read_text())
+    content["shards"] = {
+        shard: os.path.getsize(os.path.join(uri, f"{shard}.pt")) for shard in content["shards"]
+    }
+    manifest.write_text(json.dumps(content))
+
+
+def test_a_manifest_that_was_cut_short_is_named(tmp_path):
+    uri = save(str(tmp_path), 5)
+    manifest = Path(uri, "manifest.json")
+    manifest.write_text(manifest.read_text()[:20])
+    with pytest.raises(CheckpointError, match=r"manifest\.json of .* cannot be read"):
+        load(uri)
+
+
+def test_a_new_checkpoint_counts_although_old_ones_cannot_be_removed(tmp_path, monkeypatch):
+    save(str(tmp_path), 1)
+
+    def refuse(self, *arguments, **keywords):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(LocalFileSystem, "rm", refuse)
+    uri = save(str(tmp_path), 2, keep=1)
+    assert complete(str(tmp_path), "job")[0] == uri
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
@@ -150,11 +183,10 @@ def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path):
 def test_the_manifest_says_what_is_there_in_plain_json(tmp_path):
     uri = step_uri(str(tmp_path), "job", 3)
     save_shard(uri, step=3, shard="m0", state=shard("p0"))
-    finish(uri, step=3, shards=["m0"], keep=1, notes={"seed": 11})
+    finish(uri, step=3, shards=["m0"], keep=1)
     manifest = json.loads(Path(uri, "manifest.json").read_text())
     assert manifest["step"] == 3
     assert manifest["shards"] == {"m0": os.path.getsize(os.path.join(uri, "m0.pt"))}
-    assert checkpoint.read_notes(uri) == {"seed": 11}
 
 
 # A resume with another cut, with stages that are trained one after the other in this process

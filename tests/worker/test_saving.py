@@ -1,0 +1,174 @@
+"""From which checkpoint an attempt goes on, with real checkpoints and workers that are plain objects."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from worker import checkpoint
+from worker.failure import CHECKPOINT_FAILED, WORKER_LOST, AttemptFailure, fails_as
+from worker.saving import Checkpoints
+
+
+class Worker:
+    """Saves its mesh's name and the step; remembers what it restored."""
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.restored = []
+
+    @fails_as(CHECKPOINT_FAILED)
+    def save(self, uri, step):
+        checkpoint.save_shard(uri, step=step, shard=self.mesh, state={"parameters": {"p": torch.ones(step)}})
+
+    @fails_as(CHECKPOINT_FAILED)
+    def restore(self, uri):
+        _, step = checkpoint.load(uri)
+        self.restored.append(step)
+        return step
+
+
+class Gang:
+    """Calls the workers one after the other, as they are asked to."""
+
+    def __init__(self, meshes=2):
+        self.meshes = [SimpleNamespace(name=f"m{i}") for i in range(meshes)]
+        self.plain = [Worker(mesh.name) for mesh in self.meshes]
+        self.workers = [
+            SimpleNamespace(
+                **{
+                    name: SimpleNamespace(remote=lambda *a, w=worker, n=name: lambda: getattr(w, n)(*a))
+                    for name in ("save", "restore")
+                }
+            )
+            for worker in self.plain
+        ]
+
+    def call(self, refs, *, what, limit_s, interrupted):
+        interrupted()
+        return [ref() for ref in refs]
+
+
+class Reports:
+    def __init__(self):
+        self.events, self.checkpoints = [], []
+
+    def event(self, kind, message):
+        self.events.append(message)
+
+    def checkpoint(self, step, uri):
+        self.checkpoints.append((step, uri))
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(every=2, keep=3, interrupted=lambda: None, settings=True):
+        given = {"uri": str(tmp_path), "every_steps": every, "keep": keep} if settings else None
+        gang, reports = Gang(), Reports()
+        kept = Checkpoints(given, "job", gang=gang, reporter=reports, limit_s=60, interrupted=interrupted)
+        return kept, gang, reports
+
+    return make
+
+
+def train(kept, steps):
+    for step in range(1, steps + 1):
+        kept.after(step, last=step == steps)
+
+
+def test_checkpoints_are_taken_when_they_are_due_and_after_the_last_step(make):
+    kept, _, reports = make(every=2)
+    train(kept, 5)
+    assert [step for step, _ in reports.checkpoints] == [2, 4, 5]
+
+
+def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(make):
+    kept, gang, reports = make(settings=False)
+    train(kept, 3)
+    assert kept.restore(None) == 0
+    assert reports.checkpoints == [] and gang.plain[0].restored == []
+
+
+def test_a_checkpoint_that_was_never_reported_is_found(make):
+    train(make()[0], 6)
+    kept, gang, reports = make()
+    told = checkpoint.complete(kept._settings["uri"], "job")[-1]
+    assert kept.restore(told) == 6
+    assert [worker.restored for worker in gang.plain] == [[6], [6]]
+    assert reports.events == []
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing", "no manifest", "broken manifest"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage):
+    train(make()[0], 6)
+    kept, gang, reports = make()
+    newest = checkpoint.complete(kept._settings["uri"], "job")[0]
+    shard = Path(newest, "m1.pt")
+    match damage:
+        case "cut short":
+            os.truncate(shard, shard.stat().st_size // 2)
+        case "missing":
+            shard.unlink()
+        case "no manifest":
+            Path(newest, "manifest.json").unlink()
+        case "broken manifest":
+            Path(newest, "manifest.json").write_text(json.dumps({"format": 1})[:-3])
+    assert kept.restore(newest) == 4
+    assert [worker.restored for worker in gang.plain] == [[4], [4]]
+    if damage != "no manifest":
+        assert len(reports.events) == 1 and newest in reports.events[0]
+
+
+def test_when_none_can_be_read_the_oldest_is_named(make):
+    train(make()[0], 4)
+    kept, _, _ = make()
+    found = checkpoint.complete(kept._settings["uri"], "job")
+    for uri in found:
+        Path(uri, "m0.pt").write_bytes(b"")
+    with pytest.raises(AttemptFailure, match=f"{found[-1]}/m0.pt has 0 bytes") as caught:
+        kept.restore(found[0])
+    assert caught.value.reason == CHECKPOINT_FAILED
+
+
+def test_a_checkpoint_that_the_control_plane_knows_and_nobody_finds_does_not_start_the_job_anew(
+    make, tmp_path
+):
+    kept, _, _ = make()
+    with pytest.raises(AttemptFailure, match="no complete checkpoint"):
+        kept.restore(str(tmp_path / "elsewhere"))
+
+
+def test_a_lost_worker_is_no_damaged_checkpoint(make):
+    train(make()[0], 4)
+    kept, gang, _ = make()
+
+    def call(refs, **_):
+        raise AttemptFailure(WORKER_LOST, "worker 0 of mesh m1 is gone")
+
+    gang.call = call
+    with pytest.raises(AttemptFailure, match="is gone"):
+        kept.restore(None)
+
+
+def test_a_cancel_while_saving_is_a_cancel_and_a_place_that_is_full_a_failed_checkpoint(make, monkeypatch):
+    class Cancelled(Exception):
+        pass
+
+    def interrupted():
+        raise Cancelled
+
+    with pytest.raises(Cancelled):
+        make(interrupted=interrupted)[0].after(2, last=False)
+
+    def full(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "finish", full)
+    with pytest.raises(AttemptFailure, match="disk full") as caught:
+        make()[0].after(2, last=False)
+    assert caught.value.reason == CHECKPOINT_FAILED

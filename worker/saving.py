@@ -1,0 +1,89 @@
+"""When an attempt's workers save and from which checkpoint they go on: the driver's side of checkpoints.
+
+What a checkpoint is stands in checkpoint.py; how the workers are called in mesh.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from worker import checkpoint
+from worker.failure import CHECKPOINT_FAILED, AttemptFailure, fails_as
+from worker.mesh import Gang
+from worker.report import Reporter
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one job. `settings` are the job's (`uri`, `every_steps`, `keep`), None for none;
+    `interrupted` is that of `Gang.call`."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None,
+        job_id: str,
+        *,
+        gang: Gang,
+        reporter: Reporter,
+        limit_s: float,
+        interrupted: Callable[[], None],
+    ):
+        self._settings = settings
+        self._job_id = job_id
+        self._gang = gang
+        self._reporter = reporter
+        self._limit_s = limit_s
+        self._interrupted = interrupted
+
+    def try_place(self) -> None:
+        """Have every worker write a file where checkpoints will go; AttemptFailure CHECKPOINT_UNWRITABLE."""
+        if self._settings:
+            uri = self._settings["uri"]
+            self._call(lambda w: w.try_checkpoints.remote(uri), f"trying to write to {uri}")
+
+    def restore(self, told: str | None) -> int:
+        """Load the newest checkpoint that can be read; the step after which it was taken, 0 without any.
+
+        `told` is the one that the control plane knows: there may be a newer one, which an attempt finished
+        but never reported. One that is damaged is passed over with an event. Raises AttemptFailure
+        CHECKPOINT_FAILED when `told` or what is there cannot be read and nothing older can.
+        """
+        candidates = self._complete()
+        if told and told not in candidates:
+            candidates.append(told)
+        for position, uri in enumerate(candidates):
+            try:
+                return self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
+            except AttemptFailure as failure:
+                older = candidates[position + 1 :]
+                if failure.reason != CHECKPOINT_FAILED or not older:
+                    raise
+                log.warning("%s cannot be restored: %s", uri, failure.message)
+                self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
+        return 0
+
+    def after(self, step: int, *, last: bool) -> None:
+        """Save when it is time to."""
+        every = (self._settings or {}).get("every_steps")
+        if every and (step % every == 0 or last):
+            self._save(step)
+
+    @fails_as(CHECKPOINT_FAILED)
+    def _complete(self) -> list[str]:
+        return checkpoint.complete(self._settings["uri"], self._job_id) if self._settings else []
+
+    def _save(self, step: int) -> None:
+        uri = checkpoint.step_uri(self._settings["uri"], self._job_id, step)
+        self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
+        shards = [mesh.name for mesh in self._gang.meshes]
+        keep = self._settings.get("keep", 2)
+        fails_as(CHECKPOINT_FAILED)(checkpoint.finish)(uri, step=step, shards=shards, keep=keep)
+        self._reporter.checkpoint(step, uri)
+        self._reporter.event("checkpoint", f"after step {step}: {uri}")
+
+    def _call(self, method: Callable[[Any], Any], what: str) -> list[Any]:
+        refs = [method(worker) for worker in self._gang.workers]
+        return self._gang.call(refs, what=what, limit_s=self._limit_s, interrupted=self._interrupted)
