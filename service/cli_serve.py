@@ -136,10 +136,11 @@ def demo(
 ) -> None:
     """Train two small models on this machine and show where the time went."""
     from service.demo import DemoFailed, run_demo
+    from service.local_server import ServerFailed
 
     try:
         rows = run_demo(directory=directory, console=err if as_json else out)
-    except DemoFailed as failure:
+    except (DemoFailed, ServerFailed) as failure:
         raise CliError(str(failure)) from None
     if as_json:
         print(json.dumps(rows))

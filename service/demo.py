@@ -7,10 +7,7 @@ ends it again. Knows nothing of the inside of the control plane.
 from __future__ import annotations
 
 import math
-import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,11 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from service.local_server import LocalServer
 from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
 
-READY_LIMIT_S = 90.0
 JOBS_LIMIT_S = 600.0
-STOP_LIMIT_S = 30.0
 FINAL_STATES = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
 GPT_JOB: dict[str, Any] = {
@@ -63,90 +59,28 @@ def run_demo(
 ) -> dict[str, Any]:
     """Run both jobs on a local Slotline and print the table; returns its rows by job name.
 
-    Traces and the server's log go below `directory`. Raises DemoFailed; leaves no process behind,
+    Traces and the server's log go below `directory`. Raises DemoFailed or ServerFailed; leaves no process behind,
     also when interrupted.
     """
     console = console or Console()
     out = (directory / "demo").resolve()
     out.mkdir(parents=True, exist_ok=True)
+    log = out / "serve.log"
+    log.unlink(missing_ok=True)
     with LocalServer(
-        directory=directory.resolve(), port=port or _usable_port(), log=out / "serve.log"
+        directory=directory.resolve(),
+        port=port or _usable_port(),
+        log=log,
+        environment={"SLOTLINE_PLAN_BUDGET_S": "3"},
     ) as server:
         console.print(f"Slotline runs at [bold]{server.url}[/bold] (its log: {_shown(server.log)})")
-        with httpx.Client(base_url=server.url, timeout=30.0) as client:
+        with httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as client:
             jobs = {spec["name"]: _submit(client, spec) for spec in (GPT_JOB, UNET_JOB)}
             _follow(client, jobs, console, server)
             rows = {name: _result(client, job_id, out) for name, job_id in jobs.items()}
         baseline = unigram_entropy_bits(standard_library_corpus())
         _print_table(console, rows, server.url)
         return _judge(console, rows, baseline, directory)
-
-
-class LocalServer:
-    """`slotline serve` as a child process in a session of its own; a context that ends it."""
-
-    def __init__(self, *, directory: Path, port: int, log: Path):
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        self._environment = {
-            **os.environ,
-            "SLOTLINE_HOST": "127.0.0.1",
-            "SLOTLINE_PORT": str(port),
-            "SLOTLINE_DATA_DIR": str(directory),
-            "SLOTLINE_PLAN_BUDGET_S": "3",
-        }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> LocalServer:
-        with open(self.log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.cli", "serve"],
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def check(self) -> None:
-        """Raise DemoFailed when the server has ended."""
-        if self._process is not None and (code := self._process.poll()) is not None:
-            raise DemoFailed(f"`slotline serve` ended with code {code}; the end of its log:\n{self.tail()}")
-
-    def tail(self, lines: int = 15) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_LIMIT_S
-        while time.monotonic() < deadline:
-            self.check()
-            try:
-                if httpx.get(f"{self.url}/readyz", timeout=2.0).is_success:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
-        raise DemoFailed(
-            f"no answer from {self.url}/readyz in {READY_LIMIT_S:.0f} s; its log:\n{self.tail()}"
-        )
 
 
 def _submit(client: httpx.Client, spec: dict[str, Any]) -> str:

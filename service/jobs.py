@@ -6,6 +6,7 @@ Values only: no database, no HTTP, no Ray.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
@@ -16,6 +17,7 @@ JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+_NOT_STORABLE = re.compile("[\x00\ud800-\udfff]")
 PACKAGE_PREFIX = "package:"
 REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
 TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
@@ -105,12 +107,23 @@ def _printable(value: str) -> str:
 def _finite(value: JsonValue) -> JsonValue:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a JSON number: give a finite number, or null")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    if isinstance(value, str) and _NOT_STORABLE.search(value):
+        raise ValueError(f"{value!a} holds a NUL or half a character, which no database stores: remove it")
+    for inner in (
+        (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         _finite(inner)
     return value
 
 
+def _keys(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    for key in value:
+        _finite(key)
+    return value
+
+
 FiniteJson = Annotated[JsonValue, AfterValidator(_finite)]
+Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_keys)]
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -124,7 +137,7 @@ class Factory(_Part):
     """An import path `module:attribute` and the arguments it is called with."""
 
     factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
-    args: dict[str, FiniteJson] = {}
+    args: Arguments = {}
 
 
 class Optimizer(Factory):

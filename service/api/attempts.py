@@ -21,7 +21,7 @@ from service.api.schemas import (
     ReportIn,
     checkpoint_view,
 )
-from service.jobs import AttemptState, FiniteJson
+from service.jobs import Arguments, AttemptState
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.store import attempts as store
@@ -64,7 +64,7 @@ async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey
 
 @router.put("/profile", status_code=204)
 async def write_profile(
-    attempt: DriverAttempt, service: Current, key: ProfileKey, profile: dict[str, FiniteJson]
+    attempt: DriverAttempt, service: Current, key: ProfileKey, profile: Arguments
 ) -> Response:
     """Store a layer profile for later attempts."""
     await _current_job(service, attempt)

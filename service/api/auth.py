@@ -43,7 +43,7 @@ async def user(request: Request, service: Current) -> None:
 async def driver(attempt_id: str, request: Request, service: Current) -> Attempt:
     """The attempt whose token the call carries; 401 for any other token, also of an unknown attempt."""
     async with service.database.read() as session:
-        attempt = await find_attempt(session, attempt_id)
+        attempt = await find_attempt(session, attempt_id) if attempt_id.isprintable() else None
     token = _bearer(request)
     if token is None or attempt is None or not _same(token, attempt.token):
         raise ProblemError(

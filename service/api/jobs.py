@@ -166,10 +166,11 @@ def _page_token(job: Job) -> str:
 def _parse_page_token(token: str) -> PageKey:
     try:
         created_at, job_id = json.loads(urlsafe_b64decode(token))
-        key = PageKey(datetime.fromisoformat(created_at).astimezone(UTC), str(job_id))
+        if not re.fullmatch(JOB_ID_PATTERN, job_id):
+            raise ValueError(job_id)
+        return PageKey(datetime.fromisoformat(created_at).astimezone(UTC), job_id)
     except (ValueError, TypeError, OverflowError):
         raise ProblemError(
             422,
             f"page_token {token!r} is not one that this server gave: leave it out to begin at the first page",
         ) from None
-    return key

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from service.jobs import AttemptState, FiniteJson, JobState, stored
+from service.jobs import Arguments, AttemptState, JobState, stored
 from service.store.states import printable
 from service.store.tables import Attempt, Event, Job, Step
 
@@ -295,7 +295,7 @@ class PlacedWorker(_FromDriver):
 
 
 class PlanRequest(_FromDriver):
-    profile: dict[str, FiniteJson]
+    profile: Arguments
     network: Network = Network()
     workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.scheduler import exact
+from service.scheduler import exact, exact_model
 from service.scheduler.problem import WEIGHT, Problem
 from service.scheduler.timeline import Timeline
 
-_STEP = 0.25  # deterministic time of one neighbourhood
-_BUILD = 2e-5  # what building the model costs, for each of its literals
+_STEP = 0.04  # deterministic time of one neighbourhood
+_BUILD = 2e-6  # what building the model costs, for each of its literals
 
 
 def improve(
@@ -27,14 +27,14 @@ def improve(
 ) -> Timeline:
     """A timeline at least as short, found by freeing random windows of time, groups of meshes, or all W."""
     generator = np.random.default_rng(20261121)
-    build = _BUILD * exact.model_size(problem)
+    build = _BUILD * exact_model.model_size(problem)
     spent = 0.0
     while spent < deterministic_limit and timeline.makespan > lower_bound_s * (1 + 1e-9) and not stop():
         fixed = ~_free_tasks(problem, timeline, generator)
         better, cost = exact.rearrange(
             problem, timeline, fixed, lower_bound_s=lower_bound_s, deterministic_limit=_STEP
         )
-        spent += cost + build + 0.01
+        spent += cost + build + 0.002
         if better is not None and better.makespan < timeline.makespan:
             timeline = better
     return timeline

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,66 +13,25 @@ from typing import Any
 import httpx
 import pytest
 
+from service.local_server import LocalServer
 from service.orchestrator.local_ray import LocalRay
 from service.settings import Settings
+from tests.service.serving import free_port
 
 FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """`slotline serve` on a port and a data directory that stay the same over restarts."""
+class Server(LocalServer):
+    """`slotline serve` on a port and a data directory that stay the same over restarts, and its client."""
 
     def __init__(self, directory: Path, environment: dict[str, str]):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = directory / "serve.log"
-        self._environment = {
-            **os.environ,
-            "SLOTLINE_HOST": "127.0.0.1",
-            "SLOTLINE_PORT": str(self.port),
-            "SLOTLINE_DATA_DIR": str(directory),
-            "SLOTLINE_METRICS_LINGER_S": "2",
-            **environment,
-        }
-        self.process: subprocess.Popen[bytes] | None = None
-        self.client = httpx.Client(base_url=self.url, timeout=30)
-
-    def start(self, limit_s: float = 90) -> Server:
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "service.cli", "serve"],
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + limit_s
-        while True:
-            assert self.process.poll() is None, f"serve ended:\n{self.log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"not ready:\n{self.log.read_text()[-4000:]}"
-            try:
-                if self.client.get("/readyz").is_success:
-                    return self
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
-
-    def kill(self) -> None:
-        """As a crash would: no goodbye."""
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-
-    def stop(self, limit_s: float = 40) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        self.process.wait(limit_s)
+        super().__init__(
+            directory=directory,
+            port=free_port(),
+            log=directory / "serve.log",
+            environment={"SLOTLINE_METRICS_LINGER_S": "2", **environment},
+        )
+        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def submit(self, spec: dict[str, Any]) -> str:
         response = self.client.post("/api/v1/jobs", json=spec)
@@ -86,7 +41,7 @@ class Server:
     def job(self, job_id: str) -> dict[str, Any]:
         return self.client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
 
-    def wait(self, job_id: str, states: set[str] = FINAL, limit_s: float = 150) -> dict[str, Any]:
+    def wait(self, job_id: str, states: set[str] = FINAL, limit_s: float = 200) -> dict[str, Any]:
         """The job once it is in one of `states`; fails with the server's log after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while (job := self.job(job_id))["state"] not in states:
@@ -136,7 +91,7 @@ class RayHead:
         groups = [g for g in self._list("placement_groups") if g["state"] != "REMOVED"]
         return {"actors": len(actors), "placement_groups": len(groups)}
 
-    def assert_nothing_held(self, limit_s: float = 20) -> None:
+    def assert_nothing_held(self, limit_s: float = 60) -> None:
         deadline = time.monotonic() + limit_s
         while (held := self.held()) != {"actors": 0, "placement_groups": 0}:
             assert time.monotonic() < deadline, held
@@ -147,14 +102,14 @@ class RayHead:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(200)
 
     def _list(self, kind: str) -> list[dict[str, Any]]:
         response = httpx.get(
             f"{self.address}/api/v0/{kind}",
             params={"limit": 1000, "detail": 1},
             headers={"Authorization": f"Bearer {self.token}"},
-            timeout=20,
+            timeout=60,
         )
         return response.raise_for_status().json()["data"]["result"]["result"]
 
@@ -168,9 +123,8 @@ def ray_head() -> Iterator[RayHead]:
 
 @pytest.fixture(scope="package")
 def server(ray_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("slotline"), ray_head.environment).start()
-    yield server
-    server.stop()
+    with Server(tmp_path_factory.mktemp("slotline"), ray_head.environment) as server:
+        yield server
 
 
 def job_spec(name: str, **changes: Any) -> dict[str, Any]:

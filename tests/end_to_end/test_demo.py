@@ -11,7 +11,7 @@ import uuid
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
 
 MARK = "SLOTLINE_TEST_MARK"
 
@@ -48,7 +48,7 @@ def start_demo(directory) -> tuple[subprocess.Popen, str]:
     return process, mark
 
 
-def wait_until_gone(mark: str, limit_s: float = 30) -> list[str]:
+def wait_until_gone(mark: str, limit_s: float = 120) -> list[str]:
     deadline = time.monotonic() + limit_s
     while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -57,7 +57,7 @@ def wait_until_gone(mark: str, limit_s: float = 30) -> list[str]:
 
 def test_the_demo_trains_both_models_and_ends_with_its_table(tmp_path):
     process, mark = start_demo(tmp_path / "data")
-    output, _ = process.communicate(timeout=280)
+    output, _ = process.communicate(timeout=850)
     assert process.returncode == 0, output
     for expected in (
         "gpt-stdlib",
@@ -78,12 +78,11 @@ def test_the_demo_trains_both_models_and_ends_with_its_table(tmp_path):
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
     process, mark = start_demo(tmp_path / "data")
     log = tmp_path / "data" / "demo" / "serve.log"
-    deadline = time.monotonic() + 90
-    while not (log.exists() and "startup complete" in log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
+    deadline = time.monotonic() + 180
+    while not any("worker.driver" in line for line in processes_with(mark)):  # a job runs
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
-    time.sleep(3)
     assert len(processes_with(mark)) > 5  # the demo, the server, Ray and its workers
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    assert process.wait(120) != 0
     assert wait_until_gone(mark) == []

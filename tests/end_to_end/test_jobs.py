@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.end_to_end.conftest import job_spec
+from tests.end_to_end.conftest import FINAL, job_spec
 from tests.reference import train
 from worker.data.sampler import BatchSampler, collate
 from worker.model import build_model, call_factory, resolve
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
+
+
+def until(done: Callable[[], object], limit_s: float = 150) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def plain_losses(spec: dict) -> list[float]:
@@ -45,7 +53,7 @@ def test_two_jobs_at_once_take_turns_and_learn_what_a_plain_loop_learns(server, 
     specs = {name: job_spec(name) for name in ("gpt", "unet")}
     ids = {name: server.submit(spec) for name, spec in specs.items()}
     reasons = set()
-    while server.job(ids["gpt"])["state"] not in ("SUCCEEDED", "FAILED"):
+    while server.job(ids["gpt"])["state"] not in FINAL:
         second = server.job(ids["unet"])
         if second["state"] == "QUEUED" and second.get("message"):
             reasons.add(second["message"])
@@ -122,18 +130,19 @@ def test_a_batch_that_microbatches_do_not_divide_is_refused_before_anything_is_w
 
 def test_a_running_job_survives_a_crash_of_the_control_plane(server, ray_head):
     spec = job_spec("gpt-survivor")
-    spec["training"] |= {"steps": 400}
+    spec["training"] |= {"steps": 100_000}
     job_id = server.submit(spec)
-    server.wait(job_id, {"RUNNING"})
-    while not server.steps(job_id):
-        time.sleep(0.1)
+    until(lambda: server.steps(job_id))
     server.kill()
-    time.sleep(2)
     server.start()
-    assert server.job(job_id)["state"] == "RUNNING"
+    job = server.job(job_id)
+    assert (job["state"], len(job["attempts"])) == ("RUNNING", 1)
+    until(lambda: server.job(job_id)["progress"]["step"] > job["progress"]["step"])
+    server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
     job = server.wait(job_id)
-    assert job["state"] == "SUCCEEDED" and len(job["attempts"]) == 1
-    assert [s["step"] for s in server.steps(job_id)] == list(range(1, 401))
+    assert job["state"] == "CANCELLED" and len(job["attempts"]) == 1
+    numbers = [step["step"] for step in server.steps(job_id)]
+    assert numbers == list(range(1, len(numbers) + 1)), "also those of the time without a control plane"
     ray_head.assert_nothing_held()
 
 
@@ -143,19 +152,16 @@ def test_a_cancelled_job_ends_soon_and_gives_everything_back(server, ray_head):
     job_id = server.submit(spec)
     server.wait(job_id, {"RUNNING"})
     server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
-    assert server.wait(job_id, limit_s=40)["state"] == "CANCELLED"
+    assert server.wait(job_id)["state"] == "CANCELLED"
     ray_head.assert_nothing_held()
 
 
 def test_a_killed_worker_is_followed_by_an_attempt_from_the_last_checkpoint(server, ray_head, tmp_path):
     spec = job_spec("gpt-phoenix", retry={"infrastructure": 2})
-    spec["training"] |= {"steps": 200}
+    spec["training"] |= {"steps": 400}
     spec["checkpoint"] = {"uri": str(tmp_path / "checkpoints"), "every_steps": 10, "keep": 2}
     job_id = server.submit(spec)
-    deadline = time.monotonic() + 60
-    while len(server.steps(job_id)) < 15:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until(lambda: len(server.steps(job_id)) >= 15)
     victims = subprocess.run(["pgrep", "-f", "ray::Worker"], capture_output=True, text=True).stdout.split()
     assert len(victims) == 4
     subprocess.run(["kill", "-9", victims[2]], check=True)
@@ -163,5 +169,5 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_the_last_checkpoint(serv
     assert job["state"] == "SUCCEEDED", job
     assert [a["reason"] for a in job["attempts"]] == ["WORKER_LOST", None]
     losses = {s["step"]: s["loss"] for s in server.steps(job_id)}
-    assert [losses[s] for s in range(1, 201)] == pytest.approx(plain_losses(spec), rel=1e-4)
+    assert [losses[s] for s in range(1, 401)] == pytest.approx(plain_losses(spec), rel=1e-4)
     ray_head.assert_nothing_held()

@@ -7,7 +7,7 @@ import pytest
 from tests.dashboards.live import prometheus, wait_for_data
 from tests.end_to_end.conftest import job_spec
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
 
 
 def test_every_query_of_the_dashboard_has_data_of_a_training_job(server, ray_head, tmp_path):

@@ -60,7 +60,7 @@ async def test_the_driver_reads_its_job_with_and_without_a_slash(api: Api):
 
 async def test_wrong_tokens_are_refused_alike_for_known_and_unknown_attempts(api: Api):
     job_id = await api.started()
-    for attempt in (f"{job_id}-1", "job-none-1"):
+    for attempt in (f"{job_id}-1", "job-none-1", "%00", "%ED%A0%80"):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eDp4"}):
             problem(await api.client.get(f"/api/v1/attempts/{attempt}", headers=headers), 401)
     problem(await api.driver(job_id, "POST", "/reports", token="wrong", json={"sequence": 1}), 401)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from base64 import urlsafe_b64encode
 
 import pytest
 
@@ -152,17 +154,38 @@ async def test_a_body_that_is_no_job_is_a_problem_not_a_crash(api: Api, content:
 
 async def test_numbers_that_json_has_not_are_refused_in_arguments(api: Api):
     body = job_body()
-    text = __import__("json").dumps(body).replace('"width": 32', '"width": [1, {"x": Infinity}]')
+    text = json.dumps(body).replace('"width": 32', '"width": [1, {"x": Infinity}]')
     refused = await api.client.post(
         "/api/v1/jobs", content=text, headers={"Content-Type": "application/json"}
     )
     assert "finite number" in problem(refused, 422)["detail"]
-    text = __import__("json").dumps({**body, "training": {"clip_grad_norm": float("nan")}})
+    text = json.dumps({**body, "training": {"clip_grad_norm": float("nan")}})
     refused = await api.client.post(
         "/api/v1/jobs", content=text, headers={"Content-Type": "application/json"}
     )
     assert problem(refused, 422)["errors"][0]["value"] == "nan"  # in JSON that strict parsers read
     assert "NaN" not in refused.text
+
+
+@pytest.mark.parametrize("text", ["\\u0000", "\\ud800"], ids=["NUL", "half a character"])
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model": {"factory": "a:b", "args": {"x": ["?"]}}}, "model.args.x"),
+        ({"model": {"factory": "a:b", "args": {"?": 1}}}, "model.args"),
+        ({"model": {"factory": "a:b", "args": {"x": {"?": 1}}}}, "model.args.x"),
+        ({"checkpoint": {"uri": "/?"}}, "checkpoint.uri"),
+        ({"code": {"pip": ["?"]}}, "code.pip.0"),
+    ],
+    ids=str,
+)
+async def test_text_that_no_database_stores_is_refused(api: Api, changes, field: str, text: str):
+    content = json.dumps(job_body(**changes)).replace("?", text)
+    response = await api.client.post(
+        "/api/v1/jobs", content=content, headers={"Content-Type": "application/json"}
+    )
+    (error,) = problem(response, 422)["errors"]
+    assert error["field"] == field
 
 
 async def test_a_job_sent_as_something_else_than_json_is_told_the_content_type(api: Api):
@@ -191,7 +214,14 @@ async def test_unknown_places_and_methods_say_what_there_is(api: Api):
     assert problem(response, 405)["detail"].endswith("use GET, POST")
     assert response.headers["allow"] == "GET, POST"
     problem(await api.client.get("/api/v1/jobs", params={"limit": "many"}), 422)
-    for token in ("x", "e30=", "WzEsMl0=", "WyJ4IiwgImpvYiJd", "\ud7ff"):
+    made_up = [
+        ["2026-01-01T00:00:00", "\x00"],
+        ["2026-01-01T00:00:00", "\ud800"],
+        ["0001-01-01T00:00:00+14:00", "x"],
+        ["2026-01-01", None],
+    ]
+    tokens = [urlsafe_b64encode(json.dumps(value).encode()).decode() for value in made_up]
+    for token in ("x", "e30=", "WzEsMl0=", "WyJ4IiwgImpvYiJd", "\ud7ff", *tokens):
         problem(await api.client.get("/api/v1/jobs", params={"page_token": token}), 422)
 
 
