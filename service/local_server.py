@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-_READY_LIMIT_S = 180.0
+_READY_LIMIT_S = 240.0
 _STOP_LIMIT_S = 60.0
 
 

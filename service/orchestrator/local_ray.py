@@ -25,7 +25,7 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_START_LIMIT_S = 90.0
+_START_LIMIT_S = 180.0
 _STOP_LIMIT_S = 20.0
 
 

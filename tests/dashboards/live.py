@@ -42,7 +42,7 @@ class Server:
     url: str
 
     def get(self, path: str, **parameters: Any) -> Any:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=60)
         body = answer.json()
         assert body["status"] == "success", body
         return body["data"]
@@ -88,7 +88,7 @@ def prometheus(folder: Path, control_plane: str) -> Iterator[Server]:
         yield Server(url)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
 
 
 def dashboard_queries(job: str, *, start: float, end: float) -> list[Query]:
@@ -111,7 +111,7 @@ def dashboard_queries(job: str, *, start: float, end: float) -> list[Query]:
     return found
 
 
-def wait_for_data(server: Server, job: str, seconds: float = 60.0) -> dict[str, list[dict[str, Any]]]:
+def wait_for_data(server: Server, job: str, seconds: float = 200.0) -> dict[str, list[dict[str, Any]]]:
     """Ask every query of the dashboard until each has data; fails with the names of those that have none.
 
     Returns the answers by "panel/query".
@@ -139,10 +139,10 @@ def _has_numbers(result: list[dict[str, Any]]) -> bool:
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/-/ready", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/-/ready", timeout=30).status_code == 200:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"prometheus did not start: {log.read_text()[-2000:]}")

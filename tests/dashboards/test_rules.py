@@ -26,7 +26,7 @@ def _tool() -> None:
 
 def promtool(*arguments: str) -> None:
     done = subprocess.run(
-        [PROMTOOL, *arguments], cwd=DASHBOARDS, capture_output=True, text=True, timeout=60, check=False
+        [PROMTOOL, *arguments], cwd=DASHBOARDS, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

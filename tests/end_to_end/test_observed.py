@@ -17,7 +17,7 @@ def test_every_query_of_the_dashboard_has_data_of_a_training_job(server, ray_hea
     server.wait(job_id, {"RUNNING"})
     try:
         with prometheus(tmp_path, server.url) as scraper:
-            results = wait_for_data(scraper, job_id, seconds=90)
+            results = wait_for_data(scraper, job_id)
         assert results and all(results.values())
     finally:
         server.client.post(f"/api/v1/jobs/{job_id}/cancel")

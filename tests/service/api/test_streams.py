@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -35,16 +36,38 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 async def stream(api: Api, path: str, **headers: str) -> httpx.Response:
     """The whole stream: ASGITransport answers when it has ended."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         return await api.client.get(path, headers={**SSE, **headers})
 
 
-async def test_a_stream_holds_what_was_and_what_comes_until_the_job_ends(api: Api):
+def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Callable[[int], Awaitable[None]]:
+    """`await looks(n)` returns when the function was called n more times."""
+    function, calls = getattr(module, name), 0
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*arguments, **keywords)
+
+    async def looks(number: int) -> None:
+        wanted = calls + number
+        async with asyncio.timeout(100):
+            while calls < wanted:
+                await asyncio.sleep(0.005)
+
+    monkeypatch.setattr(module, name, counted)
+    return looks
+
+
+async def test_a_stream_holds_what_was_and_what_comes_until_the_job_ends(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
     job_id = await api.started()
+    looks = count_calls(monkeypatch, streams, "events_of")
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
-    await asyncio.sleep(0.1)
+    await looks(2)
     await api.report(job_id, 1, state="RUNNING")
-    await asyncio.sleep(0.05)
+    await looks(2)
     await api.report(job_id, 2, state="SUCCEEDED")
     response = await following
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -73,7 +96,7 @@ async def test_a_browser_that_has_seen_everything_is_told_not_to_come_back(api: 
     assert (response.status_code, response.text) == (204, "")
 
 
-async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api):
+async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api, monkeypatch: pytest.MonkeyPatch):
     job_id = await api.started()
     path = f"/api/v1/jobs/{job_id}/logs"
     api.cluster.logs[f"{job_id}-1"] = "one\ntwo\n"
@@ -82,10 +105,11 @@ async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api):
     page = (await api.client.get(path, params={"page_token": "1:1"})).json()
     assert [line["text"] for line in page["items"]] == ["two"] and page["next_page_token"] is None
 
+    looks = count_calls(monkeypatch, streams, "log_lines")
     following = asyncio.create_task(stream(api, path))
-    await asyncio.sleep(0.1)
+    await looks(2)
     api.cluster.logs[f"{job_id}-1"] += "three\n"
-    await asyncio.sleep(0.1)
+    await looks(2)
     await api.report(job_id, 1, state="SUCCEEDED")
     *lines, end = parse((await following).text)
     assert [json.loads(line["data"])["text"] for line in lines] == ["one", "two", "three"]

@@ -23,7 +23,7 @@ from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError,
 from service.settings import Settings
 from tests.service.conftest import job_body
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 PYTHON = sys.executable
 
 
@@ -42,7 +42,7 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def gone(text: str, limit_s: float = 20.0) -> bool:
+def gone(text: str, limit_s: float = 100.0) -> bool:
     deadline = time.monotonic() + limit_s
     while processes_with(text):
         if time.monotonic() > deadline:
@@ -51,7 +51,7 @@ def gone(text: str, limit_s: float = 20.0) -> bool:
     return True
 
 
-async def ended(cluster: RayCluster, submission_id: str, limit_s: float = 60.0):
+async def ended(cluster: RayCluster, submission_id: str, limit_s: float = 150.0):
     async with asyncio.timeout(limit_s):
         while not (job := await cluster.job(submission_id)).state.ended:
             await asyncio.sleep(0.2)
@@ -102,7 +102,7 @@ async def test_everything_that_the_orchestrator_asks_of_ray():
         assert (await ended(cluster, "code")).state is RayState.SUCCEEDED
         assert "from the package" in await cluster.log("code")
 
-        neighbour = RayCluster(other.address, token=other.token)
+        neighbour = RayCluster(other.address, timeout_s=60, token=other.token)
         assert (await neighbour.job("first")).state is RayState.MISSING
         await neighbour.submit(submission("first", "print('the other one')"))
         assert (await ended(neighbour, "first")).state is RayState.SUCCEEDED
@@ -157,7 +157,7 @@ async def ready_server(tmp_path: Path) -> AsyncIterator[tuple[subprocess.Popen, 
         env=environment,
     )
     url = json.loads(process.stdout.readline())["url"]
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 250
     while True:
         assert process.poll() is None and time.monotonic() < deadline
         try:
@@ -173,15 +173,14 @@ async def ready_server(tmp_path: Path) -> AsyncIterator[tuple[subprocess.Popen, 
 
 async def test_a_server_that_is_interrupted_leaves_no_process_behind(ready_server):
     process, url, mark = ready_server
-    job_id = httpx.post(f"{url}/api/v1/jobs", json=job_body(), timeout=10).json()["id"]
-    while not httpx.get(f"{url}/api/v1/jobs/{job_id}", timeout=10).json()["attempts"]:
+    job_id = httpx.post(f"{url}/api/v1/jobs", json=job_body(), timeout=60).json()["id"]
+    while not httpx.get(f"{url}/api/v1/jobs/{job_id}", timeout=60).json()["attempts"]:
         time.sleep(0.1)
-    time.sleep(1.0)
     assert len(processes_with(mark)) > 3
     with httpx.stream(
-        "GET", f"{url}/api/v1/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}, timeout=30
+        "GET", f"{url}/api/v1/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}, timeout=60
     ) as response:
         assert response.status_code == 200  # a page that watches does not keep the server
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) in (0, -signal.SIGINT, 128 + signal.SIGINT)
+        assert process.wait(100) in (0, -signal.SIGINT, 128 + signal.SIGINT)
     assert gone(mark), [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with(mark)]

@@ -33,7 +33,7 @@ class Page:
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=30))
+            message = json.loads(self._socket.recv(timeout=100))
             self._note(message)
             if message.get("id") == number:
                 assert "error" not in message, f"{method}: {message['error']}"
@@ -81,7 +81,7 @@ class Page:
         """Click a link and return the text of the file `name` that it saves."""
         self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
         self.click(selector)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while not (folder / name).exists():
             assert time.monotonic() < deadline, f"{selector} saved {list(folder.iterdir())}, not {name}"
             time.sleep(0.05)
@@ -120,7 +120,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory):
     finally:
         process.terminate()
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -129,17 +129,17 @@ def chromium(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def page(chromium: str):
     """A fresh tab."""
-    target = httpx.put(f"{chromium}/json/new?about:blank", timeout=10).raise_for_status().json()
+    target = httpx.put(f"{chromium}/json/new?about:blank", timeout=60).raise_for_status().json()
     try:
         with connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Page(socket)
     finally:
-        httpx.get(f"{chromium}/json/close/{target['id']}", timeout=10)
+        httpx.get(f"{chromium}/json/close/{target['id']}", timeout=60)
 
 
 def _debugging_port(process: subprocess.Popen, profile: Path) -> int:
     file = profile / "DevToolsActivePort"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         if file.exists() and (text := file.read_text().split()):
             return int(text[0])

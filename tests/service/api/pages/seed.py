@@ -186,7 +186,7 @@ def _serve(settings: Settings) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not server.started:
         assert thread.is_alive() and time.monotonic() < deadline, "the application did not start"
         time.sleep(0.02)
@@ -194,4 +194,4 @@ def _serve(settings: Settings) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=100)

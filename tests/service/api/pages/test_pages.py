@@ -149,20 +149,20 @@ def test_a_job_that_does_not_exist_is_named_as_missing(site: Site, page, job_id:
 
 
 def test_pages_forbid_foreign_scripts_and_serve_only_their_own_files(site: Site):
-    answer = httpx.get(f"{site.url}/", timeout=10)
+    answer = httpx.get(f"{site.url}/", timeout=60)
     assert "default-src 'self'" in answer.headers["content-security-policy"]
     assert "//" not in answer.text.replace("<!doctype", "").replace("http-equiv", ""), (
         "no address of another host"
     )
-    assert httpx.get(f"{site.url}/static/style.css", timeout=10).status_code == 200
+    assert httpx.get(f"{site.url}/static/style.css", timeout=60).status_code == 200
     for name in ("router.py", "..%2frouter.py", "nothing.js"):
-        assert httpx.get(f"{site.url}/static/{name}", timeout=10).status_code == 404
+        assert httpx.get(f"{site.url}/static/{name}", timeout=60).status_code == 404
 
 
 def test_a_server_with_tokens_shows_its_pages_to_a_browser_that_signs_in(page, tmp_path: Path):
     """The browser sends the token as a password (HTTP Basic), with scripts and calls alike."""
     with seeded_site(tmp_path, api_token="letmein") as site:
-        assert httpx.get(f"{site.url}/", timeout=10).status_code == 401
+        assert httpx.get(f"{site.url}/", timeout=60).status_code == 401
         signed_in = site.url.replace("http://", "http://me:letmein@")
         page.open(f"{signed_in}/jobs/{site.running}")
         page.wait("document.querySelector('svg[data-panel=measured] rect.slot')")
