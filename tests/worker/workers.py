@@ -18,6 +18,24 @@ from worker.transport.rendezvous import host_store
 LIMITS = {"connect_s": 60.0, "slot_factor": 20.0, "slot_floor_s": 60.0}
 
 
+def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any]) -> dict[str, Any]:
+    """What the control plane answers to a profile: `begins`, `spec` and `plan`."""
+    found = partition(
+        LayerProfile.from_json(profile),
+        stages=job["pipeline"]["stages"],
+        meshes=[MeshSpec(name=f"m{i}") for i in range(job["resources"]["meshes"])],
+        microbatches=job["training"]["microbatches"],
+        network=NetworkSpec(**network),
+        schedule=job["pipeline"]["schedule"],
+    )
+    plan = make_plan(found.spec, budget_s=0.2)
+    return {
+        "begins": list(found.begins),
+        "spec": found.spec.model_dump(mode="json"),
+        "plan": plan.model_dump(mode="json"),
+    }
+
+
 class Workers:
     """All workers of `job`, planned and loaded; closes their engines at the end."""
 
@@ -31,24 +49,16 @@ class Workers:
         for worker in self.workers:  # one after the other: torch seeds and traces for a whole process
             worker.prepare(per_mesh)
             worker._trace()
-        profile = LayerProfile.from_json(self.workers[0].profile())
-        found = partition(
-            profile,
-            stages=job["pipeline"]["stages"],
-            meshes=[MeshSpec(name=mesh) for mesh in meshes],
-            microbatches=job["training"]["microbatches"],
-            network=NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
-            schedule=job["pipeline"].get("schedule", "1f1b"),
-        )
-        plan = make_plan(found.spec, budget_s=0.2).model_dump(mode="json")
+        planned = plan_of(job, self.workers[0].profile(), {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5})
+        spec, plan = planned["spec"], planned["plan"]
         self.store = host_store("127.0.0.1")
-        planned = planned_seconds(plan, [stage.name for stage in found.spec.stages])
+        seconds = planned_seconds(plan, [stage["name"] for stage in spec["stages"]])
         self.call(
             lambda w: w.load(
-                begins=found.begins,
-                mesh_of_stage=[stage.mesh for stage in found.spec.stages],
+                begins=planned["begins"],
+                mesh_of_stage=[stage["mesh"] for stage in spec["stages"]],
                 program=plan["programs"][w._mesh],
-                planned_s=planned[w._mesh],
+                planned_s=seconds[w._mesh],
                 topology=Topology(tuple(meshes), per_mesh),
                 store=("127.0.0.1", self.store.port),
                 host="127.0.0.1",

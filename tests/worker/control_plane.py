@@ -1,0 +1,79 @@
+"""A control plane of one attempt for tests of the driver: it plans for real and keeps what it hears."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from workers import plan_of
+
+
+class ControlPlane:
+    """Serves `given` (the attempt with its job) on a port of 127.0.0.1; `reports` are those that came."""
+
+    def __init__(self, given: dict[str, Any]):
+        self.given = given
+        self.reports: list[dict[str, Any]] = []
+        self.command = "continue"
+        self.heard = threading.Condition()
+        plane = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if "/profile" in self.path:
+                    self._answer(404, {"detail": "none is stored"})
+                else:
+                    self._answer(200, plane.given)
+
+            def do_PUT(self) -> None:
+                self._body()
+                self._answer(204, None)
+
+            def do_POST(self) -> None:
+                body = self._body()
+                if self.path.endswith("/plan"):
+                    try:
+                        self._answer(200, plan_of(plane.given["job"], body["profile"], body["network"]))
+                    except Exception as error:
+                        self._answer(422, {"detail": repr(error)})
+                    return
+                with plane.heard:
+                    plane.reports.append(body)
+                    plane.heard.notify_all()
+                self._answer(200, {"command": plane.command})
+
+            def _body(self) -> Any:
+                return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+            def _answer(self, status: int, answer: Any) -> None:
+                content = b"" if answer is None else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def states(self) -> list[str]:
+        return [report["state"] for report in self.reports if report["state"]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [step for report in self.reports for step in report["steps"]]
+
+    def wait_for_steps(self, count: int, limit_s: float = 120.0) -> None:
+        with self.heard:
+            assert self.heard.wait_for(lambda: len(self.steps) >= count, limit_s), self.reports[-3:]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
