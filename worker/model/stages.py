@@ -218,6 +218,10 @@ class StageBuilder:
         foreign = [n for n in nodes if self._stage_of.get(n, stage) != stage]
         for node in [*inputs, *foreign]:
             copies[node] = graph.placeholder(node.name)
+        for node in foreign:  # after all placeholders
+            if order := self._travelling_order(node):
+                back = tuple(order.index(dim) for dim in range(len(order)))
+                copies[node] = graph.call_function(torch.ops.aten.permute.default, (copies[node], back))
         for node in nodes:
             if node in copies:
                 continue
@@ -235,7 +239,11 @@ class StageBuilder:
                 copies[node] = graph.get_attr(local)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        results = [copies[node] for node in leaving]
+        results = []
+        for node in leaving:
+            order = self._travelling_order(node)
+            permute = torch.ops.aten.permute.default
+            results.append(graph.call_function(permute, (copies[node], order)) if order else copies[node])
         names = [node.name for node in leaving]
         if stage == len(self._members) - 1:
             results.append(copies[placed.output])
@@ -251,9 +259,26 @@ class StageBuilder:
             index=stage,
             inputs=tuple([input_name(placed.inputs[n]) for n in inputs] + [n.name for n in foreign]),
             outputs=tuple(names),
-            input_shapes=tuple(placed.values[n].shape for n in [*inputs, *foreign]),
+            input_shapes=tuple(placed.values[n].shape for n in inputs)
+            + tuple(self._travelling_shape(n) for n in foreign),
             original_names=original_names,
         )
+
+    def _travelling_order(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The order of dimensions in which a transposed tensor lies in one piece; None for one that does so
+        as it is, or in no order.
+
+        Tensors travel in one piece. The using stage gives them their layout back: a view may depend on it.
+        """
+        value = self._placed.values[node]
+        if value.is_contiguous():
+            return None
+        order = tuple(sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim])))
+        return order if value.permute(order).is_contiguous() else None
+
+    def _travelling_shape(self, node: fx.Node) -> tuple[int, ...]:
+        shape = self._placed.values[node].shape
+        return tuple(shape[dim] for dim in self._travelling_order(node) or range(len(shape)))
 
     def _edge(self, source: int, target: int, node: fx.Node) -> StageEdge:
         value = self._placed.values[node]
@@ -262,7 +287,7 @@ class StageBuilder:
             source=source,
             target=target,
             tensor=node.name,
-            shape=tuple(value.shape),
+            shape=self._travelling_shape(node),
             dtype=self._placed.autocast if halved else value.dtype,
             differentiable=value.requires_grad,
         )

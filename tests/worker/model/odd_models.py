@@ -298,6 +298,41 @@ class Noisy(nn.Module):
         return x
 
 
+class Turned(nn.Module):
+    """A transposed and a channels-last tensor cross borders to layers whose views need that layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread = nn.Conv2d(1, WIDTH, 1)
+        self.last = ChannelsLast()
+        self.rows = Rows((0, 2, 3, 1))
+        self.turn = Rows((0, 2, 1), view=False)
+        self.back = Rows((0, 2, 1))
+
+    def forward(self, x):
+        x = self.rows(self.last(self.spread(x)))
+        return self.back(self.turn(x.view(2, -1, WIDTH)))
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x).contiguous(memory_format=torch.channels_last)
+
+
+class Rows(nn.Module):
+    """Turns the dimensions; with `view` the last one becomes rows without a copy, before the weights."""
+
+    def __init__(self, order, view=True):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.order, self.view = order, view
+
+    def forward(self, x):
+        if self.view:
+            return self.linear(x.permute(self.order).view(-1, WIDTH))
+        return self.linear(x).permute(self.order)
+
+
 class Normed(nn.Module):
     """Parametrised weights: one of them keeps buffers that forward updates."""
 
@@ -342,6 +377,7 @@ ODD_MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "partly frozen": lambda: (PartlyFrozen(), (vectors(),)),
     "inside contexts": lambda: (InsideContexts(), (vectors(),)),
     "noise and dropout": lambda: (Noisy(), (vectors(),)),
+    "turned": lambda: (Turned(), (vectors(2, 1, 3, 3),)),
     "parametrised": lambda: (Normed(), (vectors(),)),
     "a running mean": lambda: (Counted(), (vectors(),)),
 }

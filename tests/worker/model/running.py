@@ -26,7 +26,8 @@ def step(graph: StageGraph, inputs: tuple[Tensor, ...], seed: int = 0) -> Tensor
             edge = edges[index, name]
             assert tuple(made[name].shape) == edge.shape
             assert made[name].dtype == edge.dtype
-            received[index, name] = made[name].detach().clone().requires_grad_(edge.differentiable)
+            wire = made[name].detach().clone(memory_format=torch.contiguous_format)  # as it travels
+            received[index, name] = wire.requires_grad_(edge.differentiable)
             arguments.append(received[index, name])
         results = dict(zip(stage.outputs, stage(*arguments), strict=True))
         made |= results
