@@ -16,7 +16,7 @@ export function lineChart(box, { series, level = null, show = number, label }) {
   const curves = series.map((s) => ({ ...s, points: s.points.filter(([, y]) => Number.isFinite(y)) }));
   const all = curves.flatMap((s) => s.points);
   if (all.length === 0) {
-    box.replaceChildren(make("p", { class: "notice" }, "Nothing yet."));
+    box.replaceChildren(make("p", { class: "notice" }, "No step reported."));
     return;
   }
   const width = Math.max(box.clientWidth, 260);

@@ -41,6 +41,7 @@ function showJob(job) {
   if (state.textContent !== job.state) state.textContent = job.state;
   state.dataset.state = job.state;
   const why = [job.reason, job.message].filter(Boolean).join(": ");
+  if (FINAL.has(job.state)) $("timeline-note").textContent = "No timeline: no step was profiled, or its slots were removed since.";
   $("reason").hidden = !why;
   $("reason").textContent = why;
   const progress = job.progress ?? {};

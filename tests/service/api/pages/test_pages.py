@@ -132,6 +132,8 @@ def test_a_job_without_plan_or_steps_shows_its_state_and_no_error(site: Site, pa
         page.open(f"{site.url}/jobs/{job}")
         assert page.js("document.querySelectorAll('rect.slot').length") == 0
         assert page.js("document.getElementById('timeline-note').hidden") is False
+        shown = "[...document.querySelectorAll('.links a')].filter(a => getComputedStyle(a).visibility === 'visible')"
+        assert page.js(f"{shown}.length") == 0, "nothing to download"
     assert page.js("document.getElementById('reason').textContent").startswith("MODEL_BUILD_FAILED")
     assert page.js("document.querySelectorAll('#attempts tbody tr').length") == 1
     assert page.errors == []
