@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.transport.base import Transport
+from worker.transport.base import Transport, finish
 
 SMALL_BYTES = 4
 LARGE_BYTES = 4 << 20
@@ -74,11 +74,11 @@ def _one_way(transport: Transport, peer: str, buffer: torch.Tensor, rounds: int,
     for tag in range(WARM_UP_ROUNDS + rounds):
         started = time.monotonic()
         if answers:
-            transport.receive(peer, tag, buffer)
-            transport.send(peer, tag, buffer)
+            finish(transport.receive(peer, tag, buffer))
+            finish(transport.send(peer, tag, buffer))
         else:
-            transport.send(peer, tag, buffer)
-            transport.receive(peer, tag, buffer)
+            finish(transport.send(peer, tag, buffer))
+            finish(transport.receive(peer, tag, buffer))
         if buffer.is_cuda:  # there both calls only enqueue
             torch.cuda.current_stream().synchronize()
         times.append((time.monotonic() - started) / 2)

@@ -288,6 +288,8 @@ class Worker:
 
     def measure_links(self, repeats: int = 9) -> list[float]:
         """Seconds of one transfer to the next stage, nothing else running."""
+        from worker.transport import finish
+
         lanes = tuple((f"m{k}", f"m{k + 1}") for k in range(self.count - 1))
         transport = self.transport("links")
         transport.connect({}, lanes)
@@ -297,9 +299,9 @@ class Worker:
                 self.barrier()
                 start = self.now()
                 if self.rank == k:
-                    transport.send(f"m{k + 1}", repeat, tensor)
+                    finish(transport.send(f"m{k + 1}", repeat, tensor))
                 elif self.rank == k + 1:
-                    transport.receive(f"m{k}", repeat, tensor)
+                    finish(transport.receive(f"m{k}", repeat, tensor))
                 if self.rank in (k, k + 1) and repeat > 1:
                     times.append(self.now() - start)
         self.now()

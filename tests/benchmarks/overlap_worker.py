@@ -21,7 +21,7 @@ from overlap_stage import Record, SleepingStage, loss
 
 from worker.engine import Engine, RunOptions
 from worker.program import program_from_json
-from worker.transport import Topology
+from worker.transport import Topology, finish
 from worker.transport.gloo import GlooTransport
 
 
@@ -83,9 +83,9 @@ class Worker:
                 self.barrier()
                 start = time.monotonic()
                 if self.rank == k:
-                    transport.send(f"m{k + 1}", repeat, tensor)
+                    finish(transport.send(f"m{k + 1}", repeat, tensor))
                 elif self.rank == k + 1:
-                    transport.receive(f"m{k}", repeat, tensor)
+                    finish(transport.receive(f"m{k}", repeat, tensor))
                     times.append(time.monotonic() - start)
         transport.close()
         return times

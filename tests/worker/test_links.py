@@ -30,10 +30,10 @@ class Slow:
 
     def send(self, peer, tag, tensor):
         self._clock.now_s += self._latency_s + tensor.numel() * tensor.element_size() / self._bandwidth
-        self._inner.send(peer, tag, tensor)
+        return self._inner.send(peer, tag, tensor)
 
     def receive(self, peer, tag, out):
-        self._inner.receive(peer, tag, out)
+        return self._inner.receive(peer, tag, out)
 
 
 def measure_all(meshes, clock, latency_s, bandwidth):

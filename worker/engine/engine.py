@@ -22,7 +22,7 @@ from worker.engine.errors import (
     StageError,
     StallError,
 )
-from worker.engine.lanes import CpuLanes, LaneStatus
+from worker.engine.lanes import Action, CpuLanes, Finish, LaneStatus
 from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
@@ -244,7 +244,7 @@ class Engine:
 
     # What each instruction does
 
-    def _action(self, index: int) -> Callable[[], None]:
+    def _action(self, index: int) -> Action:
         instruction = self._program[index]
         if instruction.op in SEND_OPS:
             return self._send_action(instruction)
@@ -263,7 +263,7 @@ class Engine:
         }[instruction.op]
         return lambda: run(microbatch)
 
-    def _send_action(self, instruction: Instruction) -> Callable[[], None]:
+    def _send_action(self, instruction: Instruction) -> Action:
         key = (instruction.edge, instruction.microbatch)
         backward = instruction.op == "SEND_B"
         if backward and not self._routes[instruction.edge].differentiable:
@@ -271,15 +271,14 @@ class Engine:
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         peer, send, exchange = instruction.peer, self._transport.send, self._exchange
 
-        def action() -> None:
+        def action() -> Finish | None:
             # The tensor is dropped when the send has ended, not before.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
-            send(peer, tag, waiting[key])
-            del waiting[key]
+            return _then(send(peer, tag, waiting[key]), lambda: waiting.pop(key))
 
         return action
 
-    def _receive_action(self, index: int, instruction: Instruction) -> Callable[[], None]:
+    def _receive_action(self, index: int, instruction: Instruction) -> Action:
         if self._buffer_of[index] is None:
             return _nothing
         key = (instruction.edge, instruction.microbatch)
@@ -288,11 +287,11 @@ class Engine:
         buffer = self._buffers[self._buffer_of[index]]
         peer, receive, exchange = instruction.peer, self._transport.receive, self._exchange
 
-        def action() -> None:
+        def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
             torch.autograd.graph.increment_version(buffer)
-            receive(peer, tag, buffer)
-            (exchange.received_gradients if backward else exchange.received)[key] = buffer
+            received = exchange.received_gradients if backward else exchange.received
+            return _then(receive(peer, tag, buffer), lambda: received.update({key: buffer}))
 
         return action
 
@@ -476,3 +475,16 @@ class Engine:
 
 def _nothing() -> None:
     """A gradient that does not exist (of an integer tensor, say) needs no transfer."""
+
+
+def _then(ended: Finish | None, last: Callable[[], Any]) -> Finish | None:
+    """Do `last` when a transfer has ended: at once where the lane's stream carries it."""
+    if ended is None:
+        last()
+        return None
+
+    def finish() -> None:
+        ended()
+        last()
+
+    return finish

@@ -1,13 +1,14 @@
-"""Lanes on CPU: one thread a lane, and events between them.
+"""Lanes on CPU: one thread computes, transfers progress by themselves, and events join them.
 
-Runs actions in the program's order and measures their slots. Must not know what an action does.
+A transfer starts where the last thing that it waits for ends, on the thread that ended it, and then needs no
+thread: gloo moves the bytes. It takes one to see it end. A compute lane that has nothing else to do waits for the
+transfer that it needs by itself; while it computes, a watcher thread of the lane waits instead, so that a
+received tensor's slot ends when the tensor is there. Sends are watched in bundles: nothing waits
+for their ends, and the receiver's end is the transfer's (worker/timing.py).
 
-Why threads: gloo's isend/irecv need no thread to start, but nothing tells when they end except a wait
-(no callback, no poll), and a lane must go on to its next transfer while compute is busy. Measured with
-torch 2.13 on two cores, 1F1B of empty stages, microseconds an action: two workers 47 with asynchronous
-work and 139 with a thread a lane (1 MB tensors: 311 and 442); four workers 895 and 866 (1520 and 1366).
-So threads cost about 0.1 ms an action where cores are idle and nothing where they are not, and they alone
-give each transfer its true end.
+Why so: with one thread a lane, each of them woken for each transfer, an action of an empty stage took
+963 µs (four workers on two cores, tests/benchmarks/overhead.py) where gloo alone takes 2 x 29 µs of processor.
+Must not know what an action does.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worker.program import COMPUTE_LANE, Program
+from worker.program import COMPUTE_LANE, SEND_OPS, Instruction, Program
 
-Action = Callable[[], None]
+# What is left of an action after it was started: blocks until it has ended. None: it has.
+Finish = Callable[[], None]
+Action = Callable[[], Finish | None]
+
+# A lane of sends is watched when this many are on their way (each holds its tensor), or at the next look.
+_SENDS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -39,128 +46,189 @@ class _Stopped(Exception):
     """The step was aborted while this lane waited."""
 
 
-class _Lane(threading.Thread):
+@dataclass(frozen=True)
+class _Entry:
+    index: int
+    waits: tuple[int, ...]
+    record: int | None
+    action: Action
+
+
+class _TransferLane:
+    """The transfers of one lane: `entries` in order, of which the first `started` have been started, and
+    `open` of those have not been seen to end. Whoever waits for their ends holds `claim`."""
+
     def __init__(self, name: str, group: CpuLanes):
-        super().__init__(name=f"slotline-{name}", daemon=True)
-        self.lane = name
+        self.name = name
         self.group = group
-        self.instructions: list[tuple[int, tuple[int, ...], int | None, Action]] = []
-        self.wakeups: queue.SimpleQueue = queue.SimpleQueue()
-        self.starts: queue.SimpleQueue = queue.SimpleQueue()
-        self.waiting_for: int | None = None
-        self.current: int | None = None
+        self.sends = False
+        self.prompt = False
+        self.entries: list[_Entry] = []
+        self.started = 0
+        self.starting = threading.Lock()
+        self.open: deque[tuple[_Entry, float, Finish | None]] = deque()
+        self.claim = threading.Lock()
+        self.signals: queue.SimpleQueue = queue.SimpleQueue()
+        self.signalled = False
         self.last: int | None = None
-        self.since_s = time.monotonic()
+        self.last_end_s = 0.0
+        self.waiting: tuple[int, float] | None = None
+        self.thread = threading.Thread(target=self._watch, name=f"slotline-{name}", daemon=True)
 
-    def run(self) -> None:
-        while self.starts.get():
+    def begin(self) -> None:
+        self.started = 0
+        self.open.clear()
+        self.last = self.waiting = None
+        self.last_end_s = 0.0
+
+    def start_ready(self) -> None:
+        """Start, in order, all transfers that wait for nothing any more."""
+        done, clock, wanted = self.group.done, time.monotonic, False
+        with self.starting:
+            while self.started < len(self.entries):
+                entry = self.entries[self.started]
+                if not all(done[event] for event in entry.waits):
+                    break
+                started_s = clock()
+                self.open.append((entry, started_s, entry.action()))
+                self.started += 1
+                wanted = wanted or (entry.record is not None and entry.record == self.group.asleep_for)
+        crowded = self.sends and len(self.open) >= _SENDS_AT_ONCE
+        if self.open and (wanted or crowded or self.prompt or self.group.draining):
+            self.signal()
+
+    def finish_until(self, event: int | None) -> None:
+        """Wait, in order, for the ends of started transfers, up to the one that records `event`, or (None)
+        as long as there are any. The caller holds `claim`."""
+        group, clock = self.group, time.monotonic
+        while self.open and not group.stopped:
+            entry, started_s, finish = self.open[0]
+            if finish is not None:
+                self.waiting = (entry.index, clock())
+                finish()
+            end = clock()
+            # A send's end is seen late, so only a lane of receives can say when the next one had the link.
+            group.slots[entry.index] = (started_s if self.sends else max(started_s, self.last_end_s), end)
+            self.last, self.last_end_s, self.waiting = entry.index, end, None
+            self.open.popleft()
+            if entry.record is not None:
+                group.record(entry.record)
+                if entry.record == event:
+                    return
+
+    def signal(self) -> None:
+        """Have the lane's thread wait for the ends of what was started."""
+        if not self.signalled:
+            self.signalled = True
+            self.signals.put(True)
+
+    def ended(self) -> bool:
+        return self.started == len(self.entries) and not self.open
+
+    def _watch(self) -> None:
+        while self.signals.get():
+            self.signalled = False
             try:
-                self._run_once()
-                self.group.ended.put((self.lane, None))
-            except _Stopped:
-                self.group.ended.put((self.lane, None))
+                with self.claim:
+                    self.finish_until(None)
             except BaseException as error:
-                self.group.ended.put((self.lane, error))
-
-    def _run_once(self) -> None:
-        group = self.group
-        done, waiters, slots, clock = group.done, group.waiters, group.slots, time.monotonic
-        wait_for = self._wait_for
-        self.last = None
-        for index, waits, record, action in self.instructions:
-            self.since_s = clock()
-            self.current = index
-            for event in waits:
-                if not done[event]:
-                    wait_for(event)
-            if group.stopped:
-                raise _Stopped
-            start = self.since_s = clock()
-            action()
-            slots[index] = (start, clock())
-            self.last = index
-            if record is not None:
-                done[record] = 1
-                for lane in waiters[record]:
-                    if lane.waiting_for == record:
-                        lane.wakeups.put(record)
-        self.current = None
-
-    def _wait_for(self, event: int) -> None:
-        # The recorder sets `done` before it looks at `waiting_for`; this side does the opposite.
-        self.since_s = time.monotonic()
-        self.waiting_for = event
-        while not self.group.done[event]:
-            if self.group.stopped:
-                raise _Stopped
-            self.wakeups.get()
-        self.since_s = time.monotonic()  # before the next line: the watcher reads both
-        self.waiting_for = None
+                self.group.fail(error)
+            self.group.wake_at_end(self)
 
 
 class CpuLanes:
-    """All lanes of one mesh. `actions[i]` does what instruction i of `program` says."""
+    """All lanes of one mesh. `actions[i]` starts what instruction i of `program` says and returns what waits
+    for its end; a compute action has ended when it returns."""
 
     def __init__(self, program: Program, actions: Sequence[Action]):
         events = 1 + max((i.record for i in program if i.record is not None), default=-1)
         self.done = bytearray(events)
         self.slots: list[tuple[float, float]] = [(0.0, 0.0)] * len(program)
-        self.ended: queue.SimpleQueue = queue.SimpleQueue()
         self.stopped = False
-        self._lanes: dict[str, _Lane] = {}
+        self._compute: list[_Entry] = []
+        self._lanes: dict[str, _TransferLane] = {}
+        self._lane_of_event: dict[int, _TransferLane] = {}
         for index, (instruction, action) in enumerate(zip(program, actions, strict=True)):
-            if instruction.lane not in self._lanes:
-                self._lanes[instruction.lane] = _Lane(instruction.lane, self)
-            entry = (index, instruction.wait, instruction.record, action)
-            self._lanes[instruction.lane].instructions.append(entry)
-        self.waiters: list[list[_Lane]] = [
-            [lane for lane in self._lanes.values() if any(event in i[1] for i in lane.instructions)]
+            self._add(_Entry(index, tuple(instruction.wait), instruction.record, action), instruction)
+        self._waiters = [
+            [lane for lane in self._lanes.values() if any(event in e.waits for e in lane.entries)]
             for event in range(events)
         ]
-        self._running: set[str] = set()
-        for lane in self._lanes.values():
-            lane.start()
+        for event, lane in self._lane_of_event.items():
+            lane.prompt = lane.prompt or bool(self._waiters[event])
+        self._receives = [lane for lane in self._lanes.values() if not lane.sends]
+        self._starts: queue.SimpleQueue = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue = queue.SimpleQueue()
+        self._wakeups: queue.SimpleQueue = queue.SimpleQueue()
+        self.asleep_for: int | None = None
+        self.draining = False
+        self._waiting_for: int | None = None
+        self._running = False
+        self._current: int | None = None
+        self._since_s = time.monotonic()
+        self._last: int | None = None
+        self._thread = threading.Thread(target=self._run, name=f"slotline-{COMPUTE_LANE}", daemon=True)
+        for thread in self._threads().values():
+            thread.start()
+
+    def _add(self, entry: _Entry, instruction: Instruction) -> None:
+        if instruction.lane == COMPUTE_LANE:
+            self._compute.append(entry)
+            return
+        lane = self._lanes.setdefault(instruction.lane, _TransferLane(instruction.lane, self))
+        lane.sends = instruction.op in SEND_OPS
+        lane.entries.append(entry)
+        if entry.record is not None:
+            self._lane_of_event[entry.record] = lane
+
+    # For the engine's thread
 
     def start(self) -> None:
         """Begin a step on all lanes."""
         self.done[:] = bytes(len(self.done))
-        self._running = set(self._lanes)
+        while not self._wakeups.empty():
+            self._wakeups.get_nowait()
         for lane in self._lanes.values():
-            while not lane.wakeups.empty():
-                lane.wakeups.get_nowait()
-            lane.starts.put(True)
+            lane.begin()
+        self._last, self.draining, self._running = None, False, True
+        self._starts.put(True)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all lanes have ended; False after `timeout_s`. Raises what a lane raised, first come."""
-        deadline = time.monotonic() + timeout_s
-        while self._running:
-            try:
-                lane, error = self.ended.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return False
-            self._running.discard(lane)
-            if error is not None:
-                raise error
+        if not self._running:
+            return True
+        try:
+            error = self._ended.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return False
+        if error is not None:
+            raise error
+        self._running = False
         return True
 
     def statuses(self) -> list[LaneStatus]:
-        """Where every lane stands that has not ended its step."""
-        return [
-            LaneStatus(name, lane.current, lane.since_s, lane.waiting_for, lane.last)
-            for name, lane in self._lanes.items()
-            if name in self._running
-        ]
+        """Where every lane stands that has not ended its step. A transfer that nobody waits for yet is
+        watched from now on."""
+        found = []
+        if self._running and self._current is not None:
+            waits_for = self._waiting_for
+            found.append(LaneStatus(COMPUTE_LANE, self._current, self._since_s, waits_for, self._last))
+        for lane in self._lanes.values():
+            waiting = lane.waiting
+            if waiting is not None:
+                found.append(LaneStatus(lane.name, *waiting, None, lane.last))
+            elif lane.open:
+                lane.signal()
+        return found
 
     def last_compute(self) -> int | None:
         """The last compute instruction that ended."""
-        lane = self._lanes.get(COMPUTE_LANE)
-        return None if lane is None else lane.last
+        return self._last
 
     def stop(self) -> None:
         """Make lanes that wait for an event end. One that is inside an action ends after that action."""
         self.stopped = True
-        for lane in self._lanes.values():
-            lane.wakeups.put(None)
+        self._wakeups.put(None)
 
     def measured(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, monotonic seconds."""
@@ -169,9 +237,105 @@ class CpuLanes:
     def close(self, timeout_s: float) -> list[str]:
         """End the threads; the lanes that did not end in time (they are inside a user's code)."""
         self.stop()
+        self._starts.put(False)
         for lane in self._lanes.values():
-            lane.starts.put(False)
+            lane.signals.put(False)
         deadline = time.monotonic() + timeout_s
+        for thread in self._threads().values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [name for name, thread in self._threads().items() if thread.is_alive()]
+
+    # For the lanes
+
+    def record(self, event: int) -> None:
+        """`event` has happened: start what waited for nothing else, wake the compute lane if it waits."""
+        self.done[event] = 1
+        for lane in self._waiters[event]:
+            lane.start_ready()
+        if self.asleep_for == event:
+            self._wakeups.put(event)
+
+    def fail(self, error: BaseException) -> None:
+        """End the step with `error`."""
+        self._ended.put(error)
+
+    def wake_at_end(self, lane: _TransferLane) -> None:
+        """The compute lane has nothing left to compute and waits for the last transfers."""
+        if self.draining and lane.ended():
+            self._wakeups.put(None)
+
+    # The compute lane
+
+    def _run(self) -> None:
+        while self._starts.get():
+            error = None
+            try:
+                self._run_once()
+            except _Stopped:
+                pass
+            except BaseException as raised:
+                error = raised
+            self._current = None
+            self._ended.put(error)
+
+    def _run_once(self) -> None:
+        done, slots, clock = self.done, self.slots, time.monotonic
         for lane in self._lanes.values():
-            lane.join(max(0.0, deadline - time.monotonic()))
-        return [name for name, lane in self._lanes.items() if lane.is_alive()]
+            lane.start_ready()
+        for entry in self._compute:
+            self._current = entry.index
+            for event in entry.waits:
+                if not done[event]:
+                    self._wait_for(event)
+            if self.stopped:
+                raise _Stopped
+            for lane in self._receives:
+                if lane.open:
+                    lane.signal()
+            start = self._since_s = clock()
+            entry.action()
+            slots[entry.index] = (start, clock())
+            self._last = entry.index
+            if entry.record is not None:
+                self.record(entry.record)
+        self._current = None
+        self._drain()
+
+    def _wait_for(self, event: int) -> None:
+        self._since_s = time.monotonic()
+        self._waiting_for = event
+        lane = self._lane_of_event[event]
+        for other in self._receives:
+            if other is not lane and other.open:
+                other.signal()
+        while not self.done[event]:
+            if self.stopped:
+                raise _Stopped
+            if lane.open and lane.claim.acquire(blocking=False):
+                try:
+                    lane.finish_until(event)
+                finally:
+                    lane.claim.release()
+                continue
+            # The lane's thread waits for it already, or will when it has been started. Whoever starts or records
+            # sets `open` or `done` before it looks at `asleep_for`; this side does the opposite.
+            self.asleep_for = event
+            lane.signal()
+            if not self.done[event] and not self.stopped:
+                self._wakeups.get()
+            self.asleep_for = None
+        self._waiting_for = None
+        self._since_s = time.monotonic()
+
+    def _drain(self) -> None:
+        """Wait for the ends of the transfers that no computation needed."""
+        self.draining = True
+        for lane in self._lanes.values():
+            while not lane.ended():
+                if self.stopped:
+                    raise _Stopped
+                lane.signal()
+                self._wakeups.get()
+
+    def _threads(self) -> dict[str, threading.Thread]:
+        return {COMPUTE_LANE: self._thread} | {name: lane.thread for name, lane in self._lanes.items()}

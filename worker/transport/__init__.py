@@ -12,6 +12,7 @@ from worker.transport.base import (
     Progress,
     Topology,
     Transport,
+    finish,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "Progress",
     "Topology",
     "Transport",
+    "finish",
 ]

@@ -5,7 +5,7 @@ Light: no torch at import. Must not know stages, programs or schedules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,12 +86,19 @@ class Progress:
     age_s: float
 
 
+def finish(transfer: Callable[[], None] | None) -> None:
+    """Block until `transfer`, which `send` or `receive` returned, has ended; on CUDA the stream says when."""
+    if transfer is not None:
+        transfer()
+
+
 class Transport(Protocol):
     """One worker's end of all its transfers.
 
-    `send`, `receive` and `all_reduce` are called on the lane that carries the transfer: they block
-    that lane until the transfer is done (CPU) or enqueue it on the lane's stream (CUDA). Both ends of
-    a transfer give the same `tag`; two transfers of one step never share a tag.
+    `send` and `receive` only start a transfer. On CPU it then goes on by itself, and what they return blocks
+    until it has ended; it must be called once, before `close`. On CUDA they enqueue it on the current stream
+    and return None. `all_reduce` blocks on CPU and enqueues on CUDA. Both ends of a transfer give
+    the same `tag`; two transfers of one step never share a tag.
     """
 
     topology: Topology
@@ -102,10 +109,10 @@ class Transport(Protocol):
         """Block until every peer is there. `groups`: ranks that all-reduce together, by name, the same
         mapping on every worker; `lanes`: directed pairs of meshes that exchange tensors, in the agreed order."""
 
-    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None:
         """Send contiguous `tensor` to this worker's counterpart on mesh `peer`."""
 
-    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None] | None:
         """Receive into contiguous `out`, which has the sender's shape and dtype."""
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:

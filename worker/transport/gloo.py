@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -88,25 +88,31 @@ class GlooTransport:
                 f"{self._connect_timeout_s:g} s: {first_line(error)}"
             ) from error
 
-    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
-        try:
-            self._sends[peer].send([tensor], 1, tag).wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"sending to {peer} failed: {first_line(error)}", peer) from None
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
+        with _lost(peer, f"sending to {peer}"):
+            work = self._sends[peer].send([tensor], 1, tag)
 
-    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
-        try:
-            self._receives[peer].recv([out], 0, tag).wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"receiving from {peer} failed: {first_line(error)}", peer) from None
+        def wait() -> None:
+            with _lost(peer, f"sending to {peer}"):
+                work.wait()
+
+        return wait
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
+        with _lost(peer, f"receiving from {peer}"):
+            work = self._receives[peer].recv([out], 0, tag)
+
+        def wait() -> None:
+            with _lost(peer, f"receiving from {peer}"):
+                work.wait()
+
+        return wait
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         if group not in self._groups:
             return
-        try:
+        with _lost(group, f"the all-reduce over {group}"):
             self._groups[group].allreduce([tensor.detach()]).wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"the all-reduce over {group} failed: {first_line(error)}", group) from None
 
     def publish(self, text: str) -> None:
         self._rendezvous.publish(text)
@@ -153,3 +159,11 @@ class GlooTransport:
         store.set_timeout(STORE_TIMEOUT)
         group.set_timeout(_NEVER)
         return group
+
+
+@contextlib.contextmanager
+def _lost(peer: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"{what} failed: {first_line(error)}", peer) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -96,16 +96,24 @@ class LocalTransport:
         if not everybody or missing:
             raise ConnectError(f"{', '.join(missing)} did not connect within {self._connect_timeout_s:g} s")
 
-    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
         target = self.topology.rank(peer, self.worker)
         box = self._hub.mailbox(self._rank, target, tag)
         box.tensor.put(tensor)
-        if box.receipt.get() is _ABORTED:
-            raise PeerLostError(f"sending to {peer} was aborted", peer)
 
-    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
+        def wait() -> None:
+            if box.receipt.get() is _ABORTED:
+                raise PeerLostError(f"sending to {peer} was aborted", peer)
+
+        return wait
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
         source = self.topology.rank(peer, self.worker)
         box = self._hub.mailbox(source, self._rank, tag)
+        return lambda: self._receive(box, peer, tag, out)
+
+    def _receive(self, box: _Mailbox, peer: str, tag: int, out: torch.Tensor) -> None:
+        source = self.topology.rank(peer, self.worker)
         tensor = box.tensor.get()
         if tensor is _ABORTED:
             raise PeerLostError(f"receiving from {peer} was aborted", peer)

@@ -1,6 +1,7 @@
 """Receive buffers: reused, never while somebody still needs what is in them."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ def test_a_buffer_that_is_overwritten_early_is_found_by_the_backward_that_needs_
         for index, instruction in enumerate(engine._program):
             if instruction.op == "RECV_F":  # all forwards into one buffer: the second overwrites the first
                 engine._buffer_of = [0 if i == index else b for i, b in enumerate(engine._buffer_of)]
-                engine._lanes._lanes[instruction.lane].instructions = [
-                    (i, w, r, engine._action(i)) if i == index else (i, w, r, a)
-                    for i, w, r, a in engine._lanes._lanes[instruction.lane].instructions
+                lane = engine._lanes._lanes[instruction.lane]
+                lane.entries = [
+                    replace(entry, action=engine._action(index)) if entry.index == index else entry
+                    for entry in lane.entries
                 ]
         with pytest.raises((StageError, RuntimeError), match="modified by an inplace operation"):
             pipeline.step(0, [batch(8)])

@@ -31,11 +31,17 @@ def send_without_waiting(self, peer, tag, tensor):
     self._hub.mailbox(self._rank, self.topology.rank(peer, self.worker), tag).tensor.put(tensor.clone())
 
 
+def receive_on_the_stream(receive):
+    """The tensor is there when what the host enqueues next may use it."""
+    return lambda self, peer, tag, out: receive(self, peer, tag, out)()
+
+
 class CudaPipeline(LocalPipeline):
     """Engines whose lanes are CudaLanes over a recording fake."""
 
     def __init__(self, monkeypatch, *arguments, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
+        monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(LocalTransport.receive))
         monkeypatch.setattr(Engine, "connect", lambda engine: self.connect_fake(engine))
         self.cudas = {}
         super().__init__(*arguments, **options)

@@ -20,8 +20,13 @@ def slow(monkeypatch):
     receive = LocalTransport.receive
 
     def slow_receive(self, peer, tag, out):
-        receive(self, peer, tag, out)
-        time.sleep(LINK_S)
+        wait = receive(self, peer, tag, out)
+
+        def slow_wait():
+            wait()
+            time.sleep(LINK_S)
+
+        return slow_wait
 
     monkeypatch.setattr(LocalTransport, "receive", slow_receive)
 

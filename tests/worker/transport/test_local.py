@@ -32,21 +32,21 @@ def in_background(function, *arguments):
 
 def test_a_send_ends_when_the_receive_has_the_tensor(pair):
     a, b = pair
-    thread, _ = in_background(a.send, "b", 1, torch.ones(3))
+    thread, _ = in_background(a.send("b", 1, torch.ones(3)))
     time.sleep(0.05)
     assert thread.is_alive()
     out = torch.zeros(3)
-    b.receive("a", 1, out)
+    b.receive("a", 1, out)()
     thread.join(5)
     assert not thread.is_alive() and torch.equal(out, torch.ones(3))
 
 
 def test_transfers_are_told_apart_by_tag_whatever_their_order(pair):
     a, b = pair
-    threads = [in_background(a.send, "b", tag, torch.full((2,), float(tag)))[0] for tag in (1, 2, 3)]
+    threads = [in_background(a.send("b", tag, torch.full((2,), float(tag))))[0] for tag in (1, 2, 3)]
     for tag in (3, 1, 2):
         out = torch.zeros(2)
-        b.receive("a", tag, out)
+        b.receive("a", tag, out)()
         assert out[0] == tag
     for thread in threads:
         thread.join(5)
@@ -54,7 +54,7 @@ def test_transfers_are_told_apart_by_tag_whatever_their_order(pair):
 
 def test_abort_wakes_whoever_waits(pair):
     a, b = pair
-    threads = [in_background(a.send, "b", 1, torch.ones(1)), in_background(b.receive, "a", 2, torch.ones(1))]
+    threads = [in_background(a.send("b", 1, torch.ones(1))), in_background(b.receive("a", 2, torch.ones(1)))]
     time.sleep(0.05)
     b.abort()
     for thread, caught in threads:
