@@ -93,6 +93,8 @@ def test_the_rendered_settings_are_ones_that_the_control_plane_takes(
     chart: Chart, values: Path, monkeypatch: pytest.MonkeyPatch
 ):
     given = environment(objects(chart, yaml.safe_load(values.read_text())))
+    if "SLOTLINE_DATABASE_URL" in given:  # what stands in the secret
+        given["SLOTLINE_DATABASE_URL"] = "postgresql://user:password@host/name"
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     settings = Settings()
@@ -104,6 +106,23 @@ def test_the_rendered_settings_are_ones_that_the_control_plane_takes(
         n for n in given if n.startswith("SLOTLINE_") and n.removeprefix("SLOTLINE_").lower() not in known
     ]
     assert unknown == []
+
+
+def test_numbers_reach_the_containers_as_they_were_written(chart: Chart):
+    values = case("production")
+    numbers = {
+        "SLOTLINE_BODY_LIMIT_BYTES": 33554432,
+        "SLOTLINE_TICK_S": 0.5,
+        "SLOTLINE_KEEP_HISTORY_DAYS": -1,
+    }
+    values["settings"] |= numbers
+    values["ray"]["cluster"]["workerGroups"][0]["env"]["NCCL_BUFFSIZE"] = 8388608
+    found = objects(chart, values)
+    settings = of_kind(found, "ConfigMap")["data"]
+    assert {name: settings[name] for name in numbers} == {name: str(value) for name, value in numbers.items()}
+    group = of_kind(found, "RayCluster")["spec"]["workerGroupSpecs"][0]
+    env = group["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "NCCL_BUFFSIZE", "value": "8388608"} in env
 
 
 def test_secrets_are_only_referred_to(chart: Chart):

@@ -51,3 +51,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "slotline.url" -}}
 {{- default (printf "http://%s.%s.svc:%v" (include "slotline.fullname" .) .Release.Namespace .Values.service.port) .Values.publicUrl -}}
 {{- end -}}
+
+{{/* A value as an environment variable: Helm reads every number as a float and would print 33554432 as 3.3554432e+07. */}}
+{{- define "slotline.text" -}}
+{{- if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) -}}{{ printf "%.0f" . }}
+{{- else -}}{{ toString . }}
+{{- end -}}
+{{- end -}}
