@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.cli_client import CliError, Json, checked, err, out
 from service.jobs import NAME_PATTERN
-from service.settings import Settings, load_settings
+from service.settings import Settings, load_settings, unknown_settings
 from service.store.database import Database, utc_now
 from service.store.packages import delete_token, list_tokens, store_token
 
@@ -51,6 +52,8 @@ def serve(
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for name in unknown_settings(os.environ):
+        logging.warning("%s is no setting of Slotline", name)
     for noisy in ("httpx", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     app = create_app(settings)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -200,6 +202,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def unknown_settings(environment: Iterable[str]) -> list[str]:
+    """Names that begin as settings do and are none, with the one that was perhaps meant."""
+    known = {f"SLOTLINE_{name.upper()}" for name in Settings.model_fields}
+    unknown = sorted(n for n in environment if n.startswith("SLOTLINE_") and n not in known | _OF_OTHERS)
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in unknown}
+    return [f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown]
+
+
+_OF_OTHERS = {"SLOTLINE_URL", "SLOTLINE_IMAGE", "SLOTLINE_WORKER_IMAGE"}  # of the command and of compose
 
 
 def load_settings(**values: Any) -> Settings:

@@ -38,9 +38,12 @@ async def submit(
     spec: JobSpec, service: Current, response: Response, idempotency_key: IdempotencyKey = None
 ) -> JobView:
     """Queue a job. With a used Idempotency-Key and the same body, the job of that key is answered again."""
-    digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
-    await _check_references(service, spec)
-    job = await _create_once(service, spec, idempotency_key, digest)
+    # without defaults: a new version knows more fields, and the same body must stay the same
+    digest = hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+    job = await _find_by_key(service, idempotency_key)
+    if job is None:
+        await _check_references(service, spec)
+        job = await _create_once(service, spec, idempotency_key, digest)
     if job.request_digest != digest:
         raise ProblemError(
             422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
@@ -134,22 +137,22 @@ async def _check_references(service: Service, spec: JobSpec) -> None:
 
 
 async def _create_once(service: Service, spec: JobSpec, key: str | None, digest: str) -> Job:
-    """A new job, or the one that was made with this key before, or is being made at this moment."""
-    if key is not None and (job := await _find_by_key(service, key)):
-        return job
+    """A new job, or the one that is being made with this key at this moment."""
     try:
         async with service.database.write() as session:
             return await store.create_job(
                 session, spec, at=utc_now(), idempotency_key=key, request_digest=digest
             )
     except IntegrityError:
-        job = None if key is None else await _find_by_key(service, key)
+        job = await _find_by_key(service, key)
         if job is None:
             raise
         return job
 
 
-async def _find_by_key(service: Service, key: str) -> Job | None:
+async def _find_by_key(service: Service, key: str | None) -> Job | None:
+    if key is None:
+        return None
     async with service.database.read() as session:
         return await store.find_by_idempotency_key(session, key)
 

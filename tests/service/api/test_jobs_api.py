@@ -77,6 +77,18 @@ async def test_the_same_key_and_body_submit_one_job_also_at_once(api: Api):
     assert len((await api.client.get("/api/v1/jobs")).json()["items"]) == 1
 
 
+async def test_a_key_answers_its_job_also_when_what_the_job_names_has_gone_since(
+    make_api: ApiMaker, tmp_path
+):
+    headers = {"Idempotency-Key": "a-key"}
+    async with make_api(queues={"default": None, "old": None}) as api:
+        first = await api.client.post("/api/v1/jobs", json=job_body(queue="old"), headers=headers)
+    async with make_api() as api:
+        again = await api.client.post("/api/v1/jobs", json=job_body(queue="old"), headers=headers)
+        assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
+        problem(await api.client.post("/api/v1/jobs", json=job_body(queue="old")), 422)
+
+
 async def test_a_used_key_with_another_body_is_refused(api: Api):
     headers = {"Idempotency-Key": "a-key"}
     await api.client.post("/api/v1/jobs", json=job_body(), headers=headers)
