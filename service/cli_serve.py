@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.cli_client import CliError, Json, checked, err, out
 from service.jobs import NAME_PATTERN
-from service.settings import Settings, load_settings, unknown_settings
+from service.settings import Settings, load_settings, misspelt_settings
 from service.store.database import Database, utc_now
 from service.store.packages import delete_token, list_tokens, store_token
 
@@ -52,8 +52,8 @@ def serve(
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for name in unknown_settings(os.environ):
-        logging.warning("%s is no setting of Slotline", name)
+    for name, meant in misspelt_settings(os.environ).items():
+        logging.warning("%s is no setting: did you mean %s?", name, meant)
     for noisy in ("httpx", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     app = create_app(settings)

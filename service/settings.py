@@ -204,15 +204,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def unknown_settings(environment: Iterable[str]) -> list[str]:
-    """Names that begin as settings do and are none, with the one that was perhaps meant."""
+def misspelt_settings(environment: Iterable[str]) -> dict[str, str]:
+    """Variables that are almost a setting, and the setting that was probably meant."""
     known = {f"SLOTLINE_{name.upper()}" for name in Settings.model_fields}
-    unknown = sorted(n for n in environment if n.startswith("SLOTLINE_") and n not in known | _OF_OTHERS)
-    near = {name: difflib.get_close_matches(name, known, n=1) for name in unknown}
-    return [f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown]
-
-
-_OF_OTHERS = {"SLOTLINE_URL", "SLOTLINE_IMAGE", "SLOTLINE_WORKER_IMAGE"}  # of the command and of compose
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in environment}
+    return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
 def load_settings(**values: Any) -> Settings:

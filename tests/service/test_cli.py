@@ -19,7 +19,7 @@ import yaml
 from service import cli
 from service.api.context import Service
 from service.orchestrator.outcome import Backoff, Report, TimelineRecord, apply_report
-from service.settings import Settings, unknown_settings
+from service.settings import Settings, misspelt_settings
 from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import utc_now
 from tests.service.conftest import job_body
@@ -355,8 +355,10 @@ def test_wrong_settings_stop_the_server_with_their_names(
 
 
 def test_a_setting_with_a_typing_mistake_is_told():
-    given = ["SLOTLINE_QUEUE", "SLOTLINE_QUEUES", "SLOTLINE_XYZZY", "SLOTLINE_URL", "HOME"]
-    assert unknown_settings(given) == ["SLOTLINE_QUEUE (did you mean SLOTLINE_QUEUES?)", "SLOTLINE_XYZZY"]
+    of_others = ["SLOTLINE_URL", "SLOTLINE_METRICS_HOST", "SLOTLINE_ATTEMPT_TOKEN", "SLOTLINE_IMAGE", "HOME"]
+    assert misspelt_settings(["SLOTLINE_QUEUE", "SLOTLINE_QUEUES", *of_others]) == {
+        "SLOTLINE_QUEUE": "SLOTLINE_QUEUES"
+    }
 
 
 @pytest.mark.parametrize(
