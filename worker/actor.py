@@ -49,6 +49,8 @@ from worker.failure import (
 from worker.links import Link, measure_links, neighbour_lanes
 from worker.mesh import WorkerAddress, own_node_address
 from worker.model import TracedModel, build_model, call_factory, resolve, trace
+from worker.model.errors import FactoryError
+from worker.model.profile import PROFILE_FORMAT
 from worker.program import program_from_json
 from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import ConnectError, Topology
@@ -225,6 +227,15 @@ class Worker:
     def _build_data(self) -> None:
         data, training = self._job["data"], self._job["training"]
         self._dataset = call_factory(data["factory"], data.get("args"))
+        for method, means in (
+            ("__len__", "how many samples it has"),
+            ("__getitem__", "a sample by its index"),
+        ):
+            if not hasattr(self._dataset, method):
+                raise FactoryError(
+                    f"data {data['factory']!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
+                    f"({method}): return a map-style data set"
+                )
         self._sampler = BatchSampler(
             len(self._dataset),
             training["global_batch"],
@@ -285,8 +296,9 @@ class Worker:
             ) from error
 
     def _profile_key(self) -> str:
-        """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch."""
-        training = self._job["training"]
+        """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch, and
+        on CPU the workers that share the cores."""
+        training, resources = self._job["training"], self._job["resources"]
         inputs, target = self._sample
         parts = {
             "model": self._job["model"],
@@ -296,7 +308,9 @@ class Worker:
             "precision": training.get("precision", "fp32"),
             "device": self._device,
             "device_name": torch.cuda.get_device_name() if self._device == "cuda" else socket.gethostname(),
+            "workers": resources["meshes"] * self._workers_per_mesh if self._device == "cpu" else 1,
             "torch": torch.__version__,
+            "format": PROFILE_FORMAT,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -8,7 +8,9 @@ from workers import Workers
 
 from tests.reference import accumulate, dataset_batches
 from worker import checkpoint
+from worker.actor import Worker
 from worker.data.sampler import BatchSampler, collate
+from worker.failure import DATA_FAILED, MODEL_BUILD_FAILED, USER_CODE_RAISED, AttemptFailure
 from worker.model import build_model, call_factory
 
 SCHEDULES = {
@@ -36,7 +38,7 @@ def job(schedule=None, *, stages=2, meshes=2, workers_per_mesh=1, **changes):
         "optimizer": {
             "factory": "torch.optim:AdamW",
             "args": {"lr": 1e-2},
-            "schedule": SCHEDULES.get(schedule, schedule),
+            "schedule": SCHEDULES[schedule] if isinstance(schedule, str) else schedule,
         },
         "training": {"steps": 8, "global_batch": 8, "microbatches": 2, "seed": 5, "clip_grad_norm": 1.0},
         "pipeline": {"stages": stages, "schedule": "1f1b"},
@@ -110,3 +112,48 @@ def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):
     with Workers(spec) as run:
         run.call(lambda w: w.restore(uri))
         assert run.losses(range(3, 5)) == pytest.approx(losses[2:], rel=1e-5)
+
+
+# What a worker refuses, and what it remembers
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "told"),
+    [
+        ({"data": {"factory": "builtins:iter", "args": {}}}, DATA_FAILED, "iter expected|takes"),
+        ({"data": {"factory": "builtins:object"}}, DATA_FAILED, "cannot tell how many samples"),
+        ({"data": {"factory": "builtins:set"}}, DATA_FAILED, "cannot tell a sample by its index"),
+        ({"data": {"factory": "builtins:list"}}, DATA_FAILED, "the data set is empty"),
+        (
+            {
+                "optimizer": {
+                    "factory": "torch.optim:SGD",
+                    "schedule": {"factory": "torch.optim.lr_scheduler:No"},
+                }
+            },
+            MODEL_BUILD_FAILED,
+            "lr_scheduler has no 'No'",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
+    with pytest.raises(AttemptFailure, match=told) as caught:
+        Worker(job=job(**changes), mesh="m0", worker=0, device="cpu").prepare(1)
+    assert caught.value.reason == reason
+
+
+def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
+    schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"steps": 3}}
+    with pytest.raises(AttemptFailure, match=r"StepLR.*steps=3.*correct optimizer\.schedule\.args") as caught:
+        Workers(job(schedule, stages=1, meshes=1))
+    assert caught.value.reason == USER_CODE_RAISED
+
+
+def test_a_profile_is_used_again_for_the_same_work_only():
+    def key(workers_per_mesh=1, **changes):
+        return Worker(job=job(**changes), mesh="m0", worker=0, device="cpu").prepare(workers_per_mesh)
+
+    smaller = job()["training"] | {"global_batch": 4}
+    keys = [key(), key(meshes=3), key(2), key(training=smaller)]
+    assert len(set(keys)) == len(keys)
+    assert key(training=job()["training"] | {"steps": 1, "seed": 9}) == keys[0]

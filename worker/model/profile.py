@@ -12,6 +12,9 @@ from typing import Any
 
 from worker.model.errors import CutError
 
+# Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
+PROFILE_FORMAT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
