@@ -16,6 +16,9 @@ import torch
 from worker.transport import Topology, Transport
 from worker.transport.gloo import GlooTransport
 
+# Hardware queues of a process: with CUDA's own 8, lanes of several peers share one, and compute waits behind a
+# receive that waits. (32 in each of four processes on one GPU ran out of memory under MPS.)
+_QUEUES = "16"
 _NO_REMAPPING = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
@@ -47,8 +50,10 @@ def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> 
 
 
 def choose_device(device: str, assigned: Callable[[], Sequence[str | int]]) -> None:
-    """Make this worker's GPU the current device of this thread; nothing to do on CPU."""
+    """Make this worker's GPU the current device of this thread, before anything else uses CUDA here; nothing to
+    do on CPU."""
     if device == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()}: "

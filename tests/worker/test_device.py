@@ -1,5 +1,6 @@
 """The choice of a GPU by what Ray assigned, and of the transport by device."""
 
+import os
 import socket
 
 import pytest
@@ -45,6 +46,19 @@ def test_an_assigned_gpu_that_is_not_visible_is_named():
 def test_a_node_without_a_gpu_says_so_by_name():
     with pytest.raises(RuntimeError, match=f"finds no GPU on {socket.gethostname()}"):
         choose_device("cuda", lambda: [0])
+
+
+@pytest.mark.parametrize("given", [None, "12"])
+def test_a_process_has_a_hardware_queue_for_each_lane_before_it_uses_cuda(monkeypatch, given):
+    seen = []
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    queues = lambda: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(queues()) or True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.append(index))
+    choose_device("cuda", lambda: [0])
+    assert seen == [given or "16", 0]
 
 
 def make(device):
