@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 import yaml
+from rich import box
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -134,7 +135,10 @@ def events(job: JobArgument, follow: Follow = False, as_json: Json = False) -> N
             print(json.dumps(event), flush=True)
         else:
             out.print(
-                f"{_clock(event['at'])} {event['kind']:10} {event['message']}", highlight=False, markup=False
+                f"{_clock(event['at'])} {event['kind']:10} {event['message']}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
 
 
@@ -324,9 +328,11 @@ def _job_line(job: dict[str, Any]) -> str:
 
 
 def _jobs_table(jobs: list[dict[str, Any]]) -> Table:
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, collapse_padding=True)
     for title in ("job", "name", "queue", "state", "step", "loss", "why"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("job", "state"))
+        whole = title in ("job", "state", "step", "loss")
+        width = {"name": 14, "queue": 8}.get(title) if out.width < 100 else None
+        table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
     for job in jobs:
         done = job["progress"]
         colour = _COLOURS.get(job["state"], "default")

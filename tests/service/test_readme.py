@@ -1,0 +1,91 @@
+"""What the README tells people to type is what the code takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from service.cli import app
+from service.jobs import JobSpec, JobState
+from service.scheduler import load_spec, make_plan
+from service.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "deploy/README.md")}
+README = TEXTS["README.md"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_job_of_the_readme_is_one_that_the_server_takes():
+    (text,) = blocks("yaml")
+    spec = JobSpec.model_validate(yaml.safe_load(text))
+    assert spec.optimizer.schedule is not None and spec.accelerators == 4
+
+
+@pytest.mark.parametrize("section", ["code", "checkpoint", "retry"])
+def test_the_sections_that_the_readme_shows_are_sections_of_a_job(section: str):
+    (found,) = re.findall(rf"`({section}: {{.*?}})`", README)
+    fields = yaml.safe_load(found)[section]
+    kind = {name: field.annotation for name, field in JobSpec.model_fields.items()}[section]
+    known = next(part for part in getattr(kind, "__args__", (kind,)) if hasattr(part, "model_fields"))
+    assert fields.keys() <= known.model_fields.keys()
+    if section == "retry":
+        assert known.model_validate(fields) == known(), "the README shows the defaults"
+
+
+def test_the_pipeline_of_the_readme_is_planned_under_its_bound():
+    (text,) = blocks("json")
+    plan = make_plan(load_spec(json.loads(text)), budget_s=1)
+    assert plan.makespan_s >= plan.lower_bound_s > 0
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_command_and_option_that_is_told_exists(name: str):
+    commands = get_command(app).commands
+    told = re.findall(r"slotline ([a-z]+)\b(?! deploy)([^`\n#|]*)", "\n".join(_code(TEXTS[name])))
+    assert told
+    for verb, rest in told:
+        if verb == "deploy":
+            continue
+        assert verb in commands, verb
+        command = commands[verb]
+        if hasattr(command, "commands"):
+            command = command.commands[rest.split()[0]]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest)) <= options, f"slotline {verb} {rest}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_setting_that_is_told_exists_with_the_default_that_is_told(name: str):
+    known = {f"SLOTLINE_{field.upper()}" for field in Settings.model_fields} | {"SLOTLINE_URL"}
+    assert set(re.findall(r"SLOTLINE_[A-Z_]+[A-Z]", TEXTS[name])) <= known
+    defaults = dict(re.findall(r"`SLOTLINE_(KEEP_\w+_DAYS)` \|.*? (\d+) days", TEXTS[name]))
+    for setting, days in defaults.items():
+        assert Settings.model_fields[setting.lower()].default == float(days)
+    assert len(defaults) == (3 if name == "README.md" else 0)
+
+
+def test_every_state_is_told():
+    assert all(f"`{state}`" in README for state in JobState)
+
+
+def test_every_file_and_target_that_is_told_exists():
+    for path in re.findall(r"`((?:service|deploy|dashboards)/[\w./*-]+)`", README):
+        assert list(ROOT.glob(path)), path
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z-]+)", README):
+        assert f"\n{target}:" in makefile, target
+
+
+def _code(text: str) -> list[str]:
+    """Lines of shell blocks, and what stands in backticks."""
+    shell = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    return [*shell, *re.findall(r"`([^`\n]+)`", text)]
