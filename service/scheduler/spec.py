@@ -9,10 +9,19 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise ValueError("write a number, without quotes")
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number)]
+Integer = Annotated[int, BeforeValidator(_number)]
+Seconds = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[Integer, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Contention = Literal["none", "link", "full-duplex", "half-duplex"]
 
@@ -30,7 +39,7 @@ class MeshSpec(_Model):
 
     name: Name
     activation_limit_bytes: Bytes | None = None
-    receive_buffer_limit: Annotated[int, Field(ge=0)] | None = None
+    receive_buffer_limit: Annotated[Integer, Field(ge=0)] | None = None
 
 
 class StageSpec(_Model):
@@ -61,23 +70,23 @@ class NetworkSpec(_Model):
     """What transfers may share, and how bytes become seconds."""
 
     contention: Contention = "none"
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    bandwidth_bytes_per_s: Annotated[Float, Field(gt=0, allow_inf_nan=False)] | None = None
     latency_s: Seconds = 0.0
 
 
 class PipelineSpec(_Model):
     """Stages, edges, meshes and costs: what `make_plan` turns into a Plan."""
 
-    microbatches: Annotated[int, Field(ge=1, le=1_000_000)]
+    microbatches: Annotated[Integer, Field(ge=1, le=1_000_000)]
     meshes: Annotated[list[MeshSpec], Field(min_length=1)]
     stages: Annotated[list[StageSpec], Field(min_length=1)]
     edges: list[EdgeSpec] = []
     network: NetworkSpec = NetworkSpec()
-    overlap: bool = True
+    overlap: StrictBool = True
     schedule: str = "auto"
     orders: dict[str, list[str]] | None = None
-    split_backward: bool | None = None
-    max_in_flight: Annotated[int, Field(ge=1)] | None = None
+    split_backward: StrictBool | None = None
+    max_in_flight: Annotated[Integer, Field(ge=1)] | None = None
 
 
 def load_spec(data: Mapping[str, Any] | str | bytes) -> PipelineSpec:
@@ -90,6 +99,10 @@ def load_spec(data: Mapping[str, Any] | str | bytes) -> PipelineSpec:
         )
     except ValidationError as error:
         raise SpecError("; ".join(_describe(item) for item in error.errors())) from error
+    if spec.orders is not None and spec.schedule != "csv":
+        raise SpecError(
+            f"orders are given, but schedule {spec.schedule!r} makes its own: set schedule to 'csv', or remove orders"
+        )
     check_spec(spec)
     return spec
 
@@ -103,7 +116,8 @@ def _describe(item: Mapping[str, Any]) -> str:
         return f"{place} is missing: give it"
     if kind in ("json_invalid", "json_type"):
         return f"the spec is not JSON: {item['msg']}"
-    return f"{place} is {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{place} is {item['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
 def check_spec(spec: PipelineSpec) -> None:

@@ -40,6 +40,12 @@ def changed(**paths):
         (changed(stages__1__name="s0"), r"stage name 's0' is used more than once"),
         (changed(edges__1__target="s1"), r"edge 1 leads from stage 's1' to itself"),
         (changed(schedule="csv"), r"'csv' needs orders"),
+        (changed(orders={"m0": ["0F0"]}), r"orders are given, but schedule 'auto' .* set schedule to 'csv'"),
+        (changed(microbatches=True), r"microbatches is True: write a number"),
+        (changed(microbatches="3"), r"microbatches is '3': write a number, without quotes"),
+        (changed(max_in_flight="2"), r"max_in_flight is '2': write a number"),
+        (changed(stages__0__forward_s="1.5"), r"stages\.0\.forward_s is '1\.5': write a number"),
+        (changed(overlap="no"), r"overlap is 'no': input should be a valid boolean"),
     ],
 )
 def test_a_bad_spec_is_refused_with_value_and_way_out(data, message):
