@@ -26,6 +26,7 @@ from service.api import (
     cluster as cluster_routes,
 )
 from service.api.context import Service
+from service.api.hosts import OwnPagesOnly, own_names
 from service.api.limits import BodyLimit
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.loop import Orchestrator
@@ -63,6 +64,8 @@ def create_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
         limit_bytes=settings.body_limit_bytes,
         limits={"/api/v1/packages": settings.package_limit_bytes + 65536},
     )
+    if (names := own_names(settings)) is not None:
+        app.add_middleware(OwnPagesOnly, names=names)
     errors.install(app)
     for router in (jobs.router, observe.router, plans.router, packages.router, cluster_routes.router):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401))

@@ -99,7 +99,7 @@ def make_api(tmp_path: Path) -> ApiMaker:
         async with app.router.lifespan_context(app):
             service_of(app).orchestrator.stop()
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://slotline") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 yield Api(client, service_of(app), cluster)
 
     return make

@@ -325,6 +325,40 @@ async def test_tokens_are_asked_for_when_set_and_never_for_health(make_api: ApiM
         ).status_code == 201
 
 
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8000", "localhost", "[::1]:80", "me.localhost", "slotline.lab:80"]
+)
+async def test_a_server_without_tokens_answers_to_its_own_names(make_api: ApiMaker, host: str):
+    async with make_api(public_url="http://slotline.lab") as api:
+        assert (await api.client.get("/api/v1/jobs", headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", "[::2]", "", "xlocalhost"]
+)
+async def test_a_server_without_tokens_answers_to_no_name_that_a_foreign_page_could_have(
+    make_api: ApiMaker, host: str
+):
+    """DNS rebinding: the page's own name resolves to this machine, and the browser takes us for its server."""
+    async with make_api() as api:
+        refused = await api.client.get("/api/v1/jobs", headers={"Host": host})
+        assert "SLOTLINE_PUBLIC_URL" in problem(refused, 403)["detail"]
+    async with make_api(api_token="secret") as api:
+        asked = await api.client.get("/api/v1/jobs", headers={"Host": host, "Authorization": "Bearer secret"})
+        assert asked.status_code == 200, "who has a token may come from anywhere"
+
+
+async def test_a_page_of_another_site_changes_nothing_on_a_server_without_tokens(make_api: ApiMaker):
+    async with make_api() as api:
+        job_id = await api.submit()
+        foreign = {"Sec-Fetch-Site": "cross-site"}
+        problem(await api.client.post(f"/api/v1/jobs/{job_id}/cancel", headers=foreign), 403)
+        assert (await api.job(job_id))["state"] == "QUEUED"
+        assert (await api.client.get("/", headers=foreign)).status_code == 200, "a link to us is fine"
+        own = {"Sec-Fetch-Site": "same-origin"}
+        assert (await api.client.post(f"/api/v1/jobs/{job_id}/cancel", headers=own)).status_code == 202
+
+
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
     from service.api.auth import new_token, token_digest
     from service.store.database import utc_now
