@@ -24,6 +24,14 @@ def until(done: Callable[[], object], limit_s: float = 150) -> None:
         time.sleep(0.1)
 
 
+def plain_optimizer(spec: dict, parameters: list) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters, **spec["args"])
+    if spec.get("schedule"):
+        schedule = resolve(spec["schedule"]["factory"])(optimizer, **spec["schedule"]["args"])
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
 def plain_losses(spec: dict) -> list[float]:
     """The same job as a plain loop on the unsplit model, in this process."""
     training = spec["training"]
@@ -42,7 +50,7 @@ def plain_losses(spec: dict) -> list[float]:
         batch,
         steps=range(1, training["steps"] + 1),
         loss=resolve(spec["loss"]["factory"]),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, **spec["optimizer"]["args"]),
+        optimizer=lambda parameters: plain_optimizer(spec["optimizer"], parameters),
         clip_grad_norm=training.get("clip_grad_norm"),
     )
     return [record.loss for record in records]
@@ -94,6 +102,23 @@ def test_two_workers_a_mesh_share_each_microbatch_and_learn_the_same(server):
     job_id = server.submit(spec)
     assert server.wait(job_id)["state"] == "SUCCEEDED"
     assert [s["loss"] for s in server.steps(job_id)] == pytest.approx(plain_losses(spec), rel=1e-5)
+
+
+def test_a_learning_rate_schedule_is_followed_as_in_a_plain_loop(server):
+    schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 2, "gamma": 0.3}}
+    optimizer = {"factory": "torch.optim:AdamW", "args": {"lr": 1e-2}, "schedule": schedule}
+    spec = job_spec(
+        "gpt-scheduled",
+        optimizer=optimizer,
+        pipeline={"stages": 2, "schedule": "1f1b"},
+        resources={"meshes": 2, "workers_per_mesh": 1, "device": "cpu"},
+    )
+    job_id = server.submit(spec)
+    assert server.wait(job_id)["state"] == "SUCCEEDED"
+    measured = [step["loss"] for step in server.steps(job_id)]
+    assert measured == pytest.approx(plain_losses(spec), rel=1e-5)
+    constant = plain_losses({**spec, "optimizer": {**optimizer, "schedule": None}})
+    assert measured != pytest.approx(constant, rel=1e-3), "the schedule matters here"
 
 
 @pytest.mark.parametrize(
