@@ -1,0 +1,163 @@
+"""Users, drivers, a failing Ray and restarts in random order: what must hold after every move, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.jobs import AttemptState, JobState
+from service.orchestrator.decide import RayJob, RayState
+from service.orchestrator.outcome import StaleAttemptError
+from service.store import jobs as job_store
+from service.store.attempts import active_attempts
+from service.store.database import Database, utc_now
+from service.store.states import TransitionError
+from tests.service.orchestrator.test_loop import SETTINGS, World
+
+BUSY = {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING}
+
+
+class Chaos:
+    """A world and the random moves that change it; `jobs` are all that were submitted."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.random, self.jobs = world, random.Random(seed), list[str]()
+        self.sequences: Counter[str] = Counter()
+        self.moves: list[tuple[float, Callable[[], Awaitable[None]]]] = [
+            (6, self.submit),
+            (4, self.cancel),
+            (4, self.retry),
+            (3, self.restart),
+            (6, self.fail_or_mend_ray),
+            (3, self.end_a_driver),
+            (12, self.report),
+            (12, self.round),
+        ]
+
+    async def move(self) -> None:
+        weights, moves = zip(*self.moves, strict=True)
+        (chosen,) = self.random.choices(moves, weights)
+        with contextlib.suppress(TransitionError, StaleAttemptError):  # refused, as it must be
+            await chosen()
+
+    async def submit(self) -> None:
+        if len(self.jobs) < 6:
+            pipeline, retry = self.random.choice([1, 2, 4]), self.random.choice([0, 1, 2])
+            made = await self.world.submit(pipeline={"stages": pipeline}, retry={"infrastructure": retry})
+            self.jobs.append(made)
+
+    async def cancel(self) -> None:
+        if self.jobs:
+            await self.world.cancel(self.random.choice(self.jobs))
+
+    async def retry(self) -> None:
+        if self.jobs:
+            async with self.world.database.write() as session:
+                await job_store.retry_job(session, self.random.choice(self.jobs), at=utc_now())
+
+    async def restart(self) -> None:
+        self.world.restart()
+        limits = self.world.orchestrator._limits
+        self.world.orchestrator._limits = replace(limits, report_grace_s=0.0)
+
+    async def fail_or_mend_ray(self) -> None:
+        cluster = self.world.cluster
+        match self.random.randrange(4):
+            case 0:
+                cluster.away = not cluster.away
+            case 1:
+                cluster.loses_answers = not cluster.loses_answers
+            case 2:
+                cluster.not_now = None if cluster.not_now else "No available agent"
+            case 3:
+                cluster.refusal = None if cluster.refusal else "no"
+
+    def mend_ray(self) -> None:
+        cluster = self.world.cluster
+        cluster.away = cluster.loses_answers = False
+        cluster.not_now = cluster.refusal = None
+
+    async def end_a_driver(self) -> None:
+        if states := self.world.cluster.states:
+            end = self.random.choice([RayState.FAILED, RayState.MISSING, RayState.SUCCEEDED])
+            states[self.random.choice(list(states))] = RayJob(end)
+
+    async def report(self) -> None:
+        if known := list(self.world.cluster.submissions):
+            attempt = self.random.choice(known)
+            state = self.random.choice([None, *[AttemptState.RUNNING] * 3, *list(AttemptState)[2:]])
+            await self.say(attempt, state)
+
+    async def say(self, attempt_id: str, state: AttemptState | None) -> None:
+        self.sequences[attempt_id] += 1
+        await self.world.report(attempt_id, self.sequences[attempt_id], state=state)
+
+    async def round(self) -> None:
+        """A round, and sometimes a user who cancels in the middle of it."""
+        await self.world.orchestrator.refresh()
+        works = [self.world.orchestrator.round(), *([self.cancel()] if self.random.random() < 0.3 else [])]
+        results = await asyncio.gather(*works, return_exceptions=True)
+        await self.world.orchestrator.settle()
+        wrong = [r for r in results if isinstance(r, Exception) and not isinstance(r, TransitionError)]
+        assert not wrong, wrong
+
+    async def check(self) -> None:
+        async with self.world.database.read() as session:
+            active = await active_attempts(session)
+            holders = Counter(job.id for _, job in active)
+            assert max(holders.values(), default=1) == 1, "one attempt a job"
+            assert sum(attempt.accelerators for attempt, _ in active) <= self.world.cluster.workers
+            assert all(job.current_attempt == attempt.id for attempt, job in active)
+            for job_id in self.jobs:
+                job = await job_store.find_job(session, job_id)
+                assert (job.job_state in BUSY) == (job_id in holders), (job.state, holders)
+                assert job.job_state.final == (job.finished_at is not None)
+                numbers = [event.number for event in await job_store.events_of(session, job_id)]
+                assert numbers == list(range(1, len(numbers) + 1))
+
+    async def work_off(self) -> None:
+        """Ray is well and drivers do what they are told: every job must come to an end."""
+        self.mend_ray()
+        for _ in range(80):
+            await self.world.rounds()
+            async with self.world.database.read() as session:
+                active = await active_attempts(session)
+            for attempt, job in active:
+                ray = self.world.cluster.states.get(attempt.id)
+                if ray is not None and ray.state is RayState.RUNNING:
+                    cancelling = job.job_state is JobState.CANCELLING
+                    await self.say(
+                        attempt.id, AttemptState.CANCELLED if cancelling else AttemptState.SUCCEEDED
+                    )
+            states = [(await self.world.job(job_id)).job_state for job_id in self.jobs]
+            if all(state.final for state in states):
+                return
+        raise AssertionError(states)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    for name in ("_STOP_EVERY_S", "_ASK_EVERY_S", "_LOG_SETTLES_S"):
+        monkeypatch.setattr(f"service.orchestrator.loop.{name}", 0.0)
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
+    await database.start()
+    yield World(database, SETTINGS.model_copy(update={"cancel_grace_s": 0.0}))
+    await database.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_jobs_keep_their_accelerators_and_come_to_an_end(world: World, seed: int):
+    chaos = Chaos(world, seed)
+    await chaos.restart()
+    for _ in range(60):
+        await chaos.move()
+        await chaos.check()
+    await chaos.work_off()
+    await chaos.check()
