@@ -19,7 +19,7 @@ from service.api.jobs import JobId, existing_job
 from service.api.pages.gaps import find_gaps
 from service.api.schemas import Integer, SlotView
 from service.scheduler.spec import PipelineSpec
-from service.store.attempts import find_plan, find_timeline, profiled_steps
+from service.store.attempts import SlotRecord, find_plan, find_timeline, profiled_steps
 from service.store.tables import JobPlan
 from worker.program import COMPUTE_OPS, TRANSFER_OPS
 
@@ -44,13 +44,11 @@ async def gaps(job_id: JobId, service: Current, step: Integer | None = None) -> 
         timeline = await find_timeline(session, job_id, step)
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan yet: it gets one when its first attempt starts")
-    measured = (
-        [] if timeline is None else [SlotView.model_validate(s, from_attributes=True) for s in timeline[1]]
-    )
-    return await asyncio.to_thread(_explain, plan.body, measured)
+    return await asyncio.to_thread(_explain, plan.body, [] if timeline is None else timeline[1])
 
 
-def _explain(plan_text: str, measured: list[SlotView]) -> dict[str, Any]:
+def _explain(plan_text: str, records: list[SlotRecord]) -> dict[str, Any]:
+    measured = [SlotView(**record._asdict()) for record in records]
     body = json.loads(plan_text)
     spec = PipelineSpec.model_validate(body["spec"])
     planned = [SlotView.model_validate(slot) for slot in body["plan"]["slots"]]
