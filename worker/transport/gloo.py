@@ -16,8 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from worker.transport.base import ConnectError, Failure, PeerLostError, Progress, Topology
-from worker.transport.rendezvous import STORE_TIMEOUT, Rendezvous, first_line, host_store
+from worker.transport.base import ConnectError, PeerLostError, Topology
+from worker.transport.rendezvous import STORE_TIMEOUT, Member, first_line, host_store
 
 # Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
 _NEVER = timedelta(days=7)
@@ -26,7 +26,7 @@ _ABORT_TAG = 2**31 - 1
 __all__ = ["GlooTransport", "host_store"]
 
 
-class GlooTransport:
+class GlooTransport(Member):
     """One worker's end of all its transfers, over TCP.
 
     `host` is the address of this worker that its peers connect to (default: that of its host name).
@@ -44,20 +44,17 @@ class GlooTransport:
         connect_timeout_s: float = 60.0,
         prefix: str = "",
     ):
-        self.topology = topology
-        self.mesh = mesh
-        self.worker = worker
-        self._rank = topology.rank(mesh, worker)
-        self._host = host
-        self._connect_timeout_s = connect_timeout_s
-        self._rendezvous = Rendezvous(
+        super().__init__(
             topology,
-            rank=self._rank,
-            host=store_host,
-            port=store_port,
-            timeout_s=connect_timeout_s,
+            mesh=mesh,
+            worker=worker,
+            store_host=store_host,
+            store_port=store_port,
+            connect_timeout_s=connect_timeout_s,
             prefix=prefix,
         )
+        self._host = host
+        self._connect_timeout_s = connect_timeout_s
         self._device: dist.ProcessGroupGloo.Device | None = None
         self._sends: dict[str, dist.ProcessGroupGloo] = {}
         self._receives: dict[str, dist.ProcessGroupGloo] = {}
@@ -70,18 +67,14 @@ class GlooTransport:
         remaining_s = self._rendezvous.join()
         try:
             self._device = self._make_device()
-            for source, target in lanes:
-                ranks = tuple(self.topology.rank(mesh, self.worker) for mesh in (source, target))
-                if self._rank in ranks:
-                    pair = self._make_group(f"{source}>{target}/{self.worker}", ranks, remaining_s)
-                    if self.mesh == source:
-                        self._sends[target] = pair
-                    else:
-                        self._receives[source] = pair
-            for name in sorted(groups):
-                ranks = groups[name]
-                if self._rank in ranks and len(ranks) > 1:
-                    self._groups[name] = self._make_group(f"group/{name}", ranks, remaining_s)
+            for source, target, name, ranks in self._own_lanes(lanes):
+                pair = self._make_group(name, ranks, remaining_s)
+                if self.mesh == source:
+                    self._sends[target] = pair
+                else:
+                    self._receives[source] = pair
+            for name, ranks in self._own_groups(groups):
+                self._groups[name] = self._make_group(f"group/{name}", ranks, remaining_s)
         except RuntimeError as error:
             raise ConnectError(
                 f"{self.topology.name(self._rank)} could not connect to its peers within "
@@ -113,18 +106,6 @@ class GlooTransport:
             return
         with _lost(group, f"the all-reduce over {group}"):
             self._groups[group].allreduce([tensor.detach()]).wait()
-
-    def publish(self, text: str) -> None:
-        self._rendezvous.publish(text)
-
-    def progress(self, mesh: str) -> Progress | None:
-        return self._rendezvous.progress(self.topology.rank(mesh, self.worker))
-
-    def announce(self, reason: str) -> None:
-        self._rendezvous.announce(reason)
-
-    def failure(self) -> Failure | None:
-        return self._rendezvous.failure()
 
     def abort(self) -> None:
         # gloo's own abort() does not wake a waiting transfer (measured with torch 2.13); a wait that times
