@@ -7,6 +7,7 @@ becomes a change of a copy, and everything after it uses the copy.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ _STATISTICS = {
     torch.ops.aten.batch_norm.default: ((3, 4), 5),
     torch.ops.aten.instance_norm.default: ((3, 4), 5),
 }
+# Stands for operator.getitem among a node's arguments, where fx cannot write that function as code.
+_GETITEM = "getitem"
 
 
 def changed_copy(base: torch.Tensor, views: tuple, change: tuple) -> torch.Tensor:
@@ -32,7 +35,8 @@ def changed_copy(base: torch.Tensor, views: tuple, change: tuple) -> torch.Tenso
     copy = base.clone()
     part: Any = copy
     for step, arguments, keywords in (*views, change):
-        part = step(part, *arguments, **dict(keywords))
+        call = operator.getitem if step == _GETITEM else step
+        part = call(part, *arguments, **dict(keywords))
     return copy
 
 
@@ -50,8 +54,9 @@ def isolate_changes(
     values: Mapping[fx.Node, Any],
     buffers: Mapping[fx.Node, str],
     parameters: Mapping[fx.Node, str],
-) -> frozenset[fx.Node]:
-    """Rewrite `graph` so; return the placeholders of buffers that it updates.
+) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Rewrite `graph` so; return the placeholders of buffers that it updates, each with its aliases (itself,
+    views of it, and what changes of it return).
 
     `values` are (fake) results by node: nodes that share a storage alias each other. `calls`
     (layer calls) learns the nodes that are added. Raises TraceError for a change of a parameter.
@@ -71,7 +76,7 @@ class _Isolation:
                 self.root.setdefault(self.storage[node], node)
         self.constant = _constants(graph, {*buffers})
 
-    def run(self) -> frozenset[fx.Node]:
+    def run(self) -> dict[fx.Node, frozenset[fx.Node]]:
         updated = set()
         for node in list(self.graph.nodes):
             for argument in changed_arguments(node):
@@ -86,7 +91,10 @@ class _Isolation:
                 elif not self._stays(node, root):
                     self._rewrite(node, argument, root)
         self._remove_unused(updated)
-        return frozenset(updated)
+        return {
+            root: frozenset(node for node in self.graph.nodes if self.storage.get(node) == self.storage[root])
+            for root in updated
+        }
 
     def _remove_unused(self, updated: set[fx.Node]) -> None:
         """Erase what neither the output nor an update of a buffer in a used module needs."""
@@ -147,7 +155,12 @@ class _Isolation:
             else:
                 change = (node.target, tuple(node.args[1:]), tuple(node.kwargs.items()))
                 steps = tuple(
-                    (n.target, tuple(n.args[1:]), tuple(n.kwargs.items())) for n in self._path(root, argument)
+                    (
+                        _GETITEM if n.target is operator.getitem else n.target,
+                        tuple(n.args[1:]),
+                        tuple(n.kwargs.items()),
+                    )
+                    for n in self._path(root, argument)
                 )
                 target = changed_copy_at_random if is_random(node) else changed_copy
                 copy = self._add(node, target, (root, steps, change), {}, self.values[root])
@@ -170,16 +183,17 @@ class _Isolation:
             return
         for step in self._path(root, node):
             if step not in replacement:
-                arguments = (replacement[step.args[0]], *step.args[1:])
+                arguments = (replacement[_unchanged(step.args[0])], *step.args[1:])
                 copy = self.graph.create_node("call_function", step.target, arguments, dict(step.kwargs))
                 copy.meta = {key: value for key, value in step.meta.items() if key != "nn_module_stack"}
                 self.values[copy] = self.values[step]
                 replacement[step] = copy
+        replacement[node] = replacement[_unchanged(node)]
 
     def _path(self, root: fx.Node, node: fx.Node) -> list[fx.Node]:
-        """The view operations that lead from `root` to `node`."""
+        """The view operations that lead from `root` to `node`; changes on the way have happened to `root`."""
         path = []
-        while node is not root:
+        while (node := _unchanged(node)) is not root:
             source = node.args[0] if node.args else None
             if not isinstance(source, fx.Node) or self.storage.get(source) != self.storage[root]:
                 raise TraceError(
@@ -197,6 +211,13 @@ class _Isolation:
         if node in self.calls:
             self.calls[copy] = self.calls[node]
         return copy
+
+
+def _unchanged(node: fx.Node) -> fx.Node:
+    """The value itself, where `node` is what a change of it in place returned."""
+    while node.args and isinstance(node.args[0], fx.Node) and node.args[0] in changed_arguments(node):
+        node = node.args[0]
+    return node
 
 
 def changed_arguments(node: fx.Node) -> list[fx.Node]:
@@ -248,6 +269,8 @@ def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The operation that returns what an in-place `target` writes, if it takes the same arguments."""
     name = target._schema.name.split("::")[1]
     if target.namespace != "aten" or not name.endswith("_") or name.startswith("_"):
+        return None
+    if name == "copy_":  # the other form has no derivative
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     other = getattr(packet, target._overloadname, None) if packet is not None else None

@@ -129,27 +129,32 @@ def map_layers(
             layer_of[node] = order[calls[node]]
         elif users := [layer_of[user] for user in node.users if user in layer_of]:
             layer_of[node] = min(users)
-    for node in graph.nodes:
-        if node.op == "placeholder" or node in replicated:
-            continue
+    inner = [n for n in graph.nodes if n.op != "placeholder" and n not in replicated]
+    for node in inner:
         sources = [layer_of[arg] for arg in node.all_input_nodes if arg in layer_of]
-        if node not in layer_of:  # an update of a buffer, which nothing uses: with what it depends on
-            layer_of[node] = max(sources, default=0)
+        if (
+            node not in layer_of and sources
+        ):  # an update of a buffer, which nothing uses: with what it depends on
+            layer_of[node] = max(sources)
         elif node.target is operator.getitem and sources:  # only tensors cross a border, no tuples
             layer_of[node] = sources[0]
+    for node in reversed(inner):  # what such an update begins with
+        layer_of.setdefault(node, min((layer_of[user] for user in node.users if user in layer_of), default=0))
     _check_forward(graph, layer_of, list(order))
     return LayerMap(names=tuple(order), layer_of=layer_of, replicated=replicated)
 
 
-def join_layers(layers: LayerMap, updated: Mapping[fx.Node, str]) -> tuple[LayerMap, dict[str, str]]:
+def join_layers(
+    layers: LayerMap, updated: Mapping[str, Collection[fx.Node]]
+) -> tuple[LayerMap, dict[str, str]]:
     """Make one layer of all from the first to the last that use a buffer which forward updates.
 
-    `updated` names such placeholders. Also returns the layers that can no longer begin a stage,
-    each with the buffer that is the reason.
+    `updated` has the aliases of such buffers by name. Also returns the layers that can no longer begin a
+    stage, each with the buffer that is the reason.
     """
     joined: dict[int, str] = {}
-    for buffer, name in updated.items():
-        users = [layers.layer_of[user] for user in buffer.users if user in layers.layer_of]
+    for name, aliases in updated.items():
+        users = [layers.layer_of[u] for alias in aliases for u in alias.users if u in layers.layer_of]
         joined |= {layer: name for layer in range(min(users, default=0) + 1, max(users, default=0) + 1)}
     kept = [layer for layer in range(len(layers.names)) if layer not in joined]
     place = {layer: index for index, layer in enumerate(kept)}

@@ -120,8 +120,8 @@ def trace(
     calls = layer_calls(module.graph, expanded_modules(model))
     updated = isolate_changes(module.graph, calls, _fake_values(module, values), buffers, parameters)
     layers, joined = join_layers(
-        map_layers(module.graph, calls, set(buffers) - updated, parameters),
-        {node: buffers[node] for node in updated},
+        map_layers(module.graph, calls, set(buffers) - updated.keys(), parameters),
+        {buffers[node]: aliases for node, aliases in updated.items()},
     )
     module.recompile()
     placed = PlacedGraph(

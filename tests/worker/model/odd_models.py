@@ -247,6 +247,56 @@ class Counted(nn.Module):
         return self.layers[2](x)
 
 
+class Followed(nn.Module):
+    """A buffer follows a value in two steps of one chain, between modules, and nobody reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        y = self.layers[1](x)
+        self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return self.layers[2](y)
+
+
+class ChangesOfChanges(nn.Module):
+    """What a change in place returned is changed again by other modules: whole, in parts, by a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Adding()
+        self.second = Adding()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        plain = 2 * x
+        a = self.first(x)
+        view = a[:, 1:]
+        a[:, 0] = 2.0
+        b = self.second(self.linears[0](a) + view.sum())
+        left, right = plain.split(WIDTH // 2, dim=1)
+        left.add_(1.0)
+        right[0].mul_(2.0)
+        c = self.linears[1](b)
+        copy = torch.empty_like(c).copy_(c)
+        d = self.linears[2](c)
+        copy[:, 2] = 0.5
+        d.copy_(d + copy)
+        return d * b + plain
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x).add_(1.0)
+
+
 class InsideContexts(nn.Module):
     """Modules called under no_grad, autocast and checkpoint; a table made by a module from constants."""
 
@@ -379,6 +429,8 @@ ODD_MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "noise and dropout": lambda: (Noisy(), (vectors(),)),
     "turned": lambda: (Turned(), (vectors(2, 1, 3, 3),)),
     "parametrised": lambda: (Normed(), (vectors(),)),
+    "changes of changes": lambda: (ChangesOfChanges(), (vectors(),)),
+    "a mean that nobody reads": lambda: (Followed(), (vectors(),)),
     "a running mean": lambda: (Counted(), (vectors(),)),
 }
 
