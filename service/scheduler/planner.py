@@ -12,11 +12,12 @@ import numpy as np
 from service.scheduler.bounds import lower_bound
 from service.scheduler.events import compile_programs
 from service.scheduler.memory import in_flight_violation, peak_activation
+from service.scheduler.memory_saving import save_memory
 from service.scheduler.plan import Plan, make_plan_from
 from service.scheduler.problem import Problem, build_problem
 from service.scheduler.schedules import AUTO, find_schedule, fitting_names
 from service.scheduler.schedules.csv_orders import fused_of_orders
-from service.scheduler.search import Found, reaches, search
+from service.scheduler.search import SEARCHED, Found, reaches, search
 from service.scheduler.spec import PipelineSpec, SpecError, check_spec
 from service.scheduler.timeline import Timeline, needed_receive_buffers, simulate
 from service.scheduler.verify import verify
@@ -97,7 +98,8 @@ def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
     found = search(problem, seeds, budget_s=budget_s, expired=expired)
     if found is None:
         raise SpecError(_no_plan_message(problem))
-    return found
+    saved = save_memory(found.timeline)
+    return found if saved is found.timeline else replace(found, timeline=saved, chosen=SEARCHED)
 
 
 def _no_plan_message(problem: Problem) -> str:

@@ -54,17 +54,24 @@ class RuleRunner:
             return np.inf
         return float((start + self._duration)[order[:count]].max())
 
-    def timeline(self, rule: Rule) -> Timeline | None:
+    def timeline(self, rule: Rule, activation_limit: np.ndarray | None = None) -> Timeline | None:
         """The timeline, or None where the rule got stuck."""
-        start, order, count = self._run(rule)
+        start, order, count = self._run(rule, activation_limit)
         return make_timeline(self.problem, start, order[:count]) if count == self._expected else None
 
-    def _run(self, rule: Rule) -> tuple[np.ndarray, np.ndarray, int]:
+    def _run(
+        self, rule: Rule, activation_limit: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         self.runs += 1
         weight = rule.path * self._path
         weight[: 3 * self.problem.stages] += rule.offset * self.unit
         priority = (weight[:, None] - (rule.slope * self.unit) * self._microbatch).reshape(-1)
-        return self._dispatcher.run(priority, in_flight_cap=rule.cap, patience=rule.patience)
+        return self._dispatcher.run(
+            priority,
+            in_flight_cap=rule.cap,
+            patience=rule.patience,
+            activation_limit=activation_limit,
+        )
 
 
 def kind_tails(problem: Problem, length: np.ndarray) -> np.ndarray:

@@ -56,11 +56,11 @@ def search(
     search.construct()
     # small problems are solved at once; larger ones need a good plan first
     steps = (
-        (search.solve, 0.05),
+        (search.solve, 0.1),
         (search.improve_rules, 0.1),
-        (search.rearrange, 0.15),
-        (search.rearrange, 0.15),
-        (search.solve, 0.55),
+        (search.rearrange, 0.12),
+        (search.rearrange, 0.12),
+        (search.solve, 0.56),
     )
     for step, share in steps:
         if budget_s > 0 and not search.done:

@@ -140,13 +140,23 @@ class Dispatcher:
         self._no_cap = np.full(stages, NO_LIMIT, dtype=np.int64)
 
     def run(
-        self, priority: np.ndarray, *, in_flight_cap: np.ndarray | None = None, patience: float = 0.0
+        self,
+        priority: np.ndarray,
+        *,
+        in_flight_cap: np.ndarray | None = None,
+        patience: float = 0.0,
+        activation_limit: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """(start, order, count) with `priority` for each task; count falls short where it got stuck."""
+        """(start, order, count) with `priority` for each task; count falls short where it got stuck.
+
+        `activation_limit` (bytes of each mesh) stands in for the limits of the spec.
+        """
+        *sizes, limit = self._limits
         return kernels.dispatch(
             *self._before,
             priority,
-            *self._limits,
+            *sizes,
+            limit if activation_limit is None else activation_limit,
             self._no_cap if in_flight_cap is None else in_flight_cap,
             self._source_cap,
             patience,

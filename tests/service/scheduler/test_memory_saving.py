@@ -1,0 +1,45 @@
+"""Of equally long plans auto keeps one that holds less: never longer, never more memory."""
+
+import copy
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from service.scheduler import load_spec, make_plan
+from service.scheduler.memory import keeps_limits, peak_activation, peak_receive_buffers
+from service.scheduler.memory_saving import save_memory
+from service.scheduler.problem import build_problem
+from service.scheduler.search import search
+from tests.service.scheduler.specs import chain, random_specs
+
+
+def peaks(timeline):
+    return [peak_activation(timeline.problem, lane)[0] for lane in timeline.lanes]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=random_specs())
+def test_saving_memory_makes_no_plan_longer_and_no_mesh_hold_more(data):
+    problem = build_problem(load_spec(data))
+    found = search(problem, [], budget_s=0)
+    if found is None:  # the limits on receive buffers can be too tight for every rule
+        return
+    before = found.timeline
+    after = save_memory(before)
+    assert after.makespan <= before.makespan * (1 + 1e-9)
+    assert all(new <= old for new, old in zip(peaks(after), peaks(before), strict=True))
+    assert sum(peak_receive_buffers(after)) <= sum(peak_receive_buffers(before))
+    assert keeps_limits(problem, after.lanes)
+    assert (save_memory(before).start == after.start).all()
+
+
+def test_auto_holds_half_the_microbatches_where_half_are_enough_for_the_same_makespan():
+    data = chain(4, 16, schedule="auto", contention="none", transfer=0.25, split_backward=True)
+    plan = make_plan(load_spec(data))
+    held = max(mesh.peak_activation_bytes for mesh in plan.meshes)
+    assert held <= 8 * 2  # of 16 microbatches of two bytes
+    limited = copy.deepcopy(data)
+    for mesh in limited["meshes"]:
+        mesh["activation_limit_bytes"] = held
+    assert plan.proven_optimal
+    assert make_plan(load_spec(limited)).makespan_s == pytest.approx(plan.makespan_s)
