@@ -18,6 +18,7 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+_NOT_NOW = (502, 503, 504)
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -81,7 +82,8 @@ class Client:
         except httpx.HTTPError as error:
             raise self.unreachable(error) from None
         if not response.is_success:
-            raise CliError(problem_text(response))
+            kind = UnreachableError if response.status_code in _NOT_NOW else CliError
+            raise kind(problem_text(response))
         return response
 
     def stream(self, path: str, headers: dict[str, str]) -> Any:

@@ -23,6 +23,7 @@ MEDIA_TYPE = "text/event-stream"
 _LOOK_EVERY_S = 0.4
 _LOG_LOOK_EVERY_S = 1.0
 _PING_S = 15
+_MISSED_LOOKS = 30
 
 LinePlace = tuple[int, int]
 """Number of the attempt, number of the line."""
@@ -92,19 +93,20 @@ async def _events(service: Service, job_id: str, after: int) -> AsyncIterator[Se
 async def _logs(
     service: Service, job_id: str, attempt: int | None, after: LinePlace
 ) -> AsyncIterator[ServerSentEvent]:
+    missed = 0
     while True:
         async with service.database.read() as session:
             job = await find_job(session, job_id)
         try:
-            lines = await log_lines(service, job_id, attempt=attempt, after=after)
+            lines, missed = await log_lines(service, job_id, attempt=attempt, after=after), 0
         except ClusterError:
-            lines = []
+            lines, missed = [], missed + 1
         for line in lines:
             after = (line.attempt, line.number)
             yield ServerSentEvent(
                 data=line.model_dump_json(), event="line", id=f"{line.attempt}:{line.number}"
             )
-        if job is None or job.job_state.final:
+        if job is None or (job.job_state.final and not 0 < missed < _MISSED_LOOKS):
             yield _end(job)
             return
         await asyncio.sleep(_LOG_LOOK_EVERY_S)

@@ -121,6 +121,23 @@ async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api, mon
     assert [event.get("id") for event in resumed] == ["1:3", None]
 
 
+async def test_a_stream_of_an_ended_job_waits_a_while_for_a_ray_that_is_away(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    job_id = await api.started()
+    api.cluster.logs[f"{job_id}-1"] = "one\n"
+    api.cluster.away = True
+    await api.report(job_id, 1, state="SUCCEEDED")
+    looks = count_calls(monkeypatch, streams, "log_lines")
+    following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/logs"))
+    await looks(3)
+    api.cluster.away = False
+    assert [event.get("id") for event in parse((await following).text)] == ["1:1", None]
+    api.cluster.away = True
+    given_up = parse((await stream(api, f"/api/v1/jobs/{job_id}/logs")).text)
+    assert [event["event"] for event in given_up] == ["end"]
+
+
 async def test_a_line_is_shown_when_it_is_complete_or_the_driver_has_ended(api: Api):
     job_id = await api.started()
     path = f"/api/v1/jobs/{job_id}/logs"
