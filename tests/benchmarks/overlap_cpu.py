@@ -28,6 +28,13 @@ def main() -> int:
     if reason := why_not():
         print(f"skipped: {reason}")
         return 0
+    for microbatches in options.microbatches:
+        _bench(argparse.Namespace(**{**vars(options), "microbatches": microbatches}))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> None:
+    """One table for each ratio."""
     from worker.transport.gloo import host_store
 
     seconds = tuple(part * options.stage_ms / 1e3 for part in (1.0, 1.0, 1.0))
@@ -66,7 +73,6 @@ def main() -> int:
             for worker in workers:
                 worker.kill()
                 worker.wait()
-    return 0
 
 
 def _options() -> argparse.Namespace:
@@ -75,7 +81,7 @@ def _options() -> argparse.Namespace:
         "--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="transfer / forward"
     )
     parser.add_argument("--stage-ms", type=float, default=50.0, help="forward; I and W take as long each")
-    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[16, 8])
     parser.add_argument("--steps", type=int, default=3, help="measured steps a row, after one warm-up")
     parser.add_argument("--elements", type=int, default=1 << 18, help="float32 elements of one tensor")
     parser.add_argument("--rows", nargs="*", help="only rows whose name contains one of these")
