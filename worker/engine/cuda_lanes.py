@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class CudaLanes:
         self._device = torch.cuda.current_device() if cuda is torch.cuda else None
         self._thread = threading.Thread(target=self._host, name="slotline-host", daemon=True)
         self._thread.start()
+
+    def computing(self) -> AbstractContextManager:
+        """What the calling thread enqueues inside goes to the stream of the compute lane."""
+        return self._cuda.stream(self._streams[COMPUTE_LANE])
 
     def start(self) -> None:
         """Begin a step: the device is idle, so the clocks can be related here without disturbing it."""

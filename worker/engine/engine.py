@@ -237,7 +237,9 @@ class Engine:
             targets = [target.to(self._device, non_blocking=True) for target in targets]
         if not self._warm:
             split = any(instruction.op == "I" for instruction in self._program)
-            warm_up(self._stages, inputs[0], targets[0] if targets else None, self._settings, split)
+            torch.cuda.synchronize(self._device)
+            with self._lanes.computing():  # memory and workspaces belong to a stream
+                warm_up(self._stages, inputs[0], targets[0] if targets else None, self._settings, split)
             self._warm = True
         torch.cuda.synchronize(self._device)
         return inputs, targets

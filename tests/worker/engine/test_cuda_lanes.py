@@ -130,6 +130,8 @@ def test_transfers_have_streams_of_their_own_with_higher_priority(monkeypatch):
     with CudaPipeline(monkeypatch, graph, meshes, planned(graph, meshes, 3, "1f1b")[1], 3) as pipeline:
         streams = pipeline.cudas["m1"].streams
         assert sorted(stream.priority for stream in streams) == [-1, -1, -1, -1, 0]
+        with pipeline.engines["m1", 0]._lanes.computing():  # kernels and memory are warmed there
+            assert pipeline.cudas["m1"].current.priority == 0
         result = pipeline.step(0, [batch(3)])["m1", 0]
     assert all(slot.end_s >= slot.start_s >= result.started_s for slot in result.slots)
 
