@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.cli_client import CliError, Json, checked, err, out
@@ -66,6 +66,7 @@ def serve(
         timeout_graceful_shutdown=3,
         log_config=None,
     )
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not _tells_expected(record, app.state))
     listener = _listen(settings)
     if settings.port == 0:
         settings.port = listener.getsockname()[1]
@@ -168,6 +169,12 @@ def _setting_error(error: Mapping[str, Any]) -> str:
     value = str(error["input"])
     shown = repr(value) if "@" not in value else "..."  # the password of a database's URL
     return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"
+
+
+def _tells_expected(record: logging.LogRecord, state: Any) -> bool:
+    """Whether uvicorn shows the traceback of a failed start that `_why` tells in one line."""
+    expected = isinstance(getattr(state, "start_error", None), OSError | RuntimeError | OperationalError)
+    return expected and record.getMessage().startswith("Traceback")
 
 
 def _why(state: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -399,6 +400,20 @@ def test_a_second_server_on_the_same_data_is_refused_and_says_so(
     monkeypatch.setattr("service.store.leader._TAKE_OVER_S", 0.0)
     result = run("serve", "--port", 0)
     assert result.code == 1 and "another Slotline serves" in result.err.replace("\n", " ")
+
+
+def test_a_start_that_fails_as_it_may_is_told_in_one_line(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for setting in (
+        f"SLOTLINE_DATA_DIR={tmp_path / 'file'}",
+        "SLOTLINE_DATABASE_URL=postgresql://127.0.0.1:9/x",
+    ):
+        name, _, value = setting.partition("=")
+        environment = {**os.environ, name: value, "RAY_ADDRESS": "http://127.0.0.1:9"}
+        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 1 and "error: the server did not start: " in done.stderr
+        assert "Traceback" not in done.stderr + done.stdout
 
 
 def test_a_port_in_use_is_named_before_anything_starts(run: Run):
