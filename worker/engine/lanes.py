@@ -110,11 +110,11 @@ class _TransferLane:
             # A send's end is seen late, so only a lane of receives can say when the next one had the link.
             group.slots[entry.index] = (started_s if self.sends else max(started_s, self.last_end_s), end)
             self.last, self.last_end_s, self.waiting = entry.index, end, None
-            self.open.popleft()
             if entry.record is not None:
                 group.record(entry.record)
-                if entry.record == event:
-                    return
+            self.open.popleft()  # last: the step may end now, and events begin anew with the next one
+            if entry.record is not None and entry.record == event:
+                return
 
     def signal(self) -> None:
         """Have the lane's thread wait for the ends of what was started."""

@@ -95,6 +95,19 @@ def test_a_transfer_that_does_not_end_is_what_the_lane_says():
     assert lanes.close(LIMIT_S) == []
 
 
+def test_a_step_does_not_end_before_its_last_event_has_been_recorded():
+    program = [compute(0), transfer("RECV_F", "m1", 0, record=0)]
+    lanes = CpuLanes(program, [lambda: None, lambda: lambda: None])
+    record = lanes.record
+    lanes.record = lambda event: (time.sleep(0.2), record(event))
+    for _ in range(2):
+        lanes.start()
+        assert not lanes.done[0]
+        assert lanes.wait(LIMIT_S)
+        assert lanes.done[0]
+    assert lanes.close(LIMIT_S) == []
+
+
 @pytest.mark.parametrize("failing", ["start", "finish", "watched finish"])
 def test_an_error_of_a_transfer_ends_the_step(failing):
     def broken():
