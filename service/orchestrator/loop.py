@@ -12,10 +12,10 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from service.jobs import PACKAGE_PREFIX, AttemptState, JobState, stored
 from service.orchestrator import outcome
@@ -48,10 +48,11 @@ from service.store.jobs import waiting_jobs
 from service.store.leader import Leadership
 from service.store.packages import package_content
 from service.store.retention import Keep, remove_old
-from service.store.states import add_event, explain_wait, lock_job
+from service.store.states import add_event, explain_wait, lock_job, lock_jobs
 from service.store.tables import Attempt, Job
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
@@ -59,6 +60,7 @@ _STOP_LIMIT_S = 2.0
 _LOG_SETTLES_S = 2.0
 _LOG_GIVEN_UP_S = 600.0
 _TIDY_EVERY_S = 3600.0
+_EXPLAINED_AT_ONCE = 200
 _NOT_TAKEN = "WAITS_FOR_CLUSTER"
 
 
@@ -226,22 +228,21 @@ class Orchestrator:
             quotas=self._settings.queues,
             now=time.time(),
         )
-        known = {job.id: job for job in waiting}
         for answer in answers:
-            if isinstance(answer, Wait):
-                await self._explain(known[answer.job_id], answer)
-            else:
+            if isinstance(answer, Start):
                 await self._start(answer)
+        known = {job.id: job for job in waiting}
+        await self._explain([(known[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)])
 
-    async def _explain(self, job: Job, wait: Wait) -> None:
-        if job.job_state is JobState.RECOVERING and wait.reason == "BACKING_OFF":
-            return  # the failure that it recovers from says more
-        if (job.reason, job.message) == (wait.reason, wait.message):
-            return
-        async with self._database.write() as session:
-            fresh = await lock_job(session, job.id)
-            if fresh is not None and fresh.job_state == job.job_state:
-                explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
+    async def _explain(self, waits: Sequence[tuple[Job, Wait]]) -> None:
+        """Tell jobs why they wait, where that is news: one start or end is news to all that wait for it."""
+        news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
+        for ids in batched(sorted(news), _EXPLAINED_AT_ONCE):
+            async with self._database.write() as session:
+                for fresh in await lock_jobs(session, ids):
+                    job, wait = news[fresh.id]
+                    if fresh.job_state == job.job_state:
+                        explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
 
     async def _start(self, start: Start) -> None:
         async with self._database.write() as session:
@@ -326,7 +327,7 @@ class Orchestrator:
             )
             await self._cluster.submit(submission)
         except ClusterUnreachableError as error:
-            await self._explain(job, Wait(job.id, _NOT_TAKEN, f"not started yet: {error}"))
+            await self._explain([(job, Wait(job.id, _NOT_TAKEN, f"not started yet: {error}"))])
             return
         except ClusterError as error:
             await self._end(attempt.id, End(AttemptState.FAILED, "START_REFUSED", str(error)))
@@ -409,6 +410,11 @@ class Orchestrator:
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
 
 
+def batched(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]
+
+
 def clip_log(text: str, limit: int) -> tuple[int, str]:
     """(number of the first line kept, text): the last `limit` characters, in whole lines."""
     text = text.replace("\x00", "").encode("utf-8", "replace").decode()
@@ -416,6 +422,12 @@ def clip_log(text: str, limit: int) -> tuple[int, str]:
         return 1, text
     begin = text.find("\n", len(text) - limit) + 1
     return text.count("\n", 0, begin) + 1, text[begin:]
+
+
+def _is_news(job: Job, wait: Wait) -> bool:
+    if job.job_state is JobState.RECOVERING and wait.reason == "BACKING_OFF":
+        return False  # the failure that it recovers from says more
+    return (job.reason, job.message) != (wait.reason, wait.message)
 
 
 def _tail(log: str, lines: int = 5) -> str:

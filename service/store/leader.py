@@ -87,6 +87,9 @@ class Leadership:
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(SQLAlchemyError, OSError):
+                # at once: the server notices some time later that a connection has gone
+                await connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _LEADER_LOCK})
+            with contextlib.suppress(SQLAlchemyError, OSError):
                 await connection.invalidate()  # not back into the pool: the lock lives in the connection
                 await connection.close()
 

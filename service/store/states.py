@@ -5,6 +5,7 @@ Every function works inside the caller's write session, on a job that `lock_job`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from sqlalchemy import select
@@ -27,6 +28,12 @@ class TransitionError(ValueError):
 async def lock_job(session: AsyncSession, job_id: str) -> Job | None:
     """The job, locked until the session ends, so that its event numbers have no gaps or doubles."""
     return (await session.execute(select(Job).where(Job.id == job_id).with_for_update())).scalar_one_or_none()
+
+
+async def lock_jobs(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Job]:
+    """Several jobs, locked in the order of their ids, so that two that lock some never wait in a circle."""
+    query = select(Job).where(Job.id.in_(job_ids)).order_by(Job.id).with_for_update()
+    return (await session.execute(query)).scalars().all()
 
 
 def move_job(

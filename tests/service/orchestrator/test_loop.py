@@ -145,6 +145,27 @@ async def test_a_job_that_waits_long_adds_one_event_not_one_a_round(world: World
     assert kinds == ["state", "waiting"]
 
 
+async def test_news_for_a_long_line_is_written_in_few_transactions(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    first = await world.submit()
+    await world.rounds(1)
+    waiting = [await world.submit() for _ in range(250)]
+    written, write = 0, world.database.write
+
+    def counted():
+        nonlocal written
+        written += 1
+        return write()
+
+    monkeypatch.setattr(world.database, "write", counted)
+    await world.orchestrator.round()
+    await world.orchestrator.settle()
+    assert written <= 5
+    for job_id in waiting:
+        assert f"job {first} uses 4" in (await world.job(job_id)).message
+
+
 async def test_a_start_whose_answer_was_lost_is_repeated_without_a_second_driver(world: World):
     world.cluster.loses_answers = True
     job_id = await world.submit()
