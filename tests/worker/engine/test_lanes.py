@@ -96,13 +96,20 @@ def test_a_transfer_that_does_not_end_is_what_the_lane_says():
 
 
 def test_a_step_does_not_end_before_its_last_event_has_been_recorded():
-    program = [compute(0), transfer("RECV_F", "m1", 0, record=0)]
-    lanes = CpuLanes(program, [lambda: None, lambda: lambda: None])
+    program = [transfer("RECV_F", "m1", 0, record=0), compute(0)]
+    recording = threading.Event()
+    lanes = CpuLanes(program, [lambda: lambda: None, lambda: recording.wait(LIMIT_S)])
     record = lanes.record
-    lanes.record = lambda event: (time.sleep(0.2), record(event))
+
+    def slow_record(event):
+        recording.set()
+        time.sleep(0.1)
+        record(event)
+
+    lanes.record = slow_record
     for _ in range(2):
+        recording.clear()
         lanes.start()
-        assert not lanes.done[0]
         assert lanes.wait(LIMIT_S)
         assert lanes.done[0]
     assert lanes.close(LIMIT_S) == []
