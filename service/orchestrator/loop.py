@@ -237,7 +237,7 @@ class Orchestrator:
     async def _explain(self, waits: Sequence[tuple[Job, Wait]]) -> None:
         """Tell jobs why they wait, where that is news: one start or end is news to all that wait for it."""
         news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
-        for ids in batched(sorted(news), _EXPLAINED_AT_ONCE):
+        for ids in _batched(sorted(news), _EXPLAINED_AT_ONCE):
             async with self._database.write() as session:
                 for fresh in await lock_jobs(session, ids):
                     job, wait = news[fresh.id]
@@ -410,7 +410,7 @@ class Orchestrator:
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
 
 
-def batched(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def _batched(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for begin in range(0, len(values), size):
         yield values[begin : begin + size]
 
