@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import ValidationError
 from sqlalchemy import select
 
 from service.api.context import Current
@@ -50,8 +51,11 @@ async def gaps(job_id: JobId, service: Current, step: Integer | None = None) -> 
 def _explain(plan_text: str, records: list[SlotRecord]) -> dict[str, Any]:
     measured = [SlotView(**record._asdict()) for record in records]
     body = json.loads(plan_text)
-    spec = PipelineSpec.model_validate(body["spec"])
     planned = [SlotView.model_validate(slot) for slot in body["plan"]["slots"]]
+    try:
+        spec = PipelineSpec.model_validate(body["spec"])
+    except ValidationError:  # planned by an older Slotline: the timeline can be drawn, not explained
+        return {"meshes": list(dict.fromkeys(s.mesh for s in planned)), "planned": [], "measured": []}
     return {
         "meshes": [mesh.name for mesh in spec.meshes],
         "planned": _gaps(spec, planned),

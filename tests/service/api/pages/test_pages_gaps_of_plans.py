@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -95,3 +96,13 @@ def test_free_transfers_leave_nothing_exposed():
 
 def _lane(plan: Plan, mesh: str) -> list[tuple[float, float]]:
     return [(slot.start_s, slot.end_s) for slot in plan.slots if slot.mesh == mesh and slot.lane == "compute"]
+
+
+def test_a_plan_of_an_older_version_is_drawn_without_its_gaps():
+    from service.api.pages.data import _explain
+
+    slots = [
+        {"mesh": mesh, "lane": "compute", "action": "F", "start_s": 0, "end_s": 1} for mesh in ("b", "a", "b")
+    ]
+    text = json.dumps({"spec": {"microbatches": 1, "gone": True}, "plan": {"slots": slots}})
+    assert _explain(text, []) == {"meshes": ["b", "a"], "planned": [], "measured": []}
