@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -10,9 +11,12 @@ import torch
 from torch import nn
 
 from worker import training
+from worker.engine.update import ModelUpdate, UpdateSettings
 from worker.failure import USER_CODE_RAISED, AttemptFailure
 from worker.model.errors import FactoryError
 from worker.training import make_loss, make_optimizer, make_schedule, without_implementation
+from worker.transport import Topology
+from worker.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("factory", ["torch.nn.functional:mse_loss", "torch.nn:MSELoss"])
@@ -221,3 +225,30 @@ def test_schedules_of_torch_go_on_from_their_saved_state(name, arguments, tmp_pa
     second.load_state_dict(first.state_dict())
     schedule.load_state_dict(checkpoint.load(uri)[0]["lr_schedule"])
     assert found + rates(second, schedule, 4) == pytest.approx(expected)
+
+
+def test_a_step_that_is_skipped_does_not_count_for_the_schedule_nor_for_the_optimizer():
+    topology = Topology(("m0",))
+    stage = nn.Linear(2, 2)
+    spec = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 1, "gamma": 0.5}}
+    update = ModelUpdate(
+        stages={0: stage},
+        tied={},
+        mesh_of_stage=["m0"],
+        optimizer=functools.partial(make_optimizer, {"factory": "torch.optim:Adam", "args": {"lr": 1.0}}),
+        lr_schedule=functools.partial(make_schedule, spec),
+        transport=LocalTransport.group(topology)["m0", 0],
+        settings=UpdateSettings(None, "skip"),
+    )
+    rates = []
+    for step, scale in enumerate([1.0, float("nan"), float("inf"), 1.0]):
+        rates.append(training.learning_rate(update.optimizer))
+        update.begin()
+        loss = stage(torch.ones(1, 2)).sum() * scale
+        loss.backward()
+        update.reduce([loss.detach()])
+        update.step()
+        assert update.finish(step).skipped == (step in (1, 2))
+    assert rates == [1.0, 0.5, 0.5, 0.5]
+    assert training.learning_rate(update.optimizer) == 0.25
+    assert {entry["step"].item() for entry in update.optimizer.state_dict()["state"].values()} == {2.0}
