@@ -171,6 +171,7 @@ class Worker:
             options=RunOptions(
                 precision=training.get("precision", "fp32"),
                 clip_grad_norm=training.get("clip_grad_norm"),
+                non_finite=training.get("non_finite", "stop"),
                 seed=training.get("seed", 0),
                 limits=SlotLimits(factor=limits["slot_factor"], floor_s=limits["slot_floor_s"]),
                 device=self._device,

@@ -361,7 +361,7 @@ def _step_loop(
         limits.step_floor_s, limits.slot_floor_s + limits.slot_factor * attempt.plan["makespan_s"]
     )
     clocks = _Clocks(gang)
-    next_timeline = 0.0
+    next_timeline, skipped = 0.0, False
     for step in range(first, last + 1):
         check()
         clocks.refresh()
@@ -385,6 +385,11 @@ def _step_loop(
         if keep_timeline:
             next_timeline = time.monotonic() + TIMELINE_EVERY_S
         _publish(record, reporter, metrics, keep_timeline)
+        before, skipped = skipped, any(result["skipped"] for result in results)
+        if skipped and not before:
+            reporter.event(
+                "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
+            )
         checkpoints.after(step, last=step == last)
 
 

@@ -21,7 +21,7 @@ from worker.model.factory import call_factory, resolve
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Optimizers whose fused CUDA kernels skip a step by themselves when a norm is not finite, so that the host
-# need not look at it. (A skipped first step leaves momentum of a fused SGD undefined; the worker stops there.)
+# need not look at it.
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 

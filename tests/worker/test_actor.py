@@ -114,6 +114,24 @@ def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):
         assert run.losses(range(3, 5)) == pytest.approx(losses[2:], rel=1e-5)
 
 
+def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says():
+    loss = {"factory": "workers:NanInStep", "args": {"step": 2, "microbatches": 2}}
+    spec = job("cosine", loss=loss)
+    with Workers(spec) as run:
+        run.step(1)
+        with pytest.raises(AttemptFailure, match="step 2: the loss or the gradient norm is not finite"):
+            run.step(2)
+    losses, rates = plain(job("cosine"), [1, 3, 4])
+    spec["training"]["non_finite"] = "skip"
+    with Workers(spec) as run:
+        steps = [run.step(step) for step in (1, 2, 3, 4)]
+    assert [results[0]["skipped"] for results in steps] == [False, True, False, False]
+    kept = [steps[i] for i in (0, 2, 3)]
+    assert [results[0]["learning_rate"] for results in kept] == pytest.approx(rates)
+    found = [[loss for result in results for loss in result["losses"]] for results in kept]
+    assert [sum(values) / len(values) for values in found] == pytest.approx(losses, rel=1e-5)
+
+
 # What a worker refuses, and what it remembers
 
 

@@ -121,10 +121,10 @@ class ModelUpdate:
     def step(self) -> None:
         """STEP: clip and update; leave everything as it is when a loss or the norm is not finite.
 
-        On CUDA the host does not wait if the optimizer can skip by itself (`fused=True`).
+        On CUDA the host does not wait if the optimizer can skip by itself.
         """
         norm = self._norm
-        if norm.is_cuda and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        if norm.is_cuda and skips_by_itself(self.optimizer):
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
             return
@@ -228,6 +228,14 @@ class ModelUpdate:
         if self._meshes_group in self._groups:
             self._transport.all_reduce(self._meshes_group, total)
         return total.sqrt()
+
+
+def skips_by_itself(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a step with `found_inf` set leaves everything as it is: fused kernels do, but a first step of SGD
+    with momentum makes its buffers there, and skipped they would stay undefined."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups)
 
 
 def tie_local_parameters(stages: Mapping[int, nn.Module], tied: Mapping[str, Sequence[int]]) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from worker.engine import AbortedError, EngineError, NonFiniteError
 from worker.engine.random_state import derive_seed
+from worker.engine.update import skips_by_itself
 
 FOUR = ["m0", "m1", "m2", "m3"]
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -258,3 +259,19 @@ def test_abort_from_another_thread_ends_a_step_at_once():
         assert {type(error) for error in pipeline.errors.values()} == {AbortedError}
         with pytest.raises(EngineError, match="the engine ended before"):
             engine.run_step(1, *batch(8))
+
+
+def test_only_an_optimizer_that_a_skipped_step_leaves_as_it_is_need_not_be_asked_by_the_host():
+    def made(kind, **options):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        return kind([parameter], lr=0.1, **options)
+
+    assert skips_by_itself(made(torch.optim.AdamW, fused=True))
+    assert skips_by_itself(made(torch.optim.SGD, fused=True))
+    assert not skips_by_itself(made(torch.optim.AdamW))
+    assert not skips_by_itself(None)
+    momentum = made(torch.optim.SGD, fused=True, momentum=0.9)
+    assert not skips_by_itself(momentum)
+    momentum.step()
+    assert skips_by_itself(momentum)
