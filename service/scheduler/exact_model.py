@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 from ortools.sat.python import cp_model
 
+from service.scheduler.memory import receive_waits
 from service.scheduler.problem import BACKWARD, FORWARD, WEIGHT, Problem
 from service.scheduler.timeline import OrderError, Timeline, order_by_start, retime
 
@@ -261,8 +262,10 @@ class Model:
             start[task] = solver.value(variable) / scale
         if not self._models_transfers:
             self._place_transfers(start)
+        sequence = order_by_start(self.problem, start)
+        waits = [receive_waits(Timeline(self.problem, start, sequence))] if self._limits_buffers else []
         try:
-            return retime(self.problem, order_by_start(self.problem, start))
+            return retime(self.problem, sequence, *waits)
         except OrderError:
             return None
 

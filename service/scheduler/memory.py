@@ -80,6 +80,30 @@ def latest_compute(
     return np.minimum(by_time, by_cause)
 
 
+def receive_waits(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """(compute tasks, receives): the last action that ended when a transfer starts, where buffers are limited."""
+    problem = timeline.problem
+    rank = np.empty(problem.tasks, dtype=np.int64)
+    rank[timeline.sequence] = np.arange(len(timeline.sequence))
+    transfers = timeline.sequence[timeline.sequence >= problem.compute_tasks]
+    receivers = problem.receiver_of_kind[transfers // problem.microbatches]
+    causes, effects = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for mesh in np.flatnonzero(problem.receive_limit >= 0).tolist():
+        received, lane = transfers[receivers == mesh], timeline.lanes[mesh]
+        posted = latest_compute(timeline, lane, received, rank)
+        causes.append(lane[posted[posted >= 0]])
+        effects.append(received[posted >= 0])
+    return np.concatenate(causes), np.concatenate(effects)
+
+
+def keeps_receive_limits(timeline: Timeline) -> bool:
+    """Whether no mesh needs more receive buffers than it has."""
+    limits = timeline.problem.receive_limit.tolist()
+    return all(
+        limit < 0 or peak <= limit for peak, limit in zip(peak_receive_buffers(timeline), limits, strict=True)
+    )
+
+
 def peak_receive_buffers(timeline: Timeline) -> list[int]:
     """For each mesh the most received tensors that wait for, or are in use by, their consumers."""
     problem = timeline.problem

@@ -71,13 +71,13 @@ def make_timeline(problem: Problem, start: np.ndarray, order: np.ndarray) -> Tim
     return Timeline(problem, start, order[np.argsort(start[order], kind="stable")])
 
 
-def retime(problem: Problem, sequence: np.ndarray) -> Timeline:
+def retime(problem: Problem, sequence: np.ndarray, *waits: tuple[np.ndarray, np.ndarray]) -> Timeline:
     """Every task as early as possible while each resource keeps the order in which `sequence` lists its tasks.
 
-    Raises OrderError when that order contradicts the dependencies.
+    `waits` are pairs of arrays: tasks, and tasks that start after those have ended. Raises OrderError when
+    all that contradicts the dependencies.
     """
-    causes, effects = order_edges(problem, [])
-    parts = [(causes, effects)]
+    parts = [order_edges(problem, []), *waits]
     kinds = sequence // problem.microbatches
     for resource in np.unique(problem.resources[problem.resources >= 0]).tolist():
         here = sequence[(problem.resources == resource).any(axis=1)[kinds]]

@@ -80,6 +80,17 @@ def test_the_optimum_scales_with_the_costs(scale):
     )
 
 
+def test_the_receive_buffers_are_part_of_what_is_proven():
+    data = chain(3, 4, schedule="auto", contention="none", transfer=2.0, split_backward=True)
+    free = make_plan(load_spec(data))
+    assert max(mesh.peak_receive_buffers for mesh in free.meshes) > 1
+    for mesh in data["meshes"]:
+        mesh["receive_buffer_limit"] = 1
+    plan = make_plan(load_spec(data))
+    assert plan.proven_optimal and plan.makespan_s > free.makespan_s
+    check_plan(data, json.loads(plan.model_dump_json()))
+
+
 def test_with_budget_zero_auto_is_never_worse_than_a_named_schedule():
     for stages, microbatches, transfer in ((2, 3, 0.2), (4, 8, 1.0), (5, 3, 0.7), (8, 16, 2.0)):
         data = chain(stages, microbatches, transfer=transfer, schedule="auto")

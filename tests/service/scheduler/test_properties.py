@@ -1,5 +1,6 @@
 """Random problems: every plan passes verify and an independent checker, bounds hold, auto is never worse."""
 
+import copy
 import json
 
 from hypothesis import HealthCheck, given, settings
@@ -34,6 +35,26 @@ def test_a_searched_plan_is_feasible_and_no_named_schedule_beats_it(data):
             continue
         assert plan["makespan_s"] <= named.makespan_s * (1 + 1e-9), name
         assert plan["lower_bound_s"] <= named.makespan_s * (1 + 1e-9), name
+
+
+@settings(RELAXED, max_examples=40)
+@given(data=random_specs(), limits=st.lists(st.integers(1, 3), min_size=6, max_size=6))
+def test_with_few_receive_buffers_a_plan_is_feasible_or_refused_with_a_reason(data, limits):
+    for mesh, limit in zip(data["meshes"], limits, strict=False):
+        mesh["receive_buffer_limit"] = limit
+    try:
+        plan = json.loads(make_plan(load_spec(data), budget_s=0.2).model_dump_json())
+    except SpecError as error:
+        assert ":" in str(error)
+        return
+    check_plan(data, plan)
+    run_programs(data, plan["programs"], seed=4)
+    unlimited = copy.deepcopy(data)
+    for mesh in unlimited["meshes"]:
+        del mesh["receive_buffer_limit"]
+    free = make_plan(load_spec(unlimited), budget_s=0.2)
+    assert free.lower_bound_s <= plan["makespan_s"] * (1 + 1e-9)
+    assert not free.proven_optimal or plan["makespan_s"] >= free.makespan_s * (1 - 1e-9)
 
 
 @RELAXED
