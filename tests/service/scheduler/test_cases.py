@@ -80,6 +80,23 @@ def test_the_optimum_scales_with_the_costs(scale):
     )
 
 
+def test_a_deep_v_with_skips_reaches_its_bound():
+    folded = [min(s, 15 - s) for s in range(16)]
+    skips = tuple((s, 15 - s) for s in range(7))
+    data = chain(16, 8, meshes=folded, skips=skips, contention="none", schedule="auto", split_backward=True)
+    for stage in data["stages"]:
+        stage.update(
+            forward_s=10, backward_input_s=10, backward_weight_s=10, activation_bytes=4, weight_stash_bytes=2
+        )
+    for index, edge in enumerate(data["edges"]):
+        edge.update(forward_s=2 if index < 15 else 4, backward_s=2 if index < 15 else 4)
+    for mesh in data["meshes"]:
+        mesh["activation_limit_bytes"] = 64
+    plan = make_plan(load_spec(data))
+    # the fullest mesh works 480 s; the first backward and the way out add the rest: no plan is shorter
+    assert plan.makespan_s == pytest.approx(lower_bound(build_problem(load_spec(data))))
+
+
 def test_the_receive_buffers_are_part_of_what_is_proven():
     data = chain(3, 4, schedule="auto", contention="none", transfer=2.0, split_backward=True)
     free = make_plan(load_spec(data))
