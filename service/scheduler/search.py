@@ -23,7 +23,7 @@ SEARCHED = "searched"
 # Calibrated on two 2.x GHz cores: work done in one second.
 _TASK_RUNS_PER_SECOND = 1_500_000  # tasks dispatched by rules, with a fixed cost for each run
 _TASKS_OF_AN_EMPTY_RUN = 100
-_SOLVER_TIME_PER_SECOND = 0.18  # CP-SAT's deterministic time on a whole problem,
+_SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
 _LARGEST_MODEL = 150_000  # literals of the solver's model
