@@ -156,6 +156,10 @@ class Training(_Part):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="What a loss or gradient norm does that is NaN or infinite: skip leaves out the step",
+    )
 
     @model_validator(mode="after")
     def _microbatches_divide_the_batch(self) -> Self:

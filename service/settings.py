@@ -61,7 +61,10 @@ class Settings(BaseSettings):
         default=0, description="Port of the local Ray's Jobs API; 0 takes a free one"
     )
     local_object_store_bytes: Annotated[int, Field(ge=80 * MEBIBYTE)] = 128 * MEBIBYTE
-    worker_resource: str = Field(default="slotline_worker", description="Ray resource of one CPU worker")
+    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Workers that share a GPU: each takes that part of Ray's GPU, and counts as an accelerator",
+    )
     driver_python: str | None = Field(default=None, description="Python that runs the driver in the cluster")
 
     # Queues: name -> accelerators that its running jobs may hold together (null: no quota)

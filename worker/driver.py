@@ -202,6 +202,7 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
         workers_per_mesh=resources["workers_per_mesh"],
         device=attempt.device,
         start_timeout_s=limits.start_s,
+        workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
     )
     with gang:
         gang.start(

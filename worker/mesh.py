@@ -65,10 +65,21 @@ class Mesh:
 class Gang:
     """All meshes of an attempt; a context that leaves neither actor nor placement group behind."""
 
-    def __init__(self, *, meshes: int, workers_per_mesh: int, device: str, start_timeout_s: float):
+    def __init__(
+        self,
+        *,
+        meshes: int,
+        workers_per_mesh: int,
+        device: str,
+        start_timeout_s: float,
+        workers_per_gpu: int = 1,
+    ):
+        if workers_per_gpu < 1:
+            raise ValueError(f"workers_per_gpu is {workers_per_gpu}; a GPU serves 1 worker or more")
         self._names = tuple(f"m{i}" for i in range(meshes))
         self._workers_per_mesh = workers_per_mesh
         self._device = device
+        self._workers_per_gpu = workers_per_gpu
         self._start_timeout_s = start_timeout_s
         self._group: PlacementGroup | None = None
         self.meshes: tuple[Mesh, ...] = ()
@@ -92,7 +103,7 @@ class Gang:
         """
         deadline = time.monotonic() + self._start_timeout_s
         count = len(self._names) * self._workers_per_mesh
-        bundle = {"GPU": 1.0} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
+        bundle = {"GPU": self._gpu_share()} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
         self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
         while not self._group.wait(timeout_seconds=POLL_S):
             if interrupted is not None:
@@ -116,7 +127,7 @@ class Gang:
                     ),
                 }
                 if self._device == "cuda":
-                    options["num_gpus"] = 1
+                    options |= self._gpu_options(name, w)
                 else:
                     options["resources"] = {CPU_RESOURCE: 1}
                 workers.append(actor_class.options(**options).remote(**make_arguments(name, w)))
@@ -189,6 +200,16 @@ class Gang:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _gpu_share(self) -> float:
+        return int(10_000 / self._workers_per_gpu) / 10_000  # as fine as Ray counts
+
+    def _gpu_options(self, mesh: str, worker: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_gpus": self._gpu_share()}
+        if self._workers_per_gpu > 1:
+            # NCCL takes two ranks on one GPU of one host for a mistake: each says that it is a host of its own
+            options["runtime_env"] = {"env_vars": {"NCCL_HOSTID": f"slotline-{mesh}-{worker}"}}
+        return options
 
     def name(self, index: int) -> str:
         """The worker at `index` of `workers`, for messages."""

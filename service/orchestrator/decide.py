@@ -41,12 +41,16 @@ class Holder:
     device: str
 
 
+# The Ray resource of an accelerator by device, as the worker's placement groups ask for it.
+RESOURCES = {"cpu": "slotline_worker", "cuda": "GPU"}
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Accelerators of all living nodes by device, and the name of the Ray resource of each."""
 
     total: Mapping[str, int]
-    resource: Mapping[str, str] = field(default_factory=lambda: {"cpu": "slotline_worker", "cuda": "GPU"})
+    resource: Mapping[str, str] = field(default_factory=lambda: RESOURCES)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import sys
 
 import httpx
 
+from service.orchestrator.decide import RESOURCES
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class LocalRay:
             f"--ray-client-server-port={ports[1]}",
             f"--metrics-export-port={ports[2]}",
             f"--object-store-memory={settings.local_object_store_bytes}",
-            f"--resources={json.dumps({settings.worker_resource: settings.local_workers})}",
+            f"--resources={json.dumps({RESOURCES['cpu']: settings.local_workers})}",
             "--disable-usage-stats",
             "--include-log-monitor=false",
             "--no-monitor",  # no autoscaler: this is one machine

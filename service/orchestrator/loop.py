@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from service.jobs import PACKAGE_PREFIX, AttemptState, JobState, stored
 from service.orchestrator import outcome
 from service.orchestrator.decide import (
+    RESOURCES,
     Capacity,
     End,
     Holder,
@@ -120,12 +121,12 @@ class Orchestrator:
         """Accelerators by device; None while the cluster does not answer."""
         if not self.view.available:
             return None
-        resource = {"cpu": self._settings.worker_resource, "cuda": "GPU"}
+        shares = {"cpu": 1, "cuda": self._settings.workers_per_gpu}
         total = {
-            device: int(sum(node.resources.get(name, 0) for node in self.view.nodes))
-            for device, name in resource.items()
+            device: sum(int(node.resources.get(name, 0) * shares[device]) for node in self.view.nodes)
+            for device, name in RESOURCES.items()
         }
-        return Capacity(total=total, resource=resource)
+        return Capacity(total)
 
     def wake(self) -> None:
         self._wake.set()
@@ -320,6 +321,7 @@ class Orchestrator:
                     "SLOTLINE_ATTEMPT_ID": attempt.id,
                     "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
                     "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
+                    "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
                 },
                 metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
                 working_dir=await self._code(stored(job.spec, "code", "working_dir", "")),

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError, lint
 
+from service.orchestrator.decide import RESOURCES
 from service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +149,7 @@ def test_a_ray_cluster_offers_accelerators_as_the_worker_asks_for_them(chart: Ch
     limits = gpu["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == 8
     resources = json.loads(json.loads(cpu["rayStartParams"]["resources"]))
-    assert resources == {Settings.model_fields["worker_resource"].default: 4}
+    assert resources == {RESOURCES["cpu"]: 4}
     assert cluster["authOptions"] == {"mode": "token"}
 
 

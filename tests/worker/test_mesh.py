@@ -45,6 +45,9 @@ class Sleeper:
         self.threads.add(threading.get_ident())
         return len(self.threads)
 
+    def gpu(self) -> tuple[list, str | None]:
+        return ray.get_gpu_ids(), os.environ.get("NCCL_HOSTID")
+
     def leave(self) -> None:
         os._exit(1)
 
@@ -62,6 +65,7 @@ def cluster():
     ray.init(
         address="local",
         num_cpus=1,
+        num_gpus=1,
         resources={"slotline_worker": 4},
         include_dashboard=False,
         log_to_driver=False,
@@ -197,3 +201,13 @@ def test_an_interruption_ends_the_wait(cluster):
         with pytest.raises(KeyboardInterrupt):
             gang.call([gang.workers[0].sleep.remote(60)], what="step", limit_s=60, interrupted=interrupted)
     assert_nothing_left(addresses)
+
+
+def test_workers_that_share_a_gpu_are_hosts_of_their_own_to_nccl(cluster):
+    with Gang(meshes=2, workers_per_mesh=2, device="cuda", start_timeout_s=60, workers_per_gpu=4) as gang:
+        start(gang)
+        found = ray.get([w.gpu.remote() for w in gang.workers], timeout=60)
+        assert [ids for ids, _ in found] == [[0]] * 4
+        assert len({host for _, host in found} - {None}) == 4
+    with pytest.raises(ValueError, match="workers_per_gpu is 0"):
+        Gang(meshes=1, workers_per_mesh=1, device="cuda", start_timeout_s=60, workers_per_gpu=0)

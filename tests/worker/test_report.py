@@ -278,3 +278,11 @@ def test_nothing_follows_the_final_report(plane):
     assert reporter.flush(60) and not reporter.fenced.is_set()
     reporter.close()
     assert plane.reports[-1]["state"] == "SUCCEEDED"
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_a_control_plane_on_this_machine(plane, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    control = ControlPlane(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
+    control.report({"sequence": 1})
+    control.close()
+    assert [report["sequence"] for report in plane.reports] == [1]

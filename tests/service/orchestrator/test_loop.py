@@ -22,6 +22,7 @@ from service.orchestrator.outcome import (
     TimelineRecord,
     apply_report,
 )
+from service.orchestrator.ray_jobs import Node
 from service.settings import Settings
 from service.store import jobs as job_store
 from service.store.attempts import StepRecord, find_attempt, steps_of
@@ -104,6 +105,22 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     world.orchestrator._limits = replace(world.orchestrator._limits, report_grace_s=0.0)
     yield world
     await database.close()
+
+
+async def test_workers_that_share_a_gpu_count_as_accelerators(world: World):
+    async def nodes() -> list[Node]:
+        return [
+            Node("a", "10.0.0.1", {"GPU": 2.0, "slotline_worker": 4.0}),
+            Node("b", "10.0.0.2", {"GPU": 1.0}),
+        ]
+
+    world.settings = SETTINGS.model_copy(update={"workers_per_gpu": 4})
+    world.cluster.nodes = nodes
+    world.restart()
+    job_id = await world.submit()
+    await world.rounds(2)
+    assert world.orchestrator.capacity.total == {"cpu": 4, "cuda": 12}
+    assert world.cluster.submissions[f"{job_id}-1"].env["SLOTLINE_WORKERS_PER_GPU"] == "4"
 
 
 async def test_a_job_is_started_with_its_token_and_runs_to_its_end(world: World):
