@@ -132,7 +132,7 @@ def _begin() -> None:
 
 
 def _import_scheduler() -> None:
-    import service.scheduler
+    import service.scheduler.planner
     import service.scheduler.render  # noqa: F401
 
 
