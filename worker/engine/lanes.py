@@ -55,8 +55,8 @@ class _Entry:
 
 
 class _TransferLane:
-    """The transfers of one lane: `entries` in order, of which the first `started` have been started, and
-    `open` of those have not been seen to end. Whoever waits for their ends holds `claim`."""
+    """The transfers of one lane: `entries` in order, of which the first `started` have been started and the
+    first `ended` seen to end; `open`: those between. Whoever waits for their ends holds `claim`."""
 
     def __init__(self, name: str, group: CpuLanes):
         self.name = name
@@ -64,7 +64,7 @@ class _TransferLane:
         self.sends = False
         self.prompt = False
         self.entries: list[_Entry] = []
-        self.started = 0
+        self.started = self.ended = 0
         self.starting = threading.Lock()
         self.open: deque[tuple[_Entry, float, Finish | None]] = deque()
         self.claim = threading.Lock()
@@ -76,7 +76,7 @@ class _TransferLane:
         self.thread = threading.Thread(target=self._watch, name=f"slotline-{name}", daemon=True)
 
     def begin(self) -> None:
-        self.started = 0
+        self.started = self.ended = 0
         self.open.clear()
         self.last = self.waiting = None
         self.last_end_s = 0.0
@@ -93,13 +93,20 @@ class _TransferLane:
                 self.open.append((entry, started_s, entry.action()))
                 self.started += 1
                 wanted = wanted or (entry.record is not None and entry.record == self.group.asleep_for)
-        crowded = self.sends and len(self.open) >= _SENDS_AT_ONCE
-        if self.open and (wanted or crowded or self.prompt or self.group.draining):
+        unseen = len(self.open) >= _SENDS_AT_ONCE if self.sends else self.group.busy
+        if self.open and (wanted or unseen or self.prompt or self.group.draining):
             self.signal()
 
     def finish_until(self, event: int | None) -> None:
         """Wait, in order, for the ends of started transfers, up to the one that records `event`, or (None)
-        as long as there are any. The caller holds `claim`."""
+        as long as there are any. The caller holds `claim`. An error ends the step."""
+        try:
+            self._finish_until(event)
+        except BaseException as error:
+            # Still under `claim`: gloo never returns to who waits a second time for one transfer.
+            self.group.fail(error)
+
+    def _finish_until(self, event: int | None) -> None:
         group, clock = self.group, time.monotonic
         while self.open and not group.stopped:
             entry, started_s, finish = self.open[0]
@@ -112,7 +119,8 @@ class _TransferLane:
             self.last, self.last_end_s, self.waiting = entry.index, end, None
             if entry.record is not None:
                 group.record(entry.record)
-            self.open.popleft()  # last: the step may end now, and events begin anew with the next one
+            self.open.popleft()
+            self.ended += 1  # last: the step may end now, and events begin anew with the next one
             if entry.record is not None and entry.record == event:
                 return
 
@@ -122,17 +130,14 @@ class _TransferLane:
             self.signalled = True
             self.signals.put(True)
 
-    def ended(self) -> bool:
-        return self.started == len(self.entries) and not self.open
+    def done(self) -> bool:
+        return self.ended == len(self.entries)
 
     def _watch(self) -> None:
         while self.signals.get():
             self.signalled = False
-            try:
-                with self.claim:
-                    self.finish_until(None)
-            except BaseException as error:
-                self.group.fail(error)
+            with self.claim:
+                self.finish_until(None)
             self.group.wake_at_end(self)
 
 
@@ -162,10 +167,11 @@ class CpuLanes:
         self._wakeups: queue.SimpleQueue = queue.SimpleQueue()
         self.asleep_for: int | None = None
         self.draining = False
-        self._waiting_for: int | None = None
+        # Computing or waiting: a receive that starts meanwhile needs a thread to see it end.
+        self.busy = False
         self._running = False
-        self._current: int | None = None
-        self._since_s = time.monotonic()
+        # The instruction, since when, and the event that it waits for: one value, so that none is of another.
+        self._at: tuple[int, float, int | None] | None = None
         self._last: int | None = None
         self._thread = threading.Thread(target=self._run, name=f"slotline-{COMPUTE_LANE}", daemon=True)
         for thread in self._threads().values():
@@ -194,7 +200,8 @@ class CpuLanes:
         self._starts.put(True)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all lanes have ended; False after `timeout_s`. Raises what a lane raised, first come."""
+        """Wait until all lanes have ended; False after `timeout_s`. Raises what lanes raised, first
+        come; the end comes after that."""
         if not self._running:
             return True
         try:
@@ -210,9 +217,9 @@ class CpuLanes:
         """Where every lane stands that has not ended its step. A transfer that nobody waits for yet is
         watched from now on."""
         found = []
-        if self._running and self._current is not None:
-            waits_for = self._waiting_for
-            found.append(LaneStatus(COMPUTE_LANE, self._current, self._since_s, waits_for, self._last))
+        at = self._at
+        if at is not None:
+            found.append(LaneStatus(COMPUTE_LANE, *at, self._last))
         for lane in self._lanes.values():
             waiting = lane.waiting
             if waiting is not None:
@@ -256,54 +263,55 @@ class CpuLanes:
             self._wakeups.put(event)
 
     def fail(self, error: BaseException) -> None:
-        """End the step with `error`."""
+        """End the step with `error`, which goes first: a lane that is stopped ends the step too."""
         self._ended.put(error)
+        self.stop()
 
     def wake_at_end(self, lane: _TransferLane) -> None:
         """The compute lane has nothing left to compute and waits for the last transfers."""
-        if self.draining and lane.ended():
+        if self.draining and lane.done():
             self._wakeups.put(None)
 
     # The compute lane
 
     def _run(self) -> None:
         while self._starts.get():
-            error = None
             try:
                 self._run_once()
             except _Stopped:
                 pass
-            except BaseException as raised:
-                error = raised
-            self._current = None
-            self._ended.put(error)
+            except BaseException as error:
+                self.fail(error)
+            self._at = None
+            self._ended.put(None)
 
     def _run_once(self) -> None:
         done, slots, clock = self.done, self.slots, time.monotonic
         for lane in self._lanes.values():
             lane.start_ready()
         for entry in self._compute:
-            self._current = entry.index
+            self.busy = True  # before the looks at what is open: a later start looks at this
             for event in entry.waits:
                 if not done[event]:
-                    self._wait_for(event)
+                    self._wait_for(event, entry.index)
             if self.stopped:
                 raise _Stopped
             for lane in self._receives:
                 if lane.open:
                     lane.signal()
-            start = self._since_s = clock()
+            start = clock()
+            self._at = (entry.index, start, None)
             entry.action()
             slots[entry.index] = (start, clock())
             self._last = entry.index
+            self.busy = False
             if entry.record is not None:
                 self.record(entry.record)
-        self._current = None
+        self._at = None
         self._drain()
 
-    def _wait_for(self, event: int) -> None:
-        self._since_s = time.monotonic()
-        self._waiting_for = event
+    def _wait_for(self, event: int, index: int) -> None:
+        self._at = (index, time.monotonic(), event)
         lane = self._lane_of_event[event]
         for other in self._receives:
             if other is not lane and other.open:
@@ -324,17 +332,17 @@ class CpuLanes:
             if not self.done[event] and not self.stopped:
                 self._wakeups.get()
             self.asleep_for = None
-        self._waiting_for = None
-        self._since_s = time.monotonic()
 
     def _drain(self) -> None:
         """Wait for the ends of the transfers that no computation needed."""
-        self.draining = True
+        self.draining = True  # before the looks, as `busy`
         for lane in self._lanes.values():
-            while not lane.ended():
+            if lane.open:
+                lane.signal()
+        for lane in self._lanes.values():
+            while not lane.done():
                 if self.stopped:
                     raise _Stopped
-                lane.signal()
                 self._wakeups.get()
 
     def _threads(self) -> dict[str, threading.Thread]:

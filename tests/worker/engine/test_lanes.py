@@ -1,8 +1,10 @@
 """Lanes on CPU by themselves: who starts a transfer, who sees it end, and that no wait is forgotten."""
 
+import itertools
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,6 +117,80 @@ def test_a_step_does_not_end_before_its_last_event_has_been_recorded():
     assert lanes.close(LIMIT_S) == []
 
 
+def test_the_end_of_a_receive_that_a_send_let_start_is_seen_while_the_mesh_computes():
+    program = [
+        transfer("SEND_F", "m1", 0, record=0),
+        transfer("RECV_F", "m2", 0, wait=(0,)),
+        compute(0),
+    ]
+    computing, received = threading.Event(), threading.Event()
+    seen = []
+
+    def busy():
+        computing.set()
+        seen.append(received.wait(LIMIT_S))
+
+    run(program, [lambda: lambda: computing.wait(LIMIT_S), lambda: received.set, busy])
+    assert seen == [True]
+
+
+def test_the_end_of_a_receive_that_a_send_let_start_is_seen_while_the_mesh_waits_for_another():
+    program = [
+        transfer("SEND_F", "m1", 0, record=0),
+        transfer("RECV_F", "m2", 0, wait=(0,)),
+        transfer("RECV_F", "m3", 0, record=1),
+        compute(0, wait=(1,)),
+    ]
+    waiting, received = threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        waiting.set()
+        seen.append(received.wait(LIMIT_S))
+
+    run(program, [lambda: lambda: waiting.wait(LIMIT_S), lambda: received.set, lambda: other, lambda: None])
+    assert seen == [True]
+
+
+def test_the_ends_of_all_lanes_are_seen_together_when_nothing_is_left_to_compute():
+    program = [transfer("SEND_F", "m1", 0), transfer("RECV_F", "m2", 0)]
+    received = threading.Event()
+    seen = []
+    run(program, [lambda: lambda: seen.append(received.wait(LIMIT_S)), lambda: received.set])
+    assert seen == [True]
+
+
+def test_no_status_takes_the_time_of_a_wait_for_that_of_the_action_behind_it(monkeypatch):
+    program = [
+        compute(0),
+        transfer("RECV_F", "m1", 0, record=0),
+        compute(1, wait=(0,)),
+        compute(2),
+    ]
+    ticks, found, began, looked_at = itertools.count(1), [], {}, []
+
+    def clock():  # each of its calls is a moment at which the engine may look
+        for lanes in looked_at:
+            found.extend(lanes.statuses())
+        return next(ticks)
+
+    def action(index):
+        return lambda: began.update({index: next(ticks)})
+
+    monkeypatch.setattr("worker.engine.lanes.time", SimpleNamespace(monotonic=clock))
+    lanes = CpuLanes(program, [action(0), lambda: action(1), action(2), action(3)])
+    looked_at.append(lanes)
+    for _ in range(2):
+        found.clear()
+        started = next(ticks)
+        lanes.start()
+        assert lanes.wait(LIMIT_S)
+        running = [s for s in found if s.lane == "compute" and s.waits_for is None]
+        before = {0: started, 2: began[1], 3: began[2]}
+        assert running and all(s.since_s > before[s.current] for s in running)
+    assert lanes.close(LIMIT_S) == []
+
+
 @pytest.mark.parametrize("failing", ["start", "finish", "watched finish"])
 def test_an_error_of_a_transfer_ends_the_step(failing):
     def broken():
@@ -129,6 +205,40 @@ def test_an_error_of_a_transfer_ends_the_step(failing):
     with pytest.raises(ConnectionError, match="the peer is gone"):
         lanes.wait(LIMIT_S)
     ended.set()
+    assert lanes.close(LIMIT_S) == []
+
+
+def test_an_error_of_an_action_is_followed_by_the_end_of_the_lanes():
+    def broken():
+        raise ValueError("planted")
+
+    lanes = CpuLanes([compute(0)], [broken])
+    lanes.start()
+    with pytest.raises(ValueError, match="planted"):
+        lanes.wait(LIMIT_S)
+    assert lanes.wait(LIMIT_S)
+    assert lanes.close(LIMIT_S) == []
+
+
+def test_nobody_waits_again_for_a_transfer_behind_which_another_fails_to_start():
+    program = [transfer("RECV_F", "m1", 0, record=0), transfer("SEND_F", "m2", 0, wait=(0,))]
+    calls, again = [], threading.Event()
+
+    def received():  # with gloo, a second wait for the same transfer never returns
+        calls.append(0)
+        if len(calls) > 1:
+            again.set()
+
+    def broken():
+        raise ConnectionError("the peer is gone")
+
+    lanes = CpuLanes(program, [lambda: received, broken])
+    lanes.start()
+    with pytest.raises(ConnectionError, match="the peer is gone"):
+        lanes.wait(LIMIT_S)
+    assert lanes.wait(LIMIT_S)
+    lanes.statuses()  # wakes the lane's thread
+    assert not again.wait(0.2)
     assert lanes.close(LIMIT_S) == []
 
 
