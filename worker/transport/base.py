@@ -96,9 +96,9 @@ class Transport(Protocol):
     """One worker's end of all its transfers.
 
     `send` and `receive` only start a transfer. On CPU it then goes on by itself, and what they return blocks
-    until it has ended; it must be called once, before `close`. On CUDA they enqueue it on the current stream
-    and return None. `all_reduce` blocks on CPU and enqueues on CUDA. Both ends of a transfer give
-    the same `tag`; two transfers of one step never share a tag.
+    until it has ended; it must be called before `close`, once: a second call may block for ever. On CUDA
+    they enqueue it on the current stream and return None. `all_reduce` blocks on CPU and enqueues on CUDA. Both
+    ends of a transfer give the same `tag`; two transfers of one step never share a tag.
     """
 
     topology: Topology
