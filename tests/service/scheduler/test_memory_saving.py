@@ -43,3 +43,14 @@ def test_auto_holds_half_the_microbatches_where_half_are_enough_for_the_same_mak
         mesh["activation_limit_bytes"] = held
     assert plan.proven_optimal
     assert make_plan(load_spec(limited)).makespan_s == pytest.approx(plan.makespan_s)
+
+
+def test_auto_holds_no_more_microbatches_than_the_fewest_for_which_the_optimum_is_found():
+    data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
+    plan = make_plan(load_spec(data))
+    assert plan.proven_optimal
+    assert max(mesh.peak_activation_bytes for mesh in plan.meshes) <= 5 * 2
+    for mesh in data["meshes"]:
+        mesh["activation_limit_bytes"] = 4 * 2
+    fewer = make_plan(load_spec(data))
+    assert fewer.lower_bound_s > plan.makespan_s * (1 + 1e-9)
