@@ -82,24 +82,10 @@ class GlooTransport(Member):
             ) from error
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
-        with _lost(peer, f"sending to {peer}"):
-            work = self._sends[peer].send([tensor], 1, tag)
-
-        def wait() -> None:
-            with _lost(peer, f"sending to {peer}"):
-                work.wait()
-
-        return wait
+        return _started(peer, f"sending to {peer}", lambda: self._sends[peer].send([tensor], 1, tag))
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
-        with _lost(peer, f"receiving from {peer}"):
-            work = self._receives[peer].recv([out], 0, tag)
-
-        def wait() -> None:
-            with _lost(peer, f"receiving from {peer}"):
-                work.wait()
-
-        return wait
+        return _started(peer, f"receiving from {peer}", lambda: self._receives[peer].recv([out], 0, tag))
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         if group not in self._groups:
@@ -140,6 +126,18 @@ class GlooTransport(Member):
         store.set_timeout(STORE_TIMEOUT)
         group.set_timeout(_NEVER)
         return group
+
+
+def _started(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:
+    """Start a transfer; what blocks until it has ended."""
+    with _lost(peer, what):
+        work = start()
+
+    def wait() -> None:
+        with _lost(peer, what):
+            work.wait()
+
+    return wait
 
 
 @contextlib.contextmanager
