@@ -7,8 +7,8 @@ received tensor's slot ends when the tensor is there. Sends are watched in bundl
 for their ends, and the receiver's end is the transfer's (worker/timing.py).
 
 Why so: a thread a lane, woken for each transfer, cost 8.9 voluntary context switches an action of an empty stage
-on a mesh with two neighbours, this way 5.2, and gloo itself about 2.4 (torch 2.13, four workers on two cores). The
-time is gloo's for the most part: tests/benchmarks/results/overhead.md.
+on a mesh with two neighbours, this way 5.2; torch's runtime, which has no lanes, 2.4 (torch 2.13, four workers on two
+cores). What that is in time: tests/benchmarks/results/overhead.md.
 Must not know what an action does.
 """
 
