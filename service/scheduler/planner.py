@@ -101,17 +101,21 @@ def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
     found = search(problem, seeds, budget_s=budget_s, expired=expired)
     if found is None:
         raise SpecError(_no_plan_message(problem))
-    saved = save_memory(found.timeline)
-    if found.proven_optimal and not found.truncated:
-        saved = _search_with_less(saved, spec, split, budget_s * _LESS_MEMORY_SHARE, expired)
-    return found if saved is found.timeline else replace(found, timeline=saved, chosen=SEARCHED)
+    saved, truncated = save_memory(found.timeline), found.truncated
+    if found.proven_optimal and not truncated:
+        saved, truncated = _search_with_less(saved, spec, split, budget_s * _LESS_MEMORY_SHARE, expired)
+    chosen = found.chosen if saved is found.timeline else SEARCHED
+    return replace(found, timeline=saved, chosen=chosen, truncated=truncated)
 
 
 def _search_with_less(
     best: Timeline, spec: PipelineSpec, split: bool, budget_s: float, expired: Callable[[], bool] | None
-) -> Timeline:
-    """An equally long timeline under tighter limits: bisects how many microbatches a mesh holds, each time with a
-    search of `budget_s` where the bounds leave room. Other limits than these are kept."""
+) -> tuple[Timeline, bool]:
+    """An equally long timeline under tighter limits, and whether the deadline cut the search for it short.
+
+    Bisects how many microbatches a mesh holds, each time with a search of `budget_s` where the bounds leave
+    room. Other limits than these are kept.
+    """
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
     whole = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
@@ -127,13 +131,15 @@ def _search_with_less(
         found = None
         if reaches(lower_bound(tighter), best.makespan):
             found = search(tighter, [], budget_s=budget_s, expired=expired)
-        if found is None or found.truncated or not reaches(found.timeline.makespan, best.makespan):
+        if found is not None and found.truncated:
+            return best, True
+        if found is None or not reaches(found.timeline.makespan, best.makespan):
             least = count
             continue
         most = count
         if sum(peak_receive_buffers(found.timeline)) <= sum(peak_receive_buffers(best)):
             best = replace(found.timeline, problem=problem)
-    return best
+    return best, False
 
 
 def _no_plan_message(problem: Problem) -> str:

@@ -5,7 +5,7 @@ import copy
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler import load_spec, make_plan, planner
 from service.scheduler.memory import keeps_limits, peak_activation, peak_receive_buffers
 from service.scheduler.memory_saving import save_memory
 from service.scheduler.problem import build_problem
@@ -54,3 +54,17 @@ def test_auto_holds_no_more_microbatches_than_the_fewest_for_which_the_optimum_i
         mesh["activation_limit_bytes"] = 4 * 2
     fewer = make_plan(load_spec(data))
     assert fewer.lower_bound_s > plan.makespan_s * (1 + 1e-9)
+
+
+def test_a_plan_whose_search_for_less_memory_was_cut_short_says_so(monkeypatch):
+    late, search_once = [], planner.search
+
+    def search_then_late(*arguments, **options):
+        found = search_once(*arguments, **options)
+        late.append(True)
+        return found
+
+    monkeypatch.setattr(planner, "search", search_then_late)
+    data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
+    plan = make_plan(load_spec(data), expired=lambda: bool(late))
+    assert plan.truncated and plan.proven_optimal
