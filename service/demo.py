@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from service.local_server import LocalServer
+from service.ports import free_ports
 from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
 
 JOBS_LIMIT_S = 600.0
@@ -210,15 +211,13 @@ def _judge(
 
 def _usable_port() -> int:
     """8000 when it is free, else any free port."""
-    for port in (8000, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return probe.getsockname()[1]
-    raise DemoFailed("no free port on 127.0.0.1")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", 8000))
+        except OSError:
+            return free_ports(1)[0]
+    return 8000
 
 
 def _shown(path: Path) -> str:

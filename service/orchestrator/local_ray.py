@@ -15,18 +15,19 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 
 import httpx
 
 from service.orchestrator.decide import RESOURCES
+from service.ports import free_ports
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _START_LIMIT_S = 180.0
+_START_TRIES = 3
 _STOP_LIMIT_S = 20.0
 
 
@@ -34,48 +35,63 @@ class LocalRay:
     """Start and stop it; `address` and `token` are those of its Jobs API.
 
     `gcs_address` is where its drivers join it: Ray itself looks for "the" cluster of a machine and
-    takes another one where several run.
+    takes another one where several run. Both addresses hold once it has started.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.token = secrets.token_hex(32)
-        dashboard, gcs, *ports = _free_ports(5)
-        dashboard = settings.local_ray_port or dashboard
-        self.address = f"http://127.0.0.1:{dashboard}"
-        self.gcs_address = f"127.0.0.1:{gcs}"
-        self._options = [
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._choose_ports()
+
+    def _choose_ports(self) -> None:
+        dashboard, self._gcs_port, self._client_port = free_ports(3)
+        self._dashboard_port = self._settings.local_ray_port or dashboard
+        self.address = f"http://127.0.0.1:{self._dashboard_port}"
+        self.gcs_address = f"127.0.0.1:{self._gcs_port}"
+
+    def _options(self) -> list[str]:
+        settings = self._settings
+        return [
             "--head",
             "--block",
-            f"--port={gcs}",
+            f"--port={self._gcs_port}",
             "--include-dashboard=true",
             "--dashboard-host=127.0.0.1",
-            f"--dashboard-port={dashboard}",
-            f"--dashboard-agent-listen-port={ports[0]}",
-            f"--ray-client-server-port={ports[1]}",
-            f"--metrics-export-port={ports[2]}",
+            f"--dashboard-port={self._dashboard_port}",
+            "--dashboard-agent-listen-port=0",
+            f"--ray-client-server-port={self._client_port}",
+            "--metrics-export-port=0",
             f"--object-store-memory={settings.local_object_store_bytes}",
             f"--resources={json.dumps({RESOURCES['cpu']: settings.local_workers})}",
             "--disable-usage-stats",
             "--include-log-monitor=false",
             "--no-monitor",  # no autoscaler: this is one machine
         ]
-        self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Returns when the Jobs API serves. Raises RuntimeError when that does not come."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "service.orchestrator.local_ray",
-            *self._options,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            env=self._environment(),
-            start_new_session=True,  # Ctrl-C in the terminal is ours; we end Ray in order
-        )
+        """Returns when the Jobs API serves. Raises RuntimeError when that does not come.
+
+        A Ray that ends while it starts is followed by another on other ports: ours may have been taken, and
+        Ray gives up by itself where a machine that is busy or cold needs longer than it waits for its parts.
+        """
         try:
             async with asyncio.timeout(_START_LIMIT_S):
-                await self._until_it_serves(self._process)
+                for tries_left in reversed(range(_START_TRIES)):
+                    code = await self._started()
+                    if code is None:
+                        break
+                    if not tries_left:
+                        raise RuntimeError(
+                            f"the local Ray ended with code {code}, {_START_TRIES} times (its messages are above): "
+                            "set RAY_ADDRESS to a cluster that runs, or mend what it says"
+                        )
+                    logger.warning(
+                        "the local Ray ended with code %d while it started (its messages are above); once more",
+                        code,
+                    )
+                    await self.stop()
+                    self._choose_ports()
         except TimeoutError:
             await self.stop()
             raise RuntimeError(
@@ -86,6 +102,27 @@ class LocalRay:
             await self.stop()
             raise
         logger.info("local Ray at %s", self.address)
+
+    async def _started(self) -> int | None:
+        """One try: None when the Jobs API serves, the exit code when Ray ended before that."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "service.orchestrator.local_ray",
+            *self._options(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            env=self._environment(),
+            start_new_session=True,  # Ctrl-C in the terminal is ours; we end Ray in order
+        )
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
+            while self._process.returncode is None:
+                with contextlib.suppress(httpx.HTTPError):
+                    if await self._has_node(client):
+                        return None
+                await asyncio.sleep(0.1)
+        return self._process.returncode
 
     async def stop(self) -> None:
         """End Ray and everything that runs in it."""
@@ -103,20 +140,6 @@ class LocalRay:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
-    async def _until_it_serves(self, process: asyncio.subprocess.Process) -> None:
-        headers = {"Authorization": f"Bearer {self.token}"}
-        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
-            while True:
-                if process.returncode is not None:
-                    raise RuntimeError(
-                        f"the local Ray ended with code {process.returncode} (its messages are above): "
-                        "set RAY_ADDRESS to a cluster that runs, or mend what it says"
-                    )
-                with contextlib.suppress(httpx.HTTPError):
-                    if await self._has_node(client):
-                        return
-                await asyncio.sleep(0.1)
-
     async def _has_node(self, client: httpx.AsyncClient) -> bool:
         """The Jobs API serves before its node is there."""
         response = await client.get(f"{self.address}/api/v0/nodes")
@@ -133,14 +156,6 @@ class LocalRay:
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
             environment.pop(name, None)
         return environment
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 # In the child process

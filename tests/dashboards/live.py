@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from service.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = shutil.which("prometheus")
@@ -76,8 +77,7 @@ def prometheus(folder: Path, control_plane: str) -> Iterator[Server]:
     del discovery["authorization"]
     discovery |= {"url": f"{control_plane}/api/v1/prometheus/targets", "refresh_interval": "1s"}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     flags = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     flags += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (folder / "log").open("wb") as log:

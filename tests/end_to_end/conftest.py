@@ -15,8 +15,8 @@ import pytest
 
 from service.local_server import LocalServer
 from service.orchestrator.local_ray import LocalRay
+from service.ports import free_ports
 from service.settings import Settings
-from tests.service.serving import free_port
 
 FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
@@ -27,7 +27,7 @@ class Server(LocalServer):
     def __init__(self, directory: Path, environment: dict[str, str]):
         super().__init__(
             directory=directory,
-            port=free_port(),
+            port=free_ports(1)[0],
             log=directory / "serve.log",
             environment={"SLOTLINE_METRICS_LINGER_S": "2", **environment},
         )

@@ -20,11 +20,12 @@ import yaml
 from service import cli
 from service.api.context import Service
 from service.orchestrator.outcome import Backoff, Report, TimelineRecord, apply_report
+from service.ports import free_ports
 from service.settings import Settings, misspelt_settings
 from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import utc_now
 from tests.service.conftest import job_body
-from tests.service.serving import Served, free_port, serve
+from tests.service.serving import Served, serve
 
 
 @dataclass
@@ -250,7 +251,7 @@ def test_a_job_is_waited_for_and_followed_while_the_server_restarts(
     """The same port, the same store; the driver reports to the second control plane."""
     from service.jobs import AttemptState
 
-    port = free_port()
+    (port,) = free_ports(1)
     settings = Settings(data_dir=tmp_path, tick_s=0.05, port=port)
     monkeypatch.setenv("SLOTLINE_URL", f"http://127.0.0.1:{port}")
     results: dict[str, subprocess.CompletedProcess] = {}

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.orchestrator import local_ray
 from service.orchestrator.decide import RayState
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, RayCluster, Submission
+from service.ports import free_ports
 from service.settings import Settings
 from tests.service.conftest import job_body
 
@@ -119,6 +122,37 @@ async def test_everything_that_the_orchestrator_asks_of_ray():
         await cluster.nodes()
     await cluster.close()
     assert gone(local.token), "Ray left processes behind"
+
+
+async def test_a_ray_whose_port_was_taken_starts_on_another(monkeypatch: pytest.MonkeyPatch):
+    offered: list[list[int]] = []
+
+    def first_a_taken_one(number: int) -> list[int]:
+        offered.append(free_ports(number))
+        if len(offered) == 1:
+            offered[0][0] = taken.getsockname()[1]
+        return offered[-1]
+
+    monkeypatch.setattr(local_ray, "free_ports", first_a_taken_one)
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as taken:
+        local = LocalRay(Settings())
+        try:
+            await local.start()
+            assert local.address == f"http://127.0.0.1:{offered[-1][0]}" and len(offered) == 2
+            cluster = RayCluster(local.address, timeout_s=60, token=local.token)
+            assert len(await cluster.nodes()) == 1
+            await cluster.close()
+        finally:
+            await local.stop()
+    assert gone(local.token), "the Ray that could not start left processes behind"
+
+
+async def test_a_ray_that_never_starts_is_given_up_with_its_exit_code(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LocalRay, "_options", lambda self: ["--no-such-option"])
+    local = LocalRay(Settings())
+    with pytest.raises(RuntimeError, match=r"ended with code 2, 3 times .* set RAY_ADDRESS"):
+        await local.start()
+    assert gone(local.token)
 
 
 async def test_a_local_ray_ends_with_a_control_plane_that_was_killed(tmp_path: Path):
