@@ -21,7 +21,9 @@ def test_ports_differ_and_can_be_bound_on_every_address():
             pass
 
 
-@pytest.mark.skipif(not OUTGOING.exists(), reason="only Linux tells which ports its outgoing connections take")
+@pytest.mark.skipif(
+    not OUTGOING.exists(), reason="only Linux tells which ports its outgoing connections take"
+)
 def test_no_outgoing_connection_can_take_them():
     lowest, highest = map(int, OUTGOING.read_text().split())
     assert not [port for port in free_ports(200) if lowest <= port <= highest]
