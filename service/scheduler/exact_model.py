@@ -50,7 +50,6 @@ class Model:
         self.horizon = math.floor(hint.makespan * scale * (1 + 1e-12) + 1e-6)
         self._hint = np.floor(hint.start * scale + 1e-6).astype(np.int64)
         self._literals: dict[tuple[int, int], cp_model.IntVar] = {}
-        self._reaches = _reachable(problem)
         self._add_tasks()
         self._add_precedences()
         if not problem.inference:
@@ -186,9 +185,9 @@ class Model:
     def _precedes(self, first: int, second: int) -> cp_model.IntVar | bool:
         """Whether one compute task of a mesh runs before another one: known, or a literal that says so."""
         (kind, m), (other, n) = (divmod(task, self.problem.microbatches) for task in (first, second))
-        if m <= n and self._reaches[kind, other]:
+        if m <= n and self.problem.reaches[kind, other]:
             return True
-        if n <= m and self._reaches[other, kind]:
+        if n <= m and self.problem.reaches[other, kind]:
             return False
         if (second, first) in self._literals:
             return ~self._literals[second, first]
@@ -281,12 +280,3 @@ class Model:
                     need * microbatches + m for need in problem.dependencies[kind] if problem.exists[need, m]
                 ]
                 start[kind * microbatches + m] = max((start[n] + duration[n] for n in needs), default=0.0)
-
-
-def _reachable(problem: Problem) -> np.ndarray:
-    """bool[kinds, kinds]: whether microbatch by microbatch the first must end before the second starts."""
-    reaches = np.eye(problem.kinds, dtype=bool)
-    for kind in np.argsort(problem.kind_rank).tolist():
-        for need in problem.dependencies[kind]:
-            reaches[:, kind] |= reaches[:, need]
-    return reaches

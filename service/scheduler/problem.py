@@ -142,6 +142,15 @@ class Problem:
         return rank
 
     @cached_property
+    def reaches(self) -> np.ndarray:
+        """bool[kinds, kinds]: whether microbatch by microbatch the first must end before the second starts."""
+        reaches = np.eye(self.kinds, dtype=bool)
+        for kind in np.argsort(self.kind_rank).tolist():
+            for need in self.dependencies[kind]:
+                reaches[:, kind] |= reaches[:, need]
+        return reaches
+
+    @cached_property
     def dependency_arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """(pointer, kinds) of `dependencies` in compressed rows."""
         return _compress(self.dependencies)

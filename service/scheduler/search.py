@@ -1,5 +1,5 @@
-"""The `auto` schedule: named schedules and priority rules, a search over rules, then the exact solver
-on the whole problem, on parts of it, and on the whole again from what that found.
+"""The `auto` schedule: named schedules and priority rules, a search over rules, tabu search on orders, and
+the exact solver on the whole problem, on parts of it, and on the whole again from what that found.
 
 Deterministic: budgets count runs and the solver's deterministic time. A deadline comes in as a callable.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.scheduler import exact, exact_model, neighbourhoods, rules
+from service.scheduler import exact, exact_model, neighbourhoods, rules, tabu
 from service.scheduler.bounds import lower_bound
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.memory import keeps_limits, keeps_receive_limits
@@ -23,6 +23,7 @@ SEARCHED = "searched"
 # Calibrated on two 2.x GHz cores: work done in one second.
 _TASK_RUNS_PER_SECOND = 1_500_000  # tasks dispatched by rules, with a fixed cost for each run
 _TASKS_OF_AN_EMPTY_RUN = 100
+_TABU_TASKS_PER_SECOND = 30_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
@@ -59,9 +60,11 @@ def search(
     steps = (
         (search.solve, 0.1),
         (search.improve_rules, 0.1),
-        (search.rearrange, 0.12),
-        (search.rearrange, 0.12),
-        (search.solve, 0.56),
+        (search.exchange, 0.1),
+        (search.rearrange, 0.1),
+        (search.exchange, 0.1),
+        (search.rearrange, 0.1),
+        (search.solve, 0.5),
     )
     for step, share in steps:
         if budget_s > 0 and not search.done:
@@ -162,6 +165,25 @@ class _Search:
             self.bound = max(self.bound, answer.lower_bound_s)
         if not all(answer.finished for answer in answers):
             self._stop()
+
+    def exchange(self, budget_s: float) -> None:
+        """Tabu search from the best plan, twice at once."""
+        if self._hint is None:
+            return
+
+        def run(seed: int) -> Timeline:
+            return tabu.improve(
+                self.problem,
+                self._hint,
+                goal_s=self.bound * (1 + TOLERANCE),
+                iterations=int(budget_s * _TABU_TASKS_PER_SECOND / int(self.problem.exists.sum())),
+                seed=seed,
+                stop=self._stop,
+            )
+
+        with ThreadPoolExecutor(2) as threads:
+            for better in threads.map(run, (1, 2)):
+                self._offer_starts(better)
 
     def rearrange(self, budget_s: float) -> None:
         """The exact solver on parts of the best plan, two random choices of parts at once."""

@@ -5,6 +5,7 @@ Compiled on first use and cached on disk; each file calls only functions of its 
 
 from service.scheduler.kernels.dispatcher import TOLERANCE, dispatch
 from service.scheduler.kernels.paths import jackson, longest_paths, tails
+from service.scheduler.kernels.swaps import improve_orders
 from service.scheduler.kernels.waits import clocks, compile_waits, first_unmet
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "compile_waits",
     "dispatch",
     "first_unmet",
+    "improve_orders",
     "jackson",
     "longest_paths",
     "tails",

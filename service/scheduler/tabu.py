@@ -1,0 +1,73 @@
+"""Tabu search from a good timeline to a better one: neighbours on its critical paths change places.
+
+Says what may change places and what a task holds; the moves themselves are kernels/swaps.py.
+Deterministic: seeded, counted in iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from service.scheduler import kernels
+from service.scheduler.memory import activation_changes
+from service.scheduler.problem import Problem
+from service.scheduler.timeline import Timeline, compress_edges, make_timeline, missing_counts, order_edges
+
+_PATIENCE = 10_000  # iterations without gain after which a round ends
+_ROUND = 30_000  # iterations of a round at most: between two looks at the deadline
+_TENURES = (20, 40, 80)  # iterations for which a move may not be taken back; each round draws one
+
+
+def improve(
+    problem: Problem,
+    timeline: Timeline,
+    *,
+    goal_s: float,
+    iterations: int,
+    seed: int,
+    stop: Callable[[], bool],
+) -> Timeline:
+    """A timeline at least as short; rounds of the search, each from the best so far.
+
+    Keeps the activation limits, no other limits. Ends at `goal_s`, when `stop` says so, or after `iterations`.
+    """
+    causes, effects = order_edges(problem, [])
+    after = compress_edges(problem.tasks, causes, effects)
+    needs = compress_edges(problem.tasks, effects, causes)
+    exists = problem.exists.reshape(-1)
+    resources = np.where(exists[:, None], np.repeat(problem.resources, problem.microbatches, axis=0), -1)
+    limit = np.full(problem.resource_count, -1, dtype=np.int64)
+    if not problem.inference:
+        limit[: problem.meshes] = problem.activation_limit
+    change = np.zeros(problem.tasks, dtype=np.int64)
+    compute = np.flatnonzero(exists[: problem.compute_tasks])
+    change[compute] = activation_changes(problem, compute).sum(axis=1)
+    missing, duration = missing_counts(problem), problem.duration.reshape(-1)
+    generator = np.random.default_rng(seed)
+    while iterations > 0 and timeline.makespan > goal_s and not stop():
+        start, order, used = kernels.improve_orders(
+            timeline.sequence,
+            problem.microbatches,
+            problem.resource_count,
+            *after,
+            *needs,
+            missing,
+            exists,
+            duration,
+            resources,
+            problem.reaches,
+            change,
+            limit,
+            goal_s,
+            min(iterations, _ROUND),
+            _PATIENCE,
+            int(generator.choice(_TENURES)),
+            int(generator.integers(2**31)),
+        )
+        iterations -= max(used, 1)
+        found = make_timeline(problem, start, order)
+        if found.makespan < timeline.makespan:
+            timeline = found
+    return timeline
