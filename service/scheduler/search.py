@@ -23,11 +23,11 @@ SEARCHED = "searched"
 # Calibrated on two 2.x GHz cores: work done in one second.
 _TASK_RUNS_PER_SECOND = 1_500_000  # tasks dispatched by rules, with a fixed cost for each run
 _TASKS_OF_AN_EMPTY_RUN = 100
-_TABU_TASKS_PER_SECOND = 30_000_000  # tasks times iterations of one thread
+_TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
-_LARGEST_MODEL = 150_000  # literals of the solver's model
+_MODEL_SECONDS = 1e-4  # what each literal of the solver's model takes before the search for a solution begins
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def search(
     # small problems are solved at once; larger ones need a good plan first
     steps = (
         (search.solve, 0.1),
-        (search.improve_rules, 0.1),
-        (search.exchange, 0.1),
+        (search.improve_rules, 0.05),
+        (search.exchange, 0.12),
         (search.rearrange, 0.1),
-        (search.exchange, 0.1),
+        (search.exchange, 0.12),
         (search.rearrange, 0.1),
-        (search.solve, 0.5),
+        (search.solve, 0.41),
     )
     for step, share in steps:
         if budget_s > 0 and not search.done:
@@ -145,7 +145,10 @@ class _Search:
 
     def solve(self, budget_s: float) -> None:
         """The exact solver on the whole problem, in two ways at once; both answers count, so nothing depends on speed."""
-        if self._hint is None or exact_model.model_size(self.problem) > _LARGEST_MODEL:
+        if self._hint is None:
+            return
+        if not self._affords_model(budget_s):
+            self.exchange(budget_s)
             return
 
         def run(strong: bool) -> exact.Exact:
@@ -187,7 +190,10 @@ class _Search:
 
     def rearrange(self, budget_s: float) -> None:
         """The exact solver on parts of the best plan, two random choices of parts at once."""
-        if self._hint is None or exact_model.model_size(self.problem) > _LARGEST_MODEL:
+        if self._hint is None:
+            return
+        if not self._affords_model(budget_s):
+            self.exchange(budget_s)
             return
 
         def run(seed: int) -> Timeline:
@@ -203,3 +209,6 @@ class _Search:
         with ThreadPoolExecutor(2) as threads:
             for better in threads.map(run, (20261121, 20261122)):
                 self._offer_starts(better)
+
+    def _affords_model(self, budget_s: float) -> bool:
+        return _MODEL_SECONDS * exact_model.model_size(self.problem) <= budget_s

@@ -15,8 +15,8 @@ from service.scheduler.memory import activation_changes
 from service.scheduler.problem import Problem
 from service.scheduler.timeline import Timeline, compress_edges, make_timeline, missing_counts, order_edges
 
-_PATIENCE = 10_000  # iterations without gain after which a round ends
-_ROUND = 30_000  # iterations of a round at most: between two looks at the deadline
+_PATIENCE = 20_000  # iterations without gain after which a round ends
+_ROUND_TASKS = 50_000_000  # iterations times tasks of a round at most: between two looks at the deadline
 _TENURES = (20, 40, 80)  # iterations for which a move may not be taken back; each round draws one
 
 
@@ -61,7 +61,7 @@ def improve(
             change,
             limit,
             goal_s,
-            min(iterations, _ROUND),
+            min(iterations, 1 + _ROUND_TASKS // problem.tasks),
             _PATIENCE,
             int(generator.choice(_TENURES)),
             int(generator.integers(2**31)),
