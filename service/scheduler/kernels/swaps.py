@@ -158,7 +158,7 @@ def improve_orders(
     start = np.zeros(tasks)
     tail = np.zeros(tasks)
     order = np.empty(tasks, dtype=np.int64)
-    best_start = np.zeros(tasks)
+    best_start = np.full(tasks, np.inf)
     best_order = sequence.copy()
     best = np.inf
     allowed_from = np.zeros(_LIST, dtype=np.int64)
@@ -274,7 +274,7 @@ def improve_orders(
         if chosen < 0:
             chosen = fallback
         if chosen < 0:
-            break
+            continue  # nothing on this path may change places; another one is drawn
         first, second = firsts[chosen], seconds[chosen]
         side = sides[chosen]
         on, also_on = resources[second, side], resources[second, 1 - side]

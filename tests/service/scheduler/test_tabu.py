@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from service.scheduler import load_spec, rules, tabu
+from service.scheduler import kernels, load_spec, rules, tabu
 from service.scheduler.events import compile_programs
 from service.scheduler.memory import keeps_limits
 from service.scheduler.plan import make_plan_from
@@ -17,7 +17,7 @@ from service.scheduler.problem import build_problem
 from service.scheduler.search import search
 from service.scheduler.timeline import retime
 from tests.service.scheduler.checker import check_plan
-from tests.service.scheduler.specs import SHARED, random_specs
+from tests.service.scheduler.specs import SHARED, chain, random_specs
 
 CASES_FILE = SHARED / "cases" / "plans.json"
 CASES = json.loads(CASES_FILE.read_text())["cases"] if CASES_FILE.exists() else []
@@ -104,3 +104,18 @@ def test_a_limit_on_memory_is_kept_where_breaking_it_would_be_shorter():
     )
     assert loose.makespan < tight.makespan == pytest.approx(case["optimum"])
     assert keeps_limits(problem, tight.lanes) and not keeps_limits(problem, loose.lanes)
+
+
+def test_where_nothing_may_change_places_the_iterations_are_used_up_at_once(monkeypatch: pytest.MonkeyPatch):
+    problem = build_problem(load_spec(chain(1, 1, schedule="auto")), split=True)
+    start = worst_of_the_rules(problem)
+    rounds = []
+
+    def counted(*arguments):
+        rounds.append(improve_orders(*arguments))
+        return rounds[-1]
+
+    improve_orders = kernels.improve_orders
+    monkeypatch.setattr(kernels, "improve_orders", counted)
+    assert tabu.improve(problem, start, goal_s=0.0, iterations=100_000, seed=1, stop=never) is start
+    assert sum(used for _, _, used in rounds) >= 100_000 and len(rounds) < 10
