@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from service.api.context import Current
 from service.api.schemas import JobSummary, job_summary
 from service.jobs import stored
+from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
@@ -88,7 +89,7 @@ async def read_cluster(service: Current) -> ClusterView:
         else [
             AcceleratorsView(
                 device=device,
-                resource=capacity.resource[device],
+                resource=RESOURCES[device],
                 total=total,
                 used=used[device],
                 free=max(total - used[device], 0),

@@ -6,7 +6,7 @@ Pure functions from values to values: no clock, no database, no Ray. Times are U
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -47,10 +47,9 @@ RESOURCES = {"cpu": "slotline_worker", "cuda": "GPU"}
 
 @dataclass(frozen=True)
 class Capacity:
-    """Accelerators of all living nodes by device, and the name of the Ray resource of each."""
+    """Accelerators of all living nodes by device."""
 
     total: Mapping[str, int]
-    resource: Mapping[str, str] = field(default_factory=lambda: RESOURCES)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _answer(
     if capacity is None:
         return Wait(job.id, "WAITS_FOR_CLUSTER", "waits for the Ray cluster, which does not answer")
     device = _device(job, capacity)
-    total, resource = capacity.total.get(device, 0), capacity.resource[device]
+    total, resource = capacity.total.get(device, 0), RESOURCES[device]
     if job.accelerators > total:
         return Wait(
             job.id,
