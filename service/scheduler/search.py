@@ -21,7 +21,7 @@ from service.scheduler.timeline import OrderError, Timeline, retime, simulate
 
 SEARCHED = "searched"
 # Calibrated on two 2.x GHz cores: work done in one second.
-_TASK_RUNS_PER_SECOND = 1_500_000  # tasks dispatched by rules, with a fixed cost for each run
+_TASK_RUNS_PER_SECOND = 5_000_000  # tasks dispatched by rules, with a fixed cost for each run
 _TASKS_OF_AN_EMPTY_RUN = 100
 _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
@@ -58,13 +58,13 @@ def search(
     search.construct()
     # small problems are solved at once; larger ones need a good plan first
     steps = (
-        (search.solve, 0.1),
-        (search.improve_rules, 0.05),
-        (search.exchange, 0.12),
-        (search.rearrange, 0.1),
-        (search.exchange, 0.12),
-        (search.rearrange, 0.1),
-        (search.solve, 0.41),
+        (search.solve, .1),
+        (search.improve_rules, .03),
+        (search.exchange, .1),
+        (search.rearrange, .1),
+        (search.exchange, .07),
+        (search.rearrange, .06),
+        (search.solve, .54),
     )
     for step, share in steps:
         if budget_s > 0 and not search.done:
