@@ -58,13 +58,13 @@ def search(
     search.construct()
     # small problems are solved at once; larger ones need a good plan first
     steps = (
-        (search.solve, .1),
-        (search.improve_rules, .03),
-        (search.exchange, .1),
-        (search.rearrange, .1),
-        (search.exchange, .07),
-        (search.rearrange, .06),
-        (search.solve, .54),
+        (search.solve, 0.1),
+        (search.improve_rules, 0.03),
+        (search.exchange, 0.1),
+        (search.rearrange, 0.1),
+        (search.exchange, 0.07),
+        (search.rearrange, 0.06),
+        (search.solve, 0.54),
     )
     for step, share in steps:
         if budget_s > 0 and not search.done:
