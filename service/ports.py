@@ -14,10 +14,10 @@ _TRIES = 1000
 
 
 def free_ports(number: int) -> list[int]:
-    """`number` different ports that nobody on this machine listens at, on any address.
+    """`number` different ports that nobody on this machine listens at, on any IPv4 address.
 
-    No outgoing connection takes them later, but another server may: who starts one still has to be ready
-    for that. Raises OSError when none can be found.
+    Where the system's range for outgoing connections is the default one, none of those takes them later; but
+    another server may: who starts one still has to be ready for that. Raises OSError when none can be found.
     """
     found: list[int] = []
     with contextlib.ExitStack() as held:

@@ -70,7 +70,7 @@ class LocalRay:
         ]
 
     async def start(self) -> None:
-        """Returns when the Jobs API serves. Raises RuntimeError when that does not come.
+        """Returns when the Jobs API serves. Raises RuntimeError when that does not come, OSError without ports.
 
         A Ray that ends while it starts is followed by another on other ports: ours may have been taken, and
         Ray gives up by itself where a machine that is busy or cold needs longer than it waits for its parts.
@@ -105,7 +105,7 @@ class LocalRay:
 
     async def _started(self) -> int | None:
         """One try: None when the Jobs API serves, the exit code when Ray ended before that."""
-        self._process = await asyncio.create_subprocess_exec(
+        process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "service.orchestrator.local_ray",
@@ -117,12 +117,12 @@ class LocalRay:
         )
         headers = {"Authorization": f"Bearer {self.token}"}
         async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
-            while self._process.returncode is None:
+            while process.returncode is None:
                 with contextlib.suppress(httpx.HTTPError):
                     if await self._has_node(client):
                         return None
                 await asyncio.sleep(0.1)
-        return self._process.returncode
+        return process.returncode
 
     async def stop(self) -> None:
         """End Ray and everything that runs in it."""
@@ -132,13 +132,13 @@ class LocalRay:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
                 await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        # whatever is left of its session: all of it when it did not end, and what a Ray that failed left behind
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
     async def _has_node(self, client: httpx.AsyncClient) -> bool:
         """The Jobs API serves before its node is there."""

@@ -90,6 +90,7 @@ class _Search:
         self._hint: Timeline | None = None  # the best with the backwards split as in `problem`
         self.chosen = SEARCHED
         self.truncated = False
+        self._runs = 0
         self._expired = expired
         self._runner = rules.RuleRunner(problem)
         for name, timeline in seeds:
@@ -151,11 +152,13 @@ class _Search:
             self.exchange(budget_s)
             return
 
+        hint, bound = self._hint, self.bound  # both runs from these, whichever ends first
+
         def run(strong: bool) -> exact.Exact:
             return exact.solve(
                 self.problem,
-                self._hint,
-                lower_bound_s=self.bound,
+                hint,
+                lower_bound_s=bound,
                 deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND,
                 strong=strong,
                 expired=self._expired,
@@ -174,18 +177,20 @@ class _Search:
         if self._hint is None:
             return
 
+        hint, goal_s = self._hint, self.bound * (1 + TOLERANCE)  # both runs from these, whichever ends first
+
         def run(seed: int) -> Timeline:
             return tabu.improve(
                 self.problem,
-                self._hint,
-                goal_s=self.bound * (1 + TOLERANCE),
+                hint,
+                goal_s=goal_s,
                 iterations=int(budget_s * _TABU_TASKS_PER_SECOND / int(self.problem.exists.sum())),
                 seed=seed,
                 stop=self._stop,
             )
 
         with ThreadPoolExecutor(2) as threads:
-            for better in threads.map(run, (1, 2)):
+            for better in threads.map(run, self._new_seeds()):
                 self._offer_starts(better)
 
     def rearrange(self, budget_s: float) -> None:
@@ -196,19 +201,26 @@ class _Search:
             self.exchange(budget_s)
             return
 
+        hint, bound = self._hint, self.bound
+
         def run(seed: int) -> Timeline:
             return neighbourhoods.improve(
                 self.problem,
-                self._hint,
-                lower_bound_s=self.bound,
+                hint,
+                lower_bound_s=bound,
                 deterministic_limit=budget_s * _PARTS_TIME_PER_SECOND,
                 seed=seed,
                 stop=self._stop,
             )
 
         with ThreadPoolExecutor(2) as threads:
-            for better in threads.map(run, (20261121, 20261122)):
+            for better in threads.map(run, self._new_seeds()):
                 self._offer_starts(better)
+
+    def _new_seeds(self) -> tuple[int, int]:
+        """For two runs at once: others than before, or a run that found nothing would only be repeated."""
+        self._runs += 2
+        return self._runs - 1, self._runs
 
     def _affords_model(self, budget_s: float) -> bool:
         return _MODEL_SECONDS * exact_model.model_size(self.problem) <= budget_s

@@ -12,7 +12,7 @@ import numpy as np
 
 from service.scheduler import kernels
 from service.scheduler.memory import activation_changes
-from service.scheduler.problem import Problem
+from service.scheduler.problem import FORWARD, Problem
 from service.scheduler.timeline import Timeline, compress_edges, make_timeline, missing_counts, order_edges
 
 _PATIENCE = 20_000  # iterations without gain after which a round ends
@@ -31,7 +31,8 @@ def improve(
 ) -> Timeline:
     """A timeline at least as short; rounds of the search, each from the best so far.
 
-    Keeps the activation limits, no other limits. Ends at `goal_s`, when `stop` says so, or after `iterations`.
+    Keeps the activation limits and max_in_flight, not the limits of receive buffers. Ends at `goal_s`, when
+    `stop` says so, or after `iterations`.
     """
     causes, effects = order_edges(problem, [])
     after = compress_edges(problem.tasks, causes, effects)
@@ -41,6 +42,11 @@ def improve(
     limit = np.full(problem.resource_count, -1, dtype=np.int64)
     if not problem.inference:
         limit[: problem.meshes] = problem.activation_limit
+    lead = np.full(problem.kinds, -1, dtype=np.int64)
+    if problem.spec.max_in_flight is not None and not problem.inference:
+        lead[[3 * s + FORWARD for s in range(problem.stages) if not problem.sources[s]]] = (
+            problem.spec.max_in_flight
+        )
     change = np.zeros(problem.tasks, dtype=np.int64)
     compute = np.flatnonzero(exists[: problem.compute_tasks])
     change[compute] = activation_changes(problem, compute).sum(axis=1)
@@ -60,6 +66,7 @@ def improve(
             problem.reaches,
             change,
             limit,
+            lead,
             goal_s,
             min(iterations, 1 + _ROUND_TASKS // problem.tasks),
             _PATIENCE,

@@ -137,6 +137,7 @@ def improve_orders(
     reaches,
     change,
     limit,
+    lead,
     goal,
     iterations,
     patience,
@@ -146,8 +147,9 @@ def improve_orders(
     """(start, order, iterations used): the best times found from the orders of `sequence`.
 
     Ends at `goal`, or after `patience` iterations that found nothing better. `resources` are those of each
-    task, `change` the bytes that it takes or gives back on its lane, `reaches` says between kinds
-    what can never change places. A move stays forbidden for `tenure` to twice as many iterations.
+    task, `change` the bytes that it takes or gives back on its lane; `reaches` says between kinds
+    what can never change places, `lead` by how many microbatches a forward may be ahead of the backwards of
+    its stage (or −1). A move stays forbidden for `tenure` to twice as many iterations.
     """
     np.random.seed(seed)  # numba's generator of this thread
     tasks = duration.shape[0]
@@ -223,6 +225,13 @@ def improve_orders(
                     continue
                 if side == 1 and before[task, 0] == other:
                     continue  # the same move
+                behind_of = lead[kind]
+                if (
+                    behind_of >= 0
+                    and other_kind // 3 == kind // 3
+                    and other % microbatches + behind_of <= task % microbatches
+                ):
+                    continue  # a forward after the backward that lets it in
                 resource = resources[task, side]
                 other_side = 0 if resources[other, 0] == resource else 1
                 if change[task] > 0 and 0 <= limit[resource] < held[other, other_side] + change[task]:

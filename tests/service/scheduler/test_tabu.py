@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from service.scheduler import kernels, load_spec, rules, tabu
+from service.scheduler import kernels, load_spec, make_plan, rules, tabu
+from service.scheduler import search as search_module
 from service.scheduler.events import compile_programs
 from service.scheduler.memory import keeps_limits
 from service.scheduler.plan import make_plan_from
@@ -45,7 +46,6 @@ def worst_of_the_rules(problem):
 def test_exchanged_orders_are_no_longer_and_keep_memory_causes_and_resources(data):
     for mesh in data["meshes"]:
         mesh.pop("receive_buffer_limit", None)
-    data.pop("max_in_flight", None)
     data["schedule"] = "auto"
     problem = build_problem(load_spec(data))
     before = search(problem, [], budget_s=0).timeline
@@ -119,3 +119,39 @@ def test_where_nothing_may_change_places_the_iterations_are_used_up_at_once(monk
     monkeypatch.setattr(kernels, "improve_orders", counted)
     assert tabu.improve(problem, start, goal_s=0.0, iterations=100_000, seed=1, stop=never) is start
     assert sum(used for _, _, used in rounds) >= 100_000 and len(rounds) < 10
+
+
+def test_what_a_run_starts_from_does_not_depend_on_which_of_two_ends_first(monkeypatch: pytest.MonkeyPatch):
+    class OneAfterTheOther:
+        """As a pool whose second thread begins when the first result has been used."""
+
+        def __init__(self, threads: int) -> None:
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def map(self, function, items):
+            return (function(item) for item in items)
+
+    data = chain(8, 8, schedule="auto", contention="half-duplex", transfer=0.3, split_backward=True)
+    data["meshes"] = [{**mesh, "activation_limit_bytes": 12} for mesh in data["meshes"][:4]]
+    for number, stage in enumerate(data["stages"]):
+        stage["mesh"] = data["meshes"][number % 4]["name"]
+    spec = load_spec(data)
+    together = make_plan(spec, budget_s=0.2)
+    monkeypatch.setattr(search_module, "ThreadPoolExecutor", OneAfterTheOther)
+    assert make_plan(spec, budget_s=0.2).model_dump_json() == together.model_dump_json()
+
+
+def test_max_in_flight_is_kept_and_its_plans_get_shorter_too():
+    data = chain(4, 12, schedule="auto", contention="full-duplex", transfer=0.3, split_backward=True)
+    spec = load_spec(data | {"max_in_flight": 3})
+    problem = build_problem(spec, split=True)
+    start = worst_of_the_rules(problem)
+    better = tabu.improve(problem, start, goal_s=0.0, iterations=20_000, seed=1, stop=never)
+    assert better.makespan < start.makespan and keeps_limits(problem, better.lanes)
+    assert better.makespan <= make_plan(spec, budget_s=2.0).makespan_s * 1.02
