@@ -138,7 +138,8 @@ def _search_with_less(
             continue
         most = count
         if sum(peak_receive_buffers(found.timeline)) <= sum(peak_receive_buffers(best)):
-            best = replace(found.timeline, problem=problem)
+            # under the limits of the spec again; its backwards may be split where those of `best` are not
+            best = replace(found.timeline, problem=replace(found.timeline.problem, spec=problem.spec))
     return best, False
 
 

@@ -1,15 +1,18 @@
 """Of equally long plans auto keeps one that holds less: never longer, never more memory."""
 
 import copy
+import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from service.scheduler import load_spec, make_plan, planner
 from service.scheduler.memory import keeps_limits, peak_activation, peak_receive_buffers
 from service.scheduler.memory_saving import save_memory
 from service.scheduler.problem import build_problem
 from service.scheduler.search import search
+from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import chain, random_specs
 
 
@@ -68,3 +71,52 @@ def test_a_plan_whose_search_for_less_memory_was_cut_short_says_so(monkeypatch):
     data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
     plan = make_plan(load_spec(data), expired=lambda: bool(late))
     assert plan.truncated and plan.proven_optimal
+
+
+def unequal_chain(costs, microbatches, contention, transfer=0.0):
+    """No limits; each cost is (F, I, W, weight stash bytes)."""
+    return {
+        "microbatches": microbatches,
+        "meshes": [{"name": f"m{p}"} for p in range(len(costs))],
+        "stages": [
+            {
+                "name": f"s{p}",
+                "mesh": f"m{p}",
+                "forward_s": forward,
+                "backward_input_s": inputs,
+                "backward_weight_s": weights,
+                "activation_bytes": 4,
+                "weight_stash_bytes": stash,
+            }
+            for p, (forward, inputs, weights, stash) in enumerate(costs)
+        ],
+        "edges": [
+            {"source": f"s{p}", "target": f"s{p + 1}", "forward_s": transfer, "backward_s": transfer}
+            for p in range(len(costs) - 1)
+        ],
+        "network": {"contention": contention},
+        "schedule": "auto",
+    }
+
+
+def test_less_memory_by_splitting_the_backwards_of_a_plan_that_did_not_split_them():
+    data = unequal_chain([(7, 3, 5, 2), (6, 4, 2, 0), (1, 7, 2, 2)], 8, "full-duplex")
+    plan = make_plan(load_spec(data), budget_s=0.5)
+    check_plan(data, json.loads(plan.model_dump_json()))
+    assert plan.proven_optimal
+
+
+whole = st.integers(1, 9)
+stages = st.tuples(whole, whole, st.sampled_from([0, 1, 2, 5]), st.sampled_from([0, 2]))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    costs=st.lists(stages, min_size=2, max_size=4),
+    microbatches=st.sampled_from([4, 6, 8]),
+    contention=st.sampled_from(["none", "full-duplex", "half-duplex"]),
+    transfer=st.sampled_from([0.0, 1.0, 2.0]),
+)
+def test_a_plan_that_was_searched_again_for_less_memory_is_a_plan(costs, microbatches, contention, transfer):
+    data = unequal_chain(costs, microbatches, contention, transfer)
+    check_plan(data, json.loads(make_plan(load_spec(data), budget_s=0.5).model_dump_json()))
