@@ -95,15 +95,16 @@ class GlooTransport(Member):
 
     def abort(self) -> None:
         # gloo's own abort() does not wake a waiting transfer (measured with torch 2.13); a wait that times
-        # out does: gloo then fails every operation of the context and closes its connections.
+        # out does: gloo then fails every operation of the context and closes its connections. A wait for a
+        # peer whose connection is gone fails at once and wakes nothing, so one for each peer.
         with self._abort_lock:
             if self._aborted:
                 return
             self._aborted = True
             for group in [*self._sends.values(), *self._receives.values(), *self._groups.values()]:
-                other = (group.rank() + 1) % group.size()
-                with contextlib.suppress(RuntimeError):
-                    group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                for other in set(range(group.size())) - {group.rank()}:
+                    with contextlib.suppress(RuntimeError):
+                        group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         self._sends, self._receives, self._groups = {}, {}, {}

@@ -4,6 +4,7 @@ torch is imported once and every worker is a fork of this process, which never c
 Faults are planted here by name, so that tests see real processes die, stop and raise.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -142,6 +143,7 @@ def main():
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            faulthandler.dump_traceback_later(45)  # to standard error: where it stands, should it hang
             os.write(write, json.dumps(work({**job, "mesh": mesh, "worker": worker})).encode())
             os._exit(0)
         os.close(write)
