@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from worker.transport.base import Topology
+from worker.transport.base import PeerLostError, Topology
 from worker.transport.gloo import GlooTransport, host_store
 
 MESHES = ("m0", "m1", "m2", "m3")
@@ -39,22 +40,33 @@ def transports():
         transport.close()
 
 
-@pytest.mark.parametrize("gone", [(), ("m3",), ("m3", "m0")], ids=["nobody", "m3", "m3 and m0"])
-def test_an_all_reduce_that_waits_for_a_silent_member_ends_with_abort_whoever_left_before(transports, gone):
-    """m1 is there and says nothing, as a stopped process; those gone have aborted first."""
-    failed: list[Exception] = []
+@pytest.mark.parametrize("late", [False, True], ids=["before the abort", "after the abort"])
+@pytest.mark.parametrize(
+    "gone", [0, 1, 2, 3], ids=["nobody gone", "next gone", "next but one gone", "both gone"]
+)
+@pytest.mark.parametrize("rank", range(4))
+def test_an_all_reduce_ends_with_abort_whoever_is_silent_or_left_before(transports, rank, gone, late):
+    """The others are there and say nothing, as stopped processes, or have aborted first. By itself it never ends."""
+    failed = []
 
-    def wait() -> None:
+    def reduce() -> None:
         try:
-            transports["m2"].all_reduce("all", torch.ones(4))
-        except Exception as error:
+            transports[MESHES[rank]].all_reduce("all", torch.ones(4))
+        except PeerLostError as error:
             failed.append(error)
 
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    waiting.join(0.5)
-    for mesh in gone:
-        transports[mesh].abort()
-    transports["m2"].abort()
-    waiting.join(60.0)  # by itself it would end after 120 s
-    assert not waiting.is_alive() and failed
+    running = threading.Thread(target=reduce, daemon=True)
+    if not late:
+        running.start()
+        running.join(0.2)
+    for distance in (1, 2):
+        if gone & distance:
+            left = transports[MESHES[(rank + distance) % 4]]
+            left.abort()
+            left.close()
+    time.sleep(0.1)  # the news of a closed connection takes a moment
+    transports[MESHES[rank]].abort()
+    if late:
+        running.start()
+    running.join(60.0)
+    assert not running.is_alive() and failed
