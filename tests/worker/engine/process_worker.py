@@ -45,7 +45,8 @@ def plant(fault, graph):
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # to this thread: to the process, another thread would take it, and this one go on meanwhile
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case "sleeps":
                 time.sleep(3600)
             case "raises":
