@@ -60,7 +60,7 @@ def _format(format: str | None, as_json: bool, output: Path | None) -> str:
 def _plan(spec: PipelineSpec, format: str, budget_s: float) -> str:
     # the scheduler takes a second to import: only this command pays for it
     from service.scheduler import make_plan
-    from service.scheduler.render import FORMATS, render
+    from service.scheduler.views.render import FORMATS, render
 
     if format not in FORMATS:
         raise ValueError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")

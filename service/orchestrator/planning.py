@@ -133,7 +133,7 @@ def _begin() -> None:
 
 def _import_scheduler() -> None:
     import service.scheduler.planner
-    import service.scheduler.render  # noqa: F401
+    import service.scheduler.views.render  # noqa: F401
 
 
 def _guarded(function: Callable[..., str], deadline: float, *arguments: Any) -> tuple[bool, str]:
@@ -155,7 +155,7 @@ def _message(error: ValueError) -> str:
 
 def _plan_spec(expired: Callable[[], bool], text: str, budget_s: float, format: str) -> str:
     from service.scheduler import load_spec, make_plan
-    from service.scheduler.render import render
+    from service.scheduler.views.render import render
 
     spec = load_spec(text)
     plan = make_plan(spec, budget_s=budget_s, expired=expired)
@@ -170,8 +170,8 @@ def _plan_job(
     budget_s: float,
 ) -> str:
     from service.scheduler import make_plan
+    from service.scheduler.model.spec import MeshSpec, NetworkSpec
     from service.scheduler.partition import partition
-    from service.scheduler.spec import MeshSpec, NetworkSpec
 
     pipeline = job["pipeline"]
     result = partition(

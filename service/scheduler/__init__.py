@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from service.scheduler.spec import MeshSpec, PipelineSpec, SpecError, load_spec
+from service.scheduler.model.spec import MeshSpec, PipelineSpec, SpecError, load_spec
 
 if TYPE_CHECKING:
     from service.scheduler.plan import Plan, Slot
     from service.scheduler.planner import make_plan
-    from service.scheduler.programs import PlanError
+    from service.scheduler.programs.decode import PlanError
 
-_HOMES = {"Plan": "plan", "PlanError": "programs", "Slot": "plan", "make_plan": "planner"}
+_HOMES = {"Plan": "plan", "PlanError": "programs.decode", "Slot": "plan", "make_plan": "planner"}
 
 __all__ = ["MeshSpec", "PipelineSpec", "Plan", "PlanError", "Slot", "SpecError", "load_spec", "make_plan"]
 

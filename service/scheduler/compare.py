@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from service.scheduler import kernels
-from service.scheduler.memory import peak_activation
+from service.scheduler.model.memory import peak_activation
+from service.scheduler.model.problem import BACKWARD, FORWARD, Problem, build_problem
+from service.scheduler.model.shapes import one_stage_a_mesh
+from service.scheduler.model.spec import PipelineSpec, SpecError
+from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges, order_by_start, retime
 from service.scheduler.plan import plan_metrics
 from service.scheduler.planner import check_limits, find_timeline
-from service.scheduler.problem import BACKWARD, FORWARD, Problem, build_problem
 from service.scheduler.schedules import AUTO, SCHEDULES, eager
-from service.scheduler.schedules.placement import one_stage_a_mesh
-from service.scheduler.spec import PipelineSpec, SpecError
-from service.scheduler.timeline import Timeline, compress_edges, order_by_start, order_edges, retime
 from service.scheduler.views.text import columns
 
 _BASELINES = {
@@ -118,24 +117,23 @@ def _eager(spec: PipelineSpec, cap: int | None) -> tuple[Problem, list[np.ndarra
     lanes = eager.lanes(problem)
     unit = np.zeros(problem.tasks)
     unit[: problem.compute_tasks] = 1.0
-    pointer, successors = compress_edges(problem.tasks, *order_edges(problem, lanes))
-    start, _, _ = kernels.longest_paths(pointer, successors, unit, problem.exists.reshape(-1))
-    return problem, lanes, start[: problem.compute_tasks].astype(np.int64)
+    times = earliest_times(problem, problem.dependency_edges, lane_edges(lanes), durations=unit)
+    return problem, lanes, times.start[: problem.compute_tasks].astype(np.int64)
 
 
 def _transfer_clocks(problem: Problem, compute: np.ndarray, *, consumer: bool) -> np.ndarray:
     """Row of every task: computation as given, a transfer just before its first consumer or after its producers."""
     rows = np.zeros((problem.kinds, problem.microbatches), dtype=np.int64)
-    rows[: 3 * problem.stages] = compute.reshape(-1, problem.microbatches)
+    rows[: problem.compute_kinds] = compute.reshape(-1, problem.microbatches)
     for index, transfer in enumerate(problem.transfers):
         source, targets = transfer.source, transfer.targets
         if consumer:
-            arrives = np.min([rows[3 * t + FORWARD] for t in targets], axis=0)
+            arrives = np.min([rows[problem.kind(t, FORWARD)] for t in targets], axis=0)
             rows[problem.transfer_kind(index, 0)] = arrives - 1
-            rows[problem.transfer_kind(index, 1)] = rows[3 * source + BACKWARD] - 1
+            rows[problem.transfer_kind(index, 1)] = rows[problem.kind(source, BACKWARD)] - 1
         else:
-            rows[problem.transfer_kind(index, 0)] = rows[3 * source + FORWARD] + 1
+            rows[problem.transfer_kind(index, 0)] = rows[problem.kind(source, FORWARD)] + 1
             rows[problem.transfer_kind(index, 1)] = (
-                np.max([rows[3 * t + BACKWARD] for t in targets], axis=0) + 1
+                np.max([rows[problem.kind(t, BACKWARD)] for t in targets], axis=0) + 1
             )
     return rows.reshape(-1)

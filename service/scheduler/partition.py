@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from service.scheduler.spec import EdgeSpec, MeshSpec, NetworkSpec, PipelineSpec, SpecError, StageSpec
+from service.scheduler.model.spec import EdgeSpec, MeshSpec, NetworkSpec, PipelineSpec, SpecError, StageSpec
 from worker.model.profile import LayerProfile, check_stage_count, resolve_begins
 
 # At most so many bottlenecks between the smallest and the one that is no longer worth it are tried.

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_serializer
 
-from service.scheduler.memory import peak_activation, peak_receive_buffers
-from service.scheduler.metrics import TimelineMetrics, combine, mesh_metrics
-from service.scheduler.problem import Problem
-from service.scheduler.timeline import Timeline
-from worker.program import COMPUTE_LANE, Instruction, Program, program_from_json, receive_lane, send_lane
+from service.scheduler.model.local_actions import LocalAction, local_actions
+from service.scheduler.model.memory import peak_activation, peak_receive_buffers
+from service.scheduler.model.metrics import TimelineMetrics, combine, mesh_metrics
+from service.scheduler.model.timeline import Timeline
+from worker.program import Instruction, Program, program_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _instruction_json(ins: Instruction) -> dict[str, Any]:
 def plan_metrics(timeline: Timeline) -> TimelineMetrics:
     """The metrics of a planned timeline, mesh by mesh."""
     problem = timeline.problem
-    moves = timeline.sequence[timeline.sequence >= problem.compute_tasks]
+    moves = timeline.transfers
     kinds = moves // problem.microbatches
     result = {}
     for index, (mesh, lane) in enumerate(zip(problem.spec.meshes, timeline.lanes, strict=True)):
@@ -160,55 +160,35 @@ def _intervals(timeline: Timeline, tasks: np.ndarray) -> np.ndarray:
 def make_slots(timeline: Timeline) -> list[Slot]:
     """All slots by mesh and lane (compute first, then by peer, sends before receives), each lane by start."""
     problem = timeline.problem
-    microbatches = problem.microbatches
+    spec, microbatches, fused = problem.spec, problem.microbatches, problem.fused.tolist()
+    meshes, stages = [mesh.name for mesh in spec.meshes], [stage.name for stage in spec.stages]
+    lanes: dict[tuple[int, int], dict[int, LocalAction]] = {}
+    for action in local_actions(problem):
+        lanes.setdefault((action.mesh, action.lane_rank), {})[action.kind] = action
     kinds = timeline.sequence // microbatches
-    lanes: dict[tuple[int, int], list[tuple]] = {}
-    order: dict[tuple[int, int], list[np.ndarray]] = {}
-    for kind in range(problem.kinds):
-        for mesh, code, label in _slot_labels(problem, kind):
-            order.setdefault((mesh, code), [])
-            lanes.setdefault((mesh, code), []).append((kind, label))
     slots: list[Slot] = []
-    fused = problem.fused.tolist()
     for key in sorted(lanes):
-        labels = dict(lanes[key])
+        actions = lanes[key]
         chosen = np.zeros(problem.kinds, dtype=bool)
-        chosen[list(labels)] = True
+        chosen[list(actions)] = True
         tasks = timeline.sequence[chosen[kinds]]
         starts, ends = timeline.start[tasks].tolist(), timeline.end[tasks].tolist()
         for task, start, end in zip(tasks.tolist(), starts, ends, strict=True):
             kind, microbatch = divmod(task, microbatches)
-            mesh, lane, action, stage, peer_stage, peer_mesh, edge = labels[kind]
-            if action == "I" and fused[kind // 3][microbatch]:
-                action = "B"
-            slots.append(Slot(mesh, lane, action, stage, microbatch, start, end, peer_stage, peer_mesh, edge))
+            action = actions[kind]
+            op = "B" if action.op == "I" and fused[action.stage][microbatch] else action.op
+            slots.append(
+                Slot(
+                    meshes[action.mesh],
+                    action.lane,
+                    op,
+                    stages[action.stage],
+                    microbatch,
+                    start,
+                    end,
+                    None if action.peer_stage is None else stages[action.peer_stage],
+                    None if action.peer is None else meshes[action.peer],
+                    action.edge,
+                )
+            )
     return slots
-
-
-def _slot_labels(problem: Problem, kind: int) -> list[tuple[int, int, tuple]]:
-    """(mesh, lane code, fields of the slot) for each mesh on which a kind has a slot."""
-    spec = problem.spec
-    if kind < 3 * problem.stages:
-        stage, op = divmod(kind, 3)
-        mesh = int(problem.mesh_of_stage[stage])
-        name = spec.stages[stage].name
-        return [(mesh, -1, (spec.meshes[mesh].name, COMPUTE_LANE, "FIW"[op], name, None, None, None))]
-    index, backward = divmod(kind - 3 * problem.stages, 2)
-    transfer = problem.transfers[index]
-    user, maker = spec.stages[transfer.targets[0]].name, spec.stages[transfer.source].name
-    sender, receiver = int(problem.sender_of_kind[kind]), int(problem.receiver_of_kind[kind])
-    here, there = spec.meshes[sender].name, spec.meshes[receiver].name
-    suffix = "B" if backward else "F"
-    sending, receiving = (user, maker) if backward else (maker, user)
-    return [
-        (
-            sender,
-            2 * receiver,
-            (here, send_lane(there), f"SEND_{suffix}", sending, receiving, there, transfer.edge),
-        ),
-        (
-            receiver,
-            2 * sender + 1,
-            (there, receive_lane(here), f"RECV_{suffix}", receiving, sending, here, transfer.edge),
-        ),
-    ]

@@ -9,18 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from service.scheduler.bounds import lower_bound
-from service.scheduler.events import compile_programs
-from service.scheduler.memory import in_flight_violation, peak_activation, peak_receive_buffers
-from service.scheduler.memory_saving import save_memory
+from service.scheduler.model.dispatcher import needed_receive_buffers
+from service.scheduler.model.memory import in_flight_violation, peak_activation, peak_receive_buffers
+from service.scheduler.model.problem import Problem, build_problem
+from service.scheduler.model.spec import PipelineSpec, SpecError, check_spec
+from service.scheduler.model.timeline import Timeline, simulate
 from service.scheduler.plan import Plan, make_plan_from
-from service.scheduler.problem import Problem, build_problem
+from service.scheduler.programs.compile import compile_programs
+from service.scheduler.programs.verify import verify
 from service.scheduler.schedules import AUTO, find_schedule, fitting_names
 from service.scheduler.schedules.csv_orders import fused_of_orders
-from service.scheduler.search import SEARCHED, Found, reaches, search
-from service.scheduler.spec import PipelineSpec, SpecError, check_spec
-from service.scheduler.timeline import Timeline, needed_receive_buffers, simulate
-from service.scheduler.verify import verify
+from service.scheduler.search.auto import SEARCHED, Found, attains, search
+from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.memory_saving import save_memory
 
 # What a proven plan may spend of the budget on each try to hold fewer microbatches.
 _LESS_MEMORY_SHARE = 0.05
@@ -78,7 +79,7 @@ def _named(spec: PipelineSpec) -> Found:
         timeline=timeline,
         chosen=spec.schedule,
         lower_bound_s=min(bound, timeline.makespan),
-        proven_optimal=reaches(timeline.makespan, bound),
+        proven_optimal=attains(timeline.makespan, bound),
         truncated=False,
     )
 
@@ -129,11 +130,11 @@ def _search_with_less(
         ]
         tighter = build_problem(spec.model_copy(update={"meshes": meshes}), split=split, inference=False)
         found = None
-        if reaches(lower_bound(tighter), best.makespan):
+        if attains(lower_bound(tighter), best.makespan):
             found = search(tighter, [], budget_s=budget_s, expired=expired)
         if found is not None and found.truncated:
             return best, True
-        if found is None or not reaches(found.timeline.makespan, best.makespan):
+        if found is None or not attains(found.timeline.makespan, best.makespan):
             least = count
             continue
         most = count

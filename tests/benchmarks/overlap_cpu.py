@@ -171,7 +171,7 @@ def _plan(stage_s, link_s, microbatches, *, schedule, overlap=True, limit=None, 
     """Programs and planned makespan. A `baseline` of service.scheduler.compare gives its order of
     transfers; its rows in lockstep are part of its plan, but not of the programs."""
     from service.scheduler import PipelineSpec, SpecError, compare, make_plan
-    from service.scheduler.events import compile_programs
+    from service.scheduler.programs.compile import compile_programs
 
     forward, backward_input, backward_weight = stage_s
     spec = {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.scheduler.metrics import timeline_metrics
+from service.scheduler.model.metrics import timeline_metrics
 from worker.timeline import summarise
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from service.scheduler import MeshSpec, make_plan
+from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
-from service.scheduler.spec import NetworkSpec
 from worker.actor import Worker
 from worker.driver import planned_seconds
 from worker.model.profile import LayerProfile

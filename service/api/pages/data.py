@@ -19,7 +19,7 @@ from service.api.errors import ProblemError
 from service.api.jobs import JobId, existing_job
 from service.api.pages.gaps import find_gaps
 from service.api.schemas import Integer, SlotView
-from service.scheduler.spec import PipelineSpec
+from service.scheduler.model.spec import PipelineSpec
 from service.store.attempts import SlotRecord, find_plan, find_timeline, profiled_steps
 from service.store.tables import JobPlan
 from worker.program import COMPUTE_OPS, TRANSFER_OPS

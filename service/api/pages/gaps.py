@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Protocol
 
-from service.scheduler.spec import PipelineSpec
+from service.scheduler.model.spec import PipelineSpec
 from worker.program import COMPUTE_LANE
 
 _BACKWARDS = ("B", "I")

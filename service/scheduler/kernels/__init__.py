@@ -1,21 +1,33 @@
-"""Compiled inner loops over flat arrays. They know tasks by number; problem.py says what a number means.
+"""Compiled inner loops over flat arrays. They know tasks by number; arrays.py says what a number means.
 
 Compiled on first use and cached on disk; each file calls only functions of its own, as numba's cache asks.
 """
 
+from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT, Limits, Receives, Rows, Tasks
 from service.scheduler.kernels.dispatcher import TOLERANCE, dispatch
 from service.scheduler.kernels.paths import jackson, longest_paths, tails
-from service.scheduler.kernels.swaps import improve_orders
-from service.scheduler.kernels.waits import clocks, compile_waits, first_unmet
+from service.scheduler.kernels.tabu import TASK, Disjunctive, tabu_round
+from service.scheduler.kernels.waits import Local, clocks, compile_waits, first_unmet
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "OPS",
+    "TASK",
     "TOLERANCE",
+    "WEIGHT",
+    "Disjunctive",
+    "Limits",
+    "Local",
+    "Receives",
+    "Rows",
+    "Tasks",
     "clocks",
     "compile_waits",
     "dispatch",
     "first_unmet",
-    "improve_orders",
     "jackson",
     "longest_paths",
+    "tabu_round",
     "tails",
 ]

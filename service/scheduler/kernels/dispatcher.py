@@ -1,64 +1,375 @@
-"""The event-driven dispatcher: runs tasks as early as priorities, resources and memory allow."""
+"""The event-driven dispatcher: runs tasks as early as priorities, resources and memory allow.
+
+At each instant ends come first (`_release`), then starts by descending priority: of the tasks that the
+compute lanes choose (`_choose_compute`) and those at the heads of the transfers' queues (`_choose_transfer`)
+the most urgent one begins (`_begin`), until none may.
+"""
 
 from __future__ import annotations
 
-import heapq
+from typing import NamedTuple
 
 import numpy as np
 
-from service.scheduler.kernels.compiled import compiled
+from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT
+from service.scheduler.kernels.compiled import compiled, inlined
 
 TOLERANCE = 1e-9  # relative; two times this close are one instant
 
+_TASK = np.dtype(
+    [
+        ("start", np.float64),
+        ("end", np.float64),
+        ("ready_at", np.float64),  # latest end of a cause so far
+        ("expected", np.float64),  # latest known end of a cause, ended or not
+        ("missing", np.int64),  # causes that have not ended
+        ("unknown", np.int64),  # causes whose end is not known yet
+        ("buffer_users", np.int64),  # of a received tensor: direct users that have not ended
+        ("receive_rank", np.int64),  # −1 once begun
+    ]
+)
+_KIND = np.dtype(
+    [
+        ("next", np.int64),  # microbatch
+        ("queue_head", np.int64),
+        ("queue_tail", np.int64),
+    ]
+)
+_STAGE = np.dtype(
+    [
+        ("started", np.int64),  # forwards begun,
+        ("returned", np.int64),  # B or I ended,
+        ("finished", np.int64),  # whole backwards ended
+    ]
+)
+_MESH = np.dtype(
+    [
+        ("held", np.int64),  # bytes
+        ("choice", np.int64),  # what a free lane would run next, −1 for nothing
+        ("stale", np.int64),  # whether that choice must be made again
+        ("position", np.int64),  # the next of a given lane
+        ("buffers", np.int64),  # receive buffers in use
+        ("buffer_low", np.int64),  # every transfer before this place of its row has begun
+    ]
+)
+_RESOURCE = np.dtype([("busy", np.int64), ("free_at", np.float64)])
+_COUNT = np.dtype(
+    [
+        ("begun", np.int64),
+        ("running", np.int64),  # begun and not ended: a heap
+        ("waiting_kinds", np.int64),  # queues that are not empty
+    ]
+)
+
+
+class _Run(NamedTuple):
+    """What changes while tasks run."""
+
+    tasks: np.ndarray
+    kinds: np.ndarray
+    stages: np.ndarray
+    meshes: np.ndarray
+    resources: np.ndarray
+    counts: np.ndarray  # [1]
+    order: np.ndarray  # tasks in the order in which they began
+    heap: np.ndarray  # running tasks, earliest end first
+    queue: np.ndarray  # int[transfer kinds, microbatches]: transfers that may start but for their resources
+    pending: np.ndarray  # int[tasks]: a stack
+
 
 @compiled
-def _may_forward(
-    stage,
-    mesh,
-    mesh_pointer,
-    mesh_kinds,
-    held,
-    started,
-    returned,
-    finished,
-    activation,
-    stash,
-    activation_limit,
-    in_flight_cap,
-    source_cap,
-):
-    if started[stage] - returned[stage] >= in_flight_cap[stage]:
+def dispatch(tasks, lanes, limits, receives, priority, patience):
+    """(start, order, count): run everything as early as priorities and resources allow.
+
+    With `lanes.values` the compute orders are given; without, every lane picks the allowed ready task of
+    highest priority, or waits up to `patience` of its length for a better one. Greedy, non-preemptive.
+    """
+    fixed = lanes.values.shape[0] > 0
+    limited = False
+    for mesh in range(tasks.meshes):
+        limited = limited or receives.limit[mesh] >= 0
+    run = _new_run(tasks, lanes, receives, limited)
+    _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, run)
+    return run.tasks["start"].copy(), run.order, run.counts[0].begun
+
+
+@inlined
+def _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, run):
+    """`dispatch` on a new run: from one end of a task to the next."""
+    time = 0.0
+    while True:
+        window = time + TOLERANCE * abs(time)
+        while run.counts[0].running > 0 and run.tasks[run.heap[0]].end <= window:
+            task = _pop(run)
+            _release(task, run.tasks[task].end, tasks, limits, receives, limited, priority, run)
+        while True:
+            best = _choose_compute(time, window, fixed, tasks, lanes, limits, priority, patience, run)
+            if run.counts[0].waiting_kinds > 0:
+                best = _choose_transfer(best, tasks, receives, limited, priority, run)
+            if best < 0:
+                break
+            _begin(best, time, fixed, tasks, limits, receives, limited, run)
+        if run.counts[0].running == 0:
+            break
+        time = run.tasks[run.heap[0]].end
+
+
+@inlined
+def _push(end, task, run):
+    """Into the binary heap of running tasks, earliest end first, of equal ends the lowest task."""
+    run.tasks[task].end = end
+    at = run.counts[0].running
+    run.counts[0].running += 1
+    while at > 0:
+        parent = (at - 1) >> 1
+        other = run.heap[parent]
+        if run.tasks[other].end < end or (run.tasks[other].end == end and other < task):
+            break
+        run.heap[at] = other
+        at = parent
+    run.heap[at] = task
+
+
+@inlined
+def _pop(run):
+    """The running task that ends first, taken from the heap."""
+    first = run.heap[0]
+    run.counts[0].running -= 1
+    count = run.counts[0].running
+    task = run.heap[count]
+    end = run.tasks[task].end
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= count:
+            break
+        right = child + 1
+        if right < count and (
+            run.tasks[run.heap[right]].end < run.tasks[run.heap[child]].end
+            or (
+                run.tasks[run.heap[right]].end == run.tasks[run.heap[child]].end
+                and run.heap[right] < run.heap[child]
+            )
+        ):
+            child = right
+        if end < run.tasks[run.heap[child]].end or (
+            end == run.tasks[run.heap[child]].end and task < run.heap[child]
+        ):
+            break
+        run.heap[at] = run.heap[child]
+        at = child
+    run.heap[at] = task
+    return first
+
+
+@compiled
+def _new_run(tasks, lanes, receives, limited):
+    count = tasks.duration.shape[0]
+    microbatches = tasks.microbatches
+    kinds = count // microbatches
+    first_transfer = OPS * tasks.stages
+    run = _Run(
+        np.zeros(count, dtype=_TASK),
+        np.zeros(kinds, dtype=_KIND),
+        np.zeros(tasks.stages, dtype=_STAGE),
+        np.zeros(tasks.meshes, dtype=_MESH),
+        np.zeros(tasks.resource_count, dtype=_RESOURCE),
+        np.zeros(1, dtype=_COUNT),
+        np.empty(count, dtype=np.int64),
+        np.empty(count, dtype=np.int64),
+        np.empty((max(kinds - first_transfer, 1), microbatches), dtype=np.int64),
+        np.empty(count, dtype=np.int64),
+    )
+    for task in range(count):
+        run.tasks[task].missing = tasks.missing[task]
+        run.tasks[task].unknown = tasks.missing[task]
+        run.tasks[task].receive_rank = receives.rank[task]
+    for mesh in range(tasks.meshes):
+        run.meshes[mesh].stale = 1
+        run.meshes[mesh].position = lanes.pointer[mesh]
+        run.meshes[mesh].buffer_low = receives.by_first_use.pointer[mesh]
+    if limited:
+        pointer = tasks.dependents.pointer
+        for kind in range(first_transfer, kinds):
+            for m in range(microbatches):
+                run.tasks[kind * microbatches + m].buffer_users = pointer[kind + 1] - pointer[kind]
+    return run
+
+
+@inlined
+def _release(task, end, tasks, limits, receives, limited, priority, run):
+    """A task has ended: give back what it held, and queue the transfers that waited for it alone."""
+    microbatches = tasks.microbatches
+    first_transfer = OPS * tasks.stages
+    kind = task // microbatches
+    m = task - kind * microbatches
+    for side in range(2):
+        resource = tasks.resources[kind, side]
+        if resource >= 0:
+            run.resources[resource].busy = False
+            run.resources[resource].free_at = end
+            if resource < tasks.meshes:
+                run.meshes[resource].stale = True
+    if kind < first_transfer:
+        stage = kind // OPS
+        op = kind - OPS * stage
+        mesh = tasks.resources[kind, 0]
+        last = op == WEIGHT or (op == BACKWARD and not tasks.exists[task + microbatches])
+        if op == BACKWARD:
+            run.stages[stage].returned += 1
+            run.meshes[mesh].held -= (
+                limits.activation[stage] if last else limits.activation[stage] - limits.stash[stage]
+            )
+        elif op == WEIGHT:
+            run.meshes[mesh].held -= limits.stash[stage]
+        if last:
+            run.stages[stage].finished += 1
+        if limited:
+            for position in range(tasks.needs.pointer[kind], tasks.needs.pointer[kind + 1]):
+                need = tasks.needs.values[position]
+                if need >= first_transfer:
+                    run.tasks[need * microbatches + m].buffer_users -= 1
+                    if run.tasks[need * microbatches + m].buffer_users == 0:
+                        run.meshes[tasks.receiver[need]].buffers -= 1
+    for position in range(tasks.dependents.pointer[kind], tasks.dependents.pointer[kind + 1]):
+        after_kind = tasks.dependents.values[position]
+        after = after_kind * microbatches + m
+        if not tasks.exists[after]:
+            continue
+        run.tasks[after].missing -= 1
+        run.tasks[after].ready_at = max(run.tasks[after].ready_at, end)
+        if run.tasks[after].missing != 0:
+            continue
+        if after_kind < first_transfer:
+            run.meshes[tasks.resources[after_kind, 0]].stale = True
+        elif tasks.resources[after_kind, 0] < 0 and not limited:  # nothing to wait for
+            begin = run.tasks[after].ready_at
+            run.tasks[after].start = begin
+            run.order[run.counts[0].begun] = after
+            run.counts[0].begun += 1
+            _push(begin + tasks.duration[after], after, run)
+        else:
+            by_rank = limited and receives.limit[tasks.receiver[after_kind]] >= 0
+            _enqueue(after, after_kind, first_transfer, by_rank, priority, run)
+
+
+@inlined
+def _enqueue(task, kind, first_transfer, by_rank, priority, run):
+    """Into the queue of its kind, by first use where buffers are limited, else by priority."""
+    row = kind - first_transfer
+    at = run.kinds[kind].queue_tail
+    if at == run.kinds[kind].queue_head:
+        run.counts[0].waiting_kinds += 1
+    while at > run.kinds[kind].queue_head:
+        other = run.queue[row, at - 1]
+        if by_rank:
+            if run.tasks[other].receive_rank <= run.tasks[task].receive_rank:
+                break
+        elif priority[other] >= priority[task]:
+            break
+        run.queue[row, at] = other
+        at -= 1
+    run.queue[row, at] = task
+    run.kinds[kind].queue_tail += 1
+
+
+@inlined
+def _choose_compute(time, window, fixed, tasks, lanes, limits, priority, patience, run):
+    """The most urgent task that a free compute lane would run, or −1."""
+    best = -1
+    best_priority = -np.inf
+    for mesh in range(tasks.meshes):
+        if run.resources[mesh].busy:
+            continue
+        if run.meshes[mesh].stale:
+            if fixed:
+                choice = -1
+                position = run.meshes[mesh].position
+                if position < lanes.pointer[mesh + 1] and run.tasks[lanes.values[position]].missing == 0:
+                    choice = lanes.values[position]
+            else:
+                choice = _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run)
+            run.meshes[mesh].stale = False
+            run.meshes[mesh].choice = choice
+        choice = run.meshes[mesh].choice
+        if choice >= 0 and priority[choice] > best_priority:
+            best = choice
+            best_priority = priority[choice]
+    return best
+
+
+@inlined
+def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
+    """The allowed ready task of highest priority; −1 for none, or when a better one is worth waiting for."""
+    microbatches = tasks.microbatches
+    first, end = tasks.kinds_of_mesh.pointer[mesh], tasks.kinds_of_mesh.pointer[mesh + 1]
+    choice = -1
+    for position in range(first, end):
+        kind = tasks.kinds_of_mesh.values[position]
+        m = run.kinds[kind].next
+        if m >= microbatches:
+            continue
+        task = kind * microbatches + m
+        if run.tasks[task].missing != 0 or not tasks.exists[task]:
+            continue
+        if kind % OPS == FORWARD and not _may_forward(kind // OPS, mesh, tasks, limits, run):
+            continue
+        if choice < 0 or priority[task] > priority[choice]:
+            choice = task
+    if choice < 0 or patience <= 0.0:
+        return choice
+    deadline = time + patience * tasks.duration[choice]
+    for position in range(first, end):
+        kind = tasks.kinds_of_mesh.values[position]
+        m = run.kinds[kind].next
+        if m >= microbatches:
+            continue
+        task = kind * microbatches + m
+        if not tasks.exists[task] or run.tasks[task].missing == 0 or run.tasks[task].unknown != 0:
+            continue
+        if kind % OPS == FORWARD and not _may_forward(kind // OPS, mesh, tasks, limits, run):
+            continue
+        if priority[task] > priority[choice] and window < run.tasks[task].expected < deadline:
+            return -1
+    return choice
+
+
+@inlined
+def _may_forward(stage, mesh, tasks, limits, run):
+    """Whether the caps and the memory of its mesh let a stage begin another forward."""
+    if run.stages[stage].started - run.stages[stage].returned >= limits.in_flight_cap[stage]:
         return False
-    if started[stage] - finished[stage] >= source_cap[stage]:
+    if run.stages[stage].started - run.stages[stage].finished >= limits.source_cap[stage]:
         return False
-    if activation_limit[mesh] < 0:
+    if limits.activation_limit[mesh] < 0:
         return True
-    room = activation_limit[mesh] - held[mesh] - activation[stage]
+    room = limits.activation_limit[mesh] - run.meshes[mesh].held - limits.activation[stage]
     if room < 0:
         return False
-    if mesh_pointer[mesh + 1] - mesh_pointer[mesh] == 3:
+    first, end = tasks.kinds_of_mesh.pointer[mesh], tasks.kinds_of_mesh.pointer[mesh + 1]
+    if end - first == OPS:
         return True
     # several stages share the memory: afterwards the microbatches must still be able to finish one by
     # one, oldest first, each with what those before it give back (the banker's rule)
-    oldest = started[stage]
-    newest = started[stage]
+    oldest = run.stages[stage].started
+    newest = run.stages[stage].started
     whole = 0
-    for position in range(mesh_pointer[mesh], mesh_pointer[mesh + 1], 3):
-        other = mesh_kinds[position] // 3
-        oldest = min(oldest, finished[other])
-        newest = max(newest, started[other] - 1)
-        whole += activation[other]
+    for position in range(first, end, OPS):
+        other = tasks.kinds_of_mesh.values[position] // OPS
+        oldest = min(oldest, run.stages[other].finished)
+        newest = max(newest, run.stages[other].started - 1)
+        whole += limits.activation[other]
     for m in range(oldest, newest + 1):
         needed = 0
         given = 0
-        for position in range(mesh_pointer[mesh], mesh_pointer[mesh + 1], 3):
-            other = mesh_kinds[position] // 3
-            if m >= started[other] + (1 if other == stage else 0):
-                needed += activation[other]
-            elif m >= returned[other]:
-                given += activation[other]
-            elif m >= finished[other]:
-                given += stash[other]
+        for position in range(first, end, OPS):
+            other = tasks.kinds_of_mesh.values[position] // OPS
+            if m >= run.stages[other].started + (1 if other == stage else 0):
+                needed += limits.activation[other]
+            elif m >= run.stages[other].returned:
+                given += limits.activation[other]
+            elif m >= run.stages[other].finished:
+                given += limits.stash[other]
         if needed > room:
             return False
         room += given
@@ -67,325 +378,117 @@ def _may_forward(
     return True
 
 
-@compiled
-def dispatch(
-    microbatches,
-    stages,
-    meshes,
-    exists,
-    duration,
-    missing,
-    pointer,
-    dependents,
-    need_pointer,
-    needs,
-    resources,
-    resource_count,
-    receiver,
-    mesh_pointer,
-    mesh_kinds,
-    lane_pointer,
-    lane_tasks,
-    priority,
-    activation,
-    stash,
-    activation_limit,
-    in_flight_cap,
-    source_cap,
-    patience,
-    receive_limit,
-    receive_pointer,
-    receive_tasks,
-    receive_rank,
-):
-    """(start, order, count): run everything as early as priorities and resources allow.
-
-    With `lane_tasks` the compute orders are given; without, every lane picks the allowed ready
-    task of highest priority, or waits up to `patience` of its length for a better one. Greedy,
-    non-preemptive: at each instant ends come first, then starts by descending priority.
-    """
-    tasks = duration.shape[0]
-    kinds = tasks // microbatches
-    first_transfer = 3 * stages
-    fixed = lane_tasks.shape[0] > 0
-    start = np.zeros(tasks)
-    order = np.empty(tasks, dtype=np.int64)
-    count = 0
-    missing = missing.copy()
-    receive_rank = receive_rank.copy()
-    unknown = missing.copy()
-    expected = np.zeros(tasks)
-    busy = np.zeros(resource_count, dtype=np.bool_)
-    free_at = np.zeros(resource_count)
-    lane_choice = np.full(meshes, -1, dtype=np.int64)
-    stale = np.ones(meshes, dtype=np.bool_)  # whose choice must be made again
-    ready_at = np.zeros(tasks)
-    next_of_kind = np.zeros(kinds, dtype=np.int64)
-    lane_position = lane_pointer[:-1].copy()
-    held = np.zeros(meshes, dtype=np.int64)
-    started = np.zeros(stages, dtype=np.int64)
-    returned = np.zeros(stages, dtype=np.int64)
-    finished = np.zeros(stages, dtype=np.int64)
-    queue = np.empty((max(kinds - first_transfer, 1), microbatches), dtype=np.int64)
-    queue_head = np.zeros(kinds, dtype=np.int64)
-    queue_tail = np.zeros(kinds, dtype=np.int64)
-    buffers = np.zeros(meshes, dtype=np.int64)
-    buffer_users = np.zeros(tasks, dtype=np.int32)
-    buffer_low = receive_pointer[:-1].copy()
-    limited = False
-    for mesh in range(meshes):
-        limited = limited or receive_limit[mesh] >= 0
-    if limited:
-        for kind in range(first_transfer, kinds):
-            users = pointer[kind + 1] - pointer[kind]
-            for m in range(microbatches):
-                buffer_users[kind * microbatches + m] = users
-    events = [(0.0, -1)]
-    pending = np.empty(tasks, dtype=np.int64)
-    time = 0.0
-    waiting_kinds = 0
-    while events:
-        time = events[0][0]
-        window = time + TOLERANCE * abs(time)
-        while events and events[0][0] <= window:
-            end, task = heapq.heappop(events)
-            if task < 0:
-                continue
-            kind = task // microbatches
-            m = task - kind * microbatches
-            for side in range(2):
-                resource = resources[kind, side]
-                if resource >= 0:
-                    busy[resource] = False
-                    free_at[resource] = end
-                    if resource < meshes:
-                        stale[resource] = True
-            if kind < first_transfer:
-                stage = kind // 3
-                op = kind - 3 * stage
-                mesh = resources[kind, 0]
-                last = op == 2 or (op == 1 and not exists[task + microbatches])
-                if op == 1:
-                    returned[stage] += 1
-                    held[mesh] -= activation[stage] if last else activation[stage] - stash[stage]
-                elif op == 2:
-                    held[mesh] -= stash[stage]
-                if last:
-                    finished[stage] += 1
-                if limited:
-                    for position in range(need_pointer[kind], need_pointer[kind + 1]):
-                        need = needs[position]
-                        if need >= first_transfer:
-                            buffer_users[need * microbatches + m] -= 1
-                            if buffer_users[need * microbatches + m] == 0:
-                                buffers[receiver[need]] -= 1
-            for position in range(pointer[kind], pointer[kind + 1]):
-                after_kind = dependents[position]
-                after = after_kind * microbatches + m
-                if not exists[after]:
-                    continue
-                missing[after] -= 1
-                ready_at[after] = max(ready_at[after], end)
-                if missing[after] == 0 and after_kind < first_transfer:
-                    stale[resources[after_kind, 0]] = True
-                if missing[after] == 0 and after_kind >= first_transfer:
-                    if resources[after_kind, 0] < 0 and not limited:  # nothing to wait for
-                        start[after] = ready_at[after]
-                        order[count] = after
-                        count += 1
-                        heapq.heappush(events, (ready_at[after] + duration[after], after))
-                        continue
-                    row = after_kind - first_transfer
-                    at = queue_tail[after_kind]
-                    if at == queue_head[after_kind]:
-                        waiting_kinds += 1
-                    by_rank = limited and receive_limit[receiver[after_kind]] >= 0
-                    while at > queue_head[after_kind]:
-                        other = queue[row, at - 1]
-                        if by_rank:
-                            if receive_rank[other] <= receive_rank[after]:
-                                break
-                        elif priority[other] >= priority[after]:
-                            break
-                        queue[row, at] = other
-                        at -= 1
-                    queue[row, at] = after
-                    queue_tail[after_kind] += 1
-        while True:
-            best = -1
-            best_priority = -np.inf
-            # compute lanes
-            for mesh in range(meshes):
-                if busy[mesh]:
-                    continue
-                if not stale[mesh]:
-                    choice = lane_choice[mesh]
-                    if choice >= 0 and priority[choice] > best_priority:
-                        best = choice
-                        best_priority = priority[choice]
-                    continue
-                choice = -1
-                if fixed:
-                    if lane_position[mesh] < lane_pointer[mesh + 1]:
-                        task = lane_tasks[lane_position[mesh]]
-                        if missing[task] == 0:
-                            choice = task
-                else:
-                    for position in range(mesh_pointer[mesh], mesh_pointer[mesh + 1]):
-                        kind = mesh_kinds[position]
-                        m = next_of_kind[kind]
-                        if m >= microbatches:
-                            continue
-                        task = kind * microbatches + m
-                        if missing[task] != 0 or not exists[task]:
-                            continue
-                        if kind % 3 == 0 and not _may_forward(
-                            kind // 3,
-                            mesh,
-                            mesh_pointer,
-                            mesh_kinds,
-                            held,
-                            started,
-                            returned,
-                            finished,
-                            activation,
-                            stash,
-                            activation_limit,
-                            in_flight_cap,
-                            source_cap,
-                        ):
-                            continue
-                        if choice < 0 or priority[task] > priority[choice]:
-                            choice = task
-                    if choice >= 0 and patience > 0.0:
-                        deadline = time + patience * duration[choice]
-                        for position in range(mesh_pointer[mesh], mesh_pointer[mesh + 1]):
-                            kind = mesh_kinds[position]
-                            m = next_of_kind[kind]
-                            if m >= microbatches:
-                                continue
-                            task = kind * microbatches + m
-                            if not exists[task] or missing[task] == 0 or unknown[task] != 0:
-                                continue
-                            if kind % 3 == 0 and not _may_forward(
-                                kind // 3,
-                                mesh,
-                                mesh_pointer,
-                                mesh_kinds,
-                                held,
-                                started,
-                                returned,
-                                finished,
-                                activation,
-                                stash,
-                                activation_limit,
-                                in_flight_cap,
-                                source_cap,
-                            ):
-                                continue
-                            if priority[task] > priority[choice] and window < expected[task] < deadline:
-                                choice = -1
-                                break
-                stale[mesh] = False
-                lane_choice[mesh] = choice
-                if choice >= 0 and priority[choice] > best_priority:
-                    best = choice
-                    best_priority = priority[choice]
-            # transfers
-            if waiting_kinds > 0:
-                seen = 0
-                for kind in range(first_transfer, kinds):
-                    head = queue_head[kind]
-                    if head == queue_tail[kind]:
-                        if seen == waiting_kinds:
-                            break
-                        continue
-                    seen += 1
-                    first = resources[kind, 0]
-                    second = resources[kind, 1]
-                    if (first >= 0 and busy[first]) or (second >= 0 and busy[second]):
-                        continue
-                    task = queue[kind - first_transfer, head]
-                    if priority[task] <= best_priority:
-                        continue
-                    mesh = receiver[kind]
-                    if limited and receive_limit[mesh] >= 0:
-                        room = receive_limit[mesh] - buffers[mesh]
-                        at = buffer_low[mesh]
-                        while room > 0 and receive_tasks[at] != task:
-                            if receive_rank[receive_tasks[at]] >= 0:
-                                room -= 1
-                            at += 1
-                        if room <= 0:
-                            continue
-                    best = task
-                    best_priority = priority[task]
-            if best < 0:
+@inlined
+def _choose_transfer(best, tasks, receives, limited, priority, run):
+    """The most urgent transfer that may start now, where it is more urgent than `best`; else `best`."""
+    first_transfer = OPS * tasks.stages
+    best_priority = priority[best] if best >= 0 else -np.inf
+    seen = 0
+    for kind in range(first_transfer, run.kinds.shape[0]):
+        head = run.kinds[kind].queue_head
+        if head == run.kinds[kind].queue_tail:
+            if seen == run.counts[0].waiting_kinds:
                 break
-            task = best
-            kind = task // microbatches
-            m = task - kind * microbatches
-            begin = ready_at[task]
-            for side in range(2):
-                resource = resources[kind, side]
-                if resource >= 0:
-                    busy[resource] = True
-                    begin = max(begin, free_at[resource])
-            if begin < time - TOLERANCE * abs(time):
-                begin = time
-            if kind >= first_transfer:
-                queue_head[kind] += 1
-                if queue_head[kind] == queue_tail[kind]:
-                    waiting_kinds -= 1
-                mesh = receiver[kind]
-                if limited:
-                    buffers[mesh] += 1
-                    receive_rank[task] = -1
-                    while (
-                        buffer_low[mesh] < receive_pointer[mesh + 1]
-                        and receive_rank[receive_tasks[buffer_low[mesh]]] < 0
-                    ):
-                        buffer_low[mesh] += 1
-            elif fixed:
-                lane_position[resources[kind, 0]] += 1
-            else:
-                stage = kind // 3
-                next_of_kind[kind] += 1
-                if kind % 3 == 0:
-                    started[stage] += 1
-                    held[resources[kind, 0]] += activation[stage]
-                    if not exists[task + microbatches]:  # forwards only: nothing is kept
-                        held[resources[kind, 0]] -= activation[stage]
-                        returned[stage] += 1
-                        finished[stage] += 1
-            start[task] = begin
-            order[count] = task
-            count += 1
-            end = begin + duration[task]
-            heapq.heappush(events, (end, task))
-            # when are the dependents expected?
-            depth = 0
-            if kind < first_transfer or resources[kind, 0] >= 0 or limited:
-                pending[0] = task
-                depth = 1
-            while depth > 0:
-                depth -= 1
-                known = pending[depth]
-                known_kind = known // microbatches
-                known_end = end if known == task else expected[known] + duration[known]
-                for position in range(pointer[known_kind], pointer[known_kind + 1]):
-                    after_kind = dependents[position]
-                    after = after_kind * microbatches + m
-                    if not exists[after]:
-                        continue
-                    unknown[after] -= 1
-                    expected[after] = max(expected[after], known_end)
-                    if (
-                        unknown[after] == 0
-                        and after_kind >= first_transfer
-                        and resources[after_kind, 0] < 0
-                        and not limited
-                    ):
-                        pending[depth] = after
-                        depth += 1
-    return start, order, count
+            continue
+        seen += 1
+        first = tasks.resources[kind, 0]
+        second = tasks.resources[kind, 1]
+        if (first >= 0 and run.resources[first].busy) or (second >= 0 and run.resources[second].busy):
+            continue
+        task = run.queue[kind - first_transfer, head]
+        if priority[task] <= best_priority:
+            continue
+        if limited and not _has_buffer(task, tasks.receiver[kind], receives, run):
+            continue
+        best = task
+        best_priority = priority[task]
+    return best
+
+
+@inlined
+def _has_buffer(task, mesh, receives, run):
+    """Whether a receive buffer is left for a transfer when those used before it have taken theirs."""
+    if receives.limit[mesh] < 0:
+        return True
+    room = receives.limit[mesh] - run.meshes[mesh].buffers
+    at = run.meshes[mesh].buffer_low
+    while room > 0 and receives.by_first_use.values[at] != task:
+        if run.tasks[receives.by_first_use.values[at]].receive_rank >= 0:
+            room -= 1
+        at += 1
+    return room > 0
+
+
+@inlined
+def _begin(task, time, fixed, tasks, limits, receives, limited, run):
+    """Start a task as early as its causes and resources were there."""
+    microbatches = tasks.microbatches
+    first_transfer = OPS * tasks.stages
+    kind = task // microbatches
+    m = task - kind * microbatches
+    begin = run.tasks[task].ready_at
+    for side in range(2):
+        resource = tasks.resources[kind, side]
+        if resource >= 0:
+            run.resources[resource].busy = True
+            begin = max(begin, run.resources[resource].free_at)
+    if begin < time - TOLERANCE * abs(time):
+        begin = time
+    if kind >= first_transfer:
+        run.kinds[kind].queue_head += 1
+        if run.kinds[kind].queue_head == run.kinds[kind].queue_tail:
+            run.counts[0].waiting_kinds -= 1
+        if limited:
+            mesh = tasks.receiver[kind]
+            run.meshes[mesh].buffers += 1
+            run.tasks[task].receive_rank = -1
+            pointer, values = receives.by_first_use
+            while (
+                run.meshes[mesh].buffer_low < pointer[mesh + 1]
+                and run.tasks[values[run.meshes[mesh].buffer_low]].receive_rank < 0
+            ):
+                run.meshes[mesh].buffer_low += 1
+    elif fixed:
+        run.meshes[tasks.resources[kind, 0]].position += 1
+    else:
+        stage = kind // OPS
+        run.kinds[kind].next += 1
+        if kind % OPS == FORWARD:
+            run.stages[stage].started += 1
+            if tasks.exists[task + microbatches]:
+                run.meshes[tasks.resources[kind, 0]].held += limits.activation[stage]
+            else:  # forwards only: nothing is kept
+                run.stages[stage].returned += 1
+                run.stages[stage].finished += 1
+    run.tasks[task].start = begin
+    run.order[run.counts[0].begun] = task
+    run.counts[0].begun += 1
+    end = begin + tasks.duration[task]
+    _push(end, task, run)
+    if kind < first_transfer or tasks.resources[kind, 0] >= 0 or limited:
+        _expect(task, m, end, limited, tasks, run)
+
+
+@inlined
+def _expect(task, m, end, limited, tasks, run):
+    """Tell the dependents of a begun task when it ends; through transfers that nothing can hold up, too."""
+    microbatches = tasks.microbatches
+    first_transfer = OPS * tasks.stages
+    run.pending[0] = task
+    depth = 1
+    while depth > 0:
+        depth -= 1
+        known = run.pending[depth]
+        kind = known // microbatches
+        known_end = end if known == task else run.tasks[known].expected + tasks.duration[known]
+        for position in range(tasks.dependents.pointer[kind], tasks.dependents.pointer[kind + 1]):
+            after_kind = tasks.dependents.values[position]
+            after = after_kind * microbatches + m
+            if not tasks.exists[after]:
+                continue
+            run.tasks[after].unknown -= 1
+            run.tasks[after].expected = max(run.tasks[after].expected, known_end)
+            free = after_kind >= first_transfer and tasks.resources[after_kind, 0] < 0 and not limited
+            if run.tasks[after].unknown == 0 and free:
+                run.pending[depth] = after
+                depth += 1

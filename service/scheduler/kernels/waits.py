@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from service.scheduler.kernels.arrays import Rows
 from service.scheduler.kernels.compiled import compiled
 
 
-@compiled
-def compile_waits(
-    tasks,
-    receiving,
-    lane,
-    lanes,
-    microbatches,
-    first_transfer,
-    need_pointer,
-    needs,
-    exists,
-    resource,
-    resource_count,
-    latest,
-    local,
-):
-    """(pointer, waits): the fewest waits between lanes for the instructions of one mesh, as local indices.
+class Local(NamedTuple):
+    """The instructions of one mesh in host order, as arrays."""
 
-    `tasks` in host order; `latest[i]` is the instruction that a receive is posted after (−1: none);
-    `resource[i]` what the instruction occupies on this mesh; `local` maps tasks to indices here (−1).
+    microbatches: int
+    resource_count: int
+    needs: Rows  # of kinds
+    exists: np.ndarray  # bool[tasks]
+    index: np.ndarray  # int[tasks]: place of a task among the instructions, −1 for none
+    tasks: np.ndarray  # int[instructions], −1 for REDUCE and STEP
+    receiving: np.ndarray  # bool[instructions]
+    lane: np.ndarray  # int[instructions]
+    resource: np.ndarray  # int[instructions]: what it occupies on this mesh, −1 for none
+
+
+@compiled
+def compile_waits(local, lanes, latest):
+    """(pointer, waits): the fewest waits between lanes for the instructions of one mesh, as their places.
+
+    `lanes` is their number; `latest[i]` the instruction that a receive is posted after (−1: none).
     A wait implied by the lane's own order or by another wait is dropped.
     """
-    count = tasks.shape[0]
+    microbatches, lane, resource = local.microbatches, local.lane, local.resource
+    need_pointer, needs = local.needs
+    count = local.tasks.shape[0]
     after = np.zeros((count, lanes), dtype=np.int32)
     number = np.zeros(count, dtype=np.int32)
     previous = np.full(lanes, -1, dtype=np.int64)
-    occupant = np.full(resource_count, -1, dtype=np.int64)
+    occupant = np.full(local.resource_count, -1, dtype=np.int64)
     pointer = np.zeros(count + 1, dtype=np.int64)
     waits = np.empty(count + 16, dtype=np.int64)
     used = 0
     candidates = np.empty(need_pointer.shape[0] + 8, dtype=np.int64)
     for index in range(count):
-        task = tasks[index]
+        task = local.tasks[index]
         kind = task // microbatches
         m = task - kind * microbatches
         found = 0
-        if receiving[index]:
+        if local.receiving[index]:
             if latest[index] >= 0:
                 candidates[0] = latest[index]
                 found = 1
         else:
             for position in range(need_pointer[kind], need_pointer[kind + 1]):
                 need = needs[position] * microbatches + m
-                if exists[need]:
-                    candidates[found] = local[need]
+                if local.exists[need]:
+                    candidates[found] = local.index[need]
                     found += 1
         if resource[index] >= 0:
             if occupant[resource[index]] >= 0:
@@ -113,36 +117,26 @@ def clocks(lane, lanes, pointer, waits):
 
 
 @compiled
-def first_unmet(
-    tasks,
-    receiving,
-    lane,
-    before,
-    number,
-    microbatches,
-    need_pointer,
-    needs,
-    exists,
-    resource,
-    resource_count,
-    local,
-):
+def first_unmet(local, before, number):
     """(index, needed index, reason) of the first instruction that may start too early, or (−1, −1, 0).
 
-    Reason 1: it does not come after what makes its input. Reason 2: not after what holds its resource.
+    `before` and `number` are those of `clocks`. Reason 1: it does not come after what makes its input.
+    Reason 2: not after what holds its resource.
     """
-    occupant = np.full(resource_count, -1, dtype=np.int64)
-    for index in range(tasks.shape[0]):
-        task = tasks[index]
+    microbatches, lane, resource = local.microbatches, local.lane, local.resource
+    need_pointer, needs = local.needs
+    occupant = np.full(local.resource_count, -1, dtype=np.int64)
+    for index in range(local.tasks.shape[0]):
+        task = local.tasks[index]
         if task < 0:
             continue
         kind = task // microbatches
         m = task - kind * microbatches
-        if not receiving[index]:
+        if not local.receiving[index]:
             for position in range(need_pointer[kind], need_pointer[kind + 1]):
                 need = needs[position] * microbatches + m
-                if exists[need]:
-                    there = local[need]
+                if local.exists[need]:
+                    there = local.index[need]
                     if before[index, lane[there]] < number[there]:
                         return index, there, 1
         if resource[index] >= 0:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.scheduler.problem import Problem
+from service.scheduler.model.problem import Problem
+from service.scheduler.model.shapes import looped, one_stage_a_mesh, v_shaped
+from service.scheduler.model.spec import PipelineSpec, SpecError
 from service.scheduler.schedules import csv_orders, eager, gpipe, interleaved, one_f_one_b, zero_bubble
-from service.scheduler.schedules.placement import looped, one_stage_a_mesh, v_shaped
-from service.scheduler.spec import PipelineSpec, SpecError
 
 Lanes = list[np.ndarray]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from service.scheduler.problem import BACKWARD, FORWARD, WEIGHT, Problem
+from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
 
 Action = tuple[int, int, int]
 
@@ -14,14 +14,13 @@ Action = tuple[int, int, int]
 def to_lane(problem: Problem, actions: Iterable[Action]) -> np.ndarray:
     """Tasks of the actions; where a backward is split and W is not listed anywhere, W follows its I."""
     listed = list(actions)
-    microbatches = problem.microbatches
     if not problem.splits or any(op == WEIGHT for _, op, _ in listed):
-        return np.array([(3 * s + op) * microbatches + m for s, op, m in listed], dtype=np.int64)
+        return np.array([problem.task(s, op, m) for s, op, m in listed], dtype=np.int64)
     tasks = []
     for stage, op, microbatch in listed:
-        tasks.append((3 * stage + op) * microbatches + microbatch)
+        tasks.append(problem.task(stage, op, microbatch))
         if op == BACKWARD and not problem.fused[stage, microbatch]:
-            tasks.append((3 * stage + WEIGHT) * microbatches + microbatch)
+            tasks.append(problem.task(stage, WEIGHT, microbatch))
     return np.array(tasks, dtype=np.int64)
 
 

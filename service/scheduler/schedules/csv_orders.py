@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
-from service.scheduler.problem import BACKWARD, FORWARD, WEIGHT, Problem
-from service.scheduler.spec import PipelineSpec, SpecError
+from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
+from service.scheduler.model.spec import PipelineSpec, SpecError
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
@@ -20,11 +20,10 @@ _OPERATION = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
 def lanes(problem: Problem) -> list[np.ndarray]:
     """Tasks of `spec.orders`; raises SpecError on an action that does not belong there."""
     orders = _orders(problem.spec)
-    microbatches = problem.microbatches
     return [
         np.array(
             [
-                (3 * stage + _OPERATION[letter]) * microbatches + microbatch
+                problem.task(stage, _OPERATION[letter], microbatch)
                 for stage, letter, microbatch in parse_actions(problem.spec, mesh.name, orders[mesh.name])
             ],
             dtype=np.int64,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.scheduler.problem import BACKWARD, FORWARD, Problem
+from service.scheduler.model.problem import BACKWARD, FORWARD, Problem
 from service.scheduler.schedules.actions import Action, cap, to_lane
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.scheduler.problem import BACKWARD, FORWARD, Problem
+from service.scheduler.model.problem import BACKWARD, FORWARD, Problem
 from service.scheduler.schedules.actions import stage_of_mesh, to_lane
 
 
@@ -23,6 +23,6 @@ def inference_lanes(problem: Problem) -> list[np.ndarray]:
     rounds = [range(m, min(m + size, problem.microbatches)) for m in range(0, problem.microbatches, size)]
     result: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.meshes)]
     for microbatches in rounds:
-        for stage in problem.order:
+        for stage in problem.stage_order:
             result[problem.mesh_of_stage[stage]].extend((stage, FORWARD, m) for m in microbatches)
     return [to_lane(problem, actions) for actions in result]

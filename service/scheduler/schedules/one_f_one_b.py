@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.scheduler.problem import Problem
+from service.scheduler.model.problem import Problem
 from service.scheduler.schedules.actions import alternate, cap, stage_of_mesh, to_lane
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
+from service.scheduler.model.spec import PipelineSpec, SpecError
 from service.scheduler.plan import Plan, Slot
-from service.scheduler.spec import PipelineSpec, SpecError
 
 COLOURS = {
     "F": "#4e79a7",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from service.scheduler.model.spec import PipelineSpec
 from service.scheduler.plan import Plan
-from service.scheduler.spec import PipelineSpec
 
 
 def summary(spec: PipelineSpec, plan: Plan) -> str:

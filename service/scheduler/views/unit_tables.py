@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from service.scheduler.spec import SpecError
+from service.scheduler.model.spec import SpecError
 
 MAX_STAGES = 100
 MAX_MICROBATCHES = 100

@@ -3,14 +3,14 @@
 import json
 
 import pytest
+from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 
 from service.scheduler import SpecError, load_spec, make_plan
-from service.scheduler.bounds import lower_bound, lower_bounds
-from service.scheduler.memory import keeps_limits
-from service.scheduler.neighbourhoods import improve
-from service.scheduler.problem import build_problem
+from service.scheduler.model.memory import keeps_limits
+from service.scheduler.model.problem import build_problem
 from service.scheduler.schedules import SCHEDULES
-from service.scheduler.search import search
+from service.scheduler.search.auto import search
+from service.scheduler.search.bounds import lower_bound, lower_bounds
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import SHARED, chain
 
@@ -150,7 +150,7 @@ def test_rearranging_parts_of_a_plan_shortens_it_and_keeps_every_limit():
     first = search(problem, [], budget_s=0)
 
     def improved():
-        return improve(
+        return large_neighbourhood_search(
             problem,
             first.timeline,
             lower_bound_s=first.lower_bound_s,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from service.scheduler import MeshSpec, SpecError, make_plan
+from service.scheduler.model.spec import NetworkSpec, check_spec
 from service.scheduler.partition import partition, place
-from service.scheduler.spec import NetworkSpec, check_spec
 from worker.model import CutError, gpt, trace, unet
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 

@@ -73,7 +73,7 @@ def test_a_named_schedule_is_feasible_or_refused_with_a_reason(data, name):
 @settings(RELAXED, max_examples=25)
 @given(data=random_specs(limits=False))
 def test_a_plan_written_as_orders_and_read_back_is_as_long(data):
-    from service.scheduler.render import plan_orders
+    from service.scheduler.views.render import plan_orders
 
     data = {**data, "network": {"contention": "none"}, "overlap": True}
     spec = load_spec(data)

@@ -10,8 +10,8 @@ from odd_models import ODD_MODELS, make
 from torch.nn import functional
 
 from service.scheduler import MeshSpec, make_plan
+from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
-from service.scheduler.spec import NetworkSpec
 from tests.reference import dataset_batches, train
 from worker import checkpoint
 from worker.data.digits import NoisyDigits

@@ -87,8 +87,8 @@ def test_activation_bytes_of_a_chain_are_what_autograd_keeps():
 def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
     """All layers together, each shared tensor once, keep what the unsplit model keeps."""
     from service.scheduler import MeshSpec
+    from service.scheduler.model.spec import NetworkSpec
     from service.scheduler.partition import partition
-    from service.scheduler.spec import NetworkSpec
 
     for model, inputs, target, loss in (
         (

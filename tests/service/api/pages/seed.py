@@ -21,7 +21,7 @@ from service.api.app import create_app
 from service.jobs import AttemptState, JobSpec, JobState
 from service.orchestrator.ray_jobs import ClusterUnreachableError
 from service.scheduler import Plan, make_plan
-from service.scheduler.spec import PipelineSpec
+from service.scheduler.model.spec import PipelineSpec
 from service.settings import Settings
 from service.store import attempts, jobs, states
 from service.store.database import Database, utc_now

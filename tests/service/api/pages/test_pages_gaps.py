@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from service.api.pages.gaps import Reason, find_gaps
-from service.scheduler.spec import PipelineSpec
+from service.scheduler.model.spec import PipelineSpec
 
 
 @dataclass

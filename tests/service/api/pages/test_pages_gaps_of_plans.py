@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from service.api.pages.gaps import Reason, find_gaps
 from service.scheduler import Plan, make_plan
-from service.scheduler.spec import PipelineSpec
+from service.scheduler.model.spec import PipelineSpec
 
 COST = st.sampled_from([0.25, 0.5, 1.0, 2.0])
 

@@ -1,0 +1,363 @@
+"""Tabu search on the orders of all resources: exchange two neighbours of a critical path, again and again.
+
+Moves after van Laarhoven, Aarts and Lenstra (1992), their value estimated after Taillard (1994), tabu
+list after Nowicki and Smutnicki (1996); here for tasks that may occupy two resources, and with memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from service.scheduler.kernels.arrays import OPS, Rows
+from service.scheduler.kernels.compiled import compiled, inlined
+
+_EPSILON = 1e-9
+_LIST = 1 << 18  # places of the tabu list; pairs that share one only forbid each other's moves
+
+
+TASK = np.dtype(
+    [
+        ("exists", np.int64),
+        ("missing", np.int64),  # how many others it waits for
+        ("duration", np.float64),
+        ("change", np.int64),  # bytes that it takes (or gives back) on its lane
+    ]
+)
+
+
+class Disjunctive(NamedTuple):
+    """A problem as graph and resources, task by task."""
+
+    microbatches: int
+    resource_count: int
+    tasks: np.ndarray  # TASK[tasks]
+    dependents: Rows  # of tasks
+    needs: Rows  # of tasks
+    resources: np.ndarray  # int[tasks, 2], −1 for none
+    precedes: np.ndarray  # bool[kinds, kinds]: what can never change places
+    limit: np.ndarray  # int[resources]: bytes, −1 where there is no limit
+    lead: np.ndarray  # int[kinds]: microbatches a forward may be ahead of the backwards of its stage, or −1
+
+
+# `orders` holds for each task and side its neighbours on that resource, and the bytes held there before it.
+_BEFORE, _AFTER, _HELD = 0, 1, 2
+_TIMES = np.dtype([("start", np.float64), ("tail", np.float64)])  # tail: the longest path behind its end
+
+
+class _Moves(NamedTuple):
+    """Pairs of neighbours (first, second) that may change places, and the side of `second` on which they are."""
+
+    first: np.ndarray
+    second: np.ndarray
+    side: np.ndarray
+
+
+@compiled
+def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
+    """(start, order, iterations used): the best times found from the orders of `sequence`.
+
+    Ends at `goal`, or after `patience` iterations that found nothing better. A move stays forbidden for
+    `tenure` to twice as many iterations.
+    """
+    np.random.seed(seed)  # numba's generator of this thread
+    tasks = problem.tasks.shape[0]
+    orders = _link(problem, sequence)
+    times = np.zeros(tasks, dtype=_TIMES)
+    missing = np.empty(tasks, dtype=np.int64)
+    order = np.empty(tasks, dtype=np.int64)
+    best_start = np.full(tasks, np.inf)
+    best_order = sequence.copy()
+    best = np.inf
+    allowed_from = np.zeros(_LIST, dtype=np.int64)
+    places = 2 * tasks
+    moves = _Moves(
+        np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64)
+    )
+    first, second, on, also_on = -1, -1, -1, -1
+    improved_at = 0
+    iteration = 0
+    while iteration < iterations and iteration - improved_at <= patience:
+        iteration += 1
+        count = _set_starts(problem, orders, times, missing, order)
+        if count < sequence.shape[0]:  # only tasks without length can close a cycle: take the move back
+            if first < 0:
+                break
+            _exchange(problem, orders, second, first, on)
+            if also_on >= 0:
+                _exchange(problem, orders, second, first, also_on)
+            allowed_from[(second * tasks + first) & (_LIST - 1)] = iteration + iterations
+            first = -1
+            continue
+        _set_tails(problem, orders, times, order, count)
+        makespan = 0.0
+        for index in range(count):
+            makespan = max(makespan, times[order[index]].start + problem.tasks[order[index]].duration)
+        tolerance = _EPSILON * makespan
+        if makespan < best - tolerance:
+            best = makespan
+            for task in range(tasks):
+                best_start[task] = times[task].start
+            best_order[:] = order[:count]
+            improved_at = iteration
+            if best <= goal:
+                break
+        found = _find_moves(problem, orders, times, order, count, makespan, tolerance, moves)
+        chosen = _choose_move(problem, orders, times, moves, found, allowed_from, iteration, best, tolerance)
+        if chosen < 0:
+            continue  # nothing on this path may change places; another one is drawn
+        first, second = moves.first[chosen], moves.second[chosen]
+        side = moves.side[chosen]
+        on, also_on = problem.resources[second, side], problem.resources[second, 1 - side]
+        if also_on >= 0 and also_on != problem.resources[first, 0] and also_on != problem.resources[first, 1]:
+            also_on = -1
+        _exchange(problem, orders, first, second, on)
+        if also_on >= 0:
+            _exchange(problem, orders, first, second, also_on)
+        allowed_from[(first * tasks + second) & (_LIST - 1)] = (
+            iteration + tenure + np.random.randint(tenure + 1)
+        )
+    return best_start, best_order, iteration
+
+
+@compiled
+def _link(problem, sequence):
+    """The orders in which `sequence` lists the tasks of each resource."""
+    resources = problem.resources
+    orders = np.full((resources.shape[0], 3, 2), -1, dtype=np.int64)
+    last = np.full(problem.resource_count, -1, dtype=np.int64)
+    total = np.zeros(problem.resource_count, dtype=np.int64)
+    for index in range(sequence.shape[0]):
+        task = sequence[index]
+        for side in range(2):
+            resource = resources[task, side]
+            if resource < 0:
+                continue
+            other = last[resource]
+            orders[task, _BEFORE, side] = other
+            if other >= 0:
+                orders[other, _AFTER, 0 if resources[other, 0] == resource else 1] = task
+            last[resource] = task
+            orders[task, _HELD, side] = total[resource]
+            total[resource] += problem.tasks[task].change
+    return orders
+
+
+@inlined
+def _set_starts(problem, orders, times, missing, order):
+    """Earliest starts, and a topological order of the tasks that are not on a cycle; returns their number."""
+    pointer, successors = problem.dependents
+    tasks = problem.tasks
+    count = 0
+    for task in range(tasks.shape[0]):
+        if not tasks[task].exists:
+            continue
+        times[task].start = 0.0
+        missing[task] = tasks[task].missing
+        for side in range(2):
+            if orders[task, _BEFORE, side] >= 0:
+                missing[task] += 1
+        if missing[task] == 0:
+            order[count] = task
+            count += 1
+    at = 0
+    while at < count:
+        task = order[at]
+        at += 1
+        end = times[task].start + tasks[task].duration
+        for position in range(pointer[task], pointer[task + 1]):
+            other = successors[position]
+            times[other].start = max(times[other].start, end)
+            missing[other] -= 1
+            if missing[other] == 0:
+                order[count] = other
+                count += 1
+        for side in range(2):
+            other = orders[task, _AFTER, side]
+            if other >= 0:
+                times[other].start = max(times[other].start, end)
+                missing[other] -= 1
+                if missing[other] == 0:
+                    order[count] = other
+                    count += 1
+    return count
+
+
+@inlined
+def _set_tails(problem, orders, times, order, count):
+    pointer, successors = problem.dependents
+    tasks = problem.tasks
+    for index in range(count - 1, -1, -1):
+        task = order[index]
+        longest = 0.0
+        for position in range(pointer[task], pointer[task + 1]):
+            other = successors[position]
+            longest = max(longest, tasks[other].duration + times[other].tail)
+        for side in range(2):
+            other = orders[task, _AFTER, side]
+            if other >= 0:
+                longest = max(longest, tasks[other].duration + times[other].tail)
+        times[task].tail = longest
+
+
+@inlined
+def _exchange(problem, orders, first, second, resource):
+    """`second` directly before `first` on a resource where it came directly after it."""
+    resources = problem.resources
+    side = 0 if resources[first, 0] == resource else 1
+    other = 0 if resources[second, 0] == resource else 1
+    earlier, later = orders[first, _BEFORE, side], orders[second, _AFTER, other]
+    if earlier >= 0:
+        orders[earlier, _AFTER, 0 if resources[earlier, 0] == resource else 1] = second
+    if later >= 0:
+        orders[later, _BEFORE, 0 if resources[later, 0] == resource else 1] = first
+    orders[second, _BEFORE, other] = earlier
+    orders[second, _AFTER, other] = first
+    orders[first, _BEFORE, side] = second
+    orders[first, _AFTER, side] = later
+    orders[second, _HELD, other] = orders[first, _HELD, side]
+    orders[first, _HELD, side] = orders[second, _HELD, other] + problem.tasks[second].change
+
+
+@inlined
+def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves):
+    """Draw one critical path of all, from its end; how many neighbours on a resource of it may change places."""
+    tasks = problem.tasks
+    pointer, needs = problem.needs
+    task, choices = -1, 0
+    for index in range(count):
+        if times[order[index]].start + tasks[order[index]].duration >= makespan - tolerance:
+            choices += 1
+            if np.random.randint(choices) == 0:
+                task = order[index]
+    found = 0
+    while task >= 0:
+        cause, choices = -1, 0
+        for position in range(pointer[task], pointer[task + 1]):
+            other = needs[position]
+            if times[other].start + tasks[other].duration >= times[task].start - tolerance:
+                choices += 1
+                if np.random.randint(choices) == 0:
+                    cause = other
+        for side in range(2):
+            other = orders[task, _BEFORE, side]
+            if other < 0 or times[other].start + tasks[other].duration < times[task].start - tolerance:
+                continue
+            choices += 1
+            if np.random.randint(choices) == 0:
+                cause = other
+            if side == 1 and orders[task, _BEFORE, 0] == other:
+                continue  # the same move
+            if _may_exchange(problem, orders, other, task, side):
+                moves.first[found] = other
+                moves.second[found] = task
+                moves.side[found] = side
+                found += 1
+        if times[task].start <= tolerance:
+            break
+        task = cause
+    return found
+
+
+@inlined
+def _may_exchange(problem, orders, first, second, side):
+    """Whether two neighbours may change places: no dependency, lead or memory limit is against it."""
+    microbatches = problem.microbatches
+    kind, first_kind = second // microbatches, first // microbatches
+    if kind == first_kind:
+        return False
+    m, first_m = second % microbatches, first % microbatches
+    if problem.precedes[first_kind, kind] and first_m <= m:
+        return False
+    lead = problem.lead[kind]
+    if lead >= 0 and first_kind // OPS == kind // OPS and first_m + lead <= m:
+        return False  # a forward after the backward that lets it in
+    resource = problem.resources[second, side]
+    first_side = 0 if problem.resources[first, 0] == resource else 1
+    taken = problem.tasks[second].change
+    return not (taken > 0 and 0 <= problem.limit[resource] < orders[first, _HELD, first_side] + taken)
+
+
+@inlined
+def _choose_move(problem, orders, times, moves, found, allowed_from, iteration, best, tolerance):
+    """The allowed move of least estimated makespan; a forbidden one counts where it would be a new best.
+
+    Where all are forbidden, one of them at random; −1 where there is none.
+    """
+    tasks = problem.tasks.shape[0]
+    resources = problem.resources
+    chosen, fallback, ties = -1, -1, 0
+    least = np.inf
+    for move in range(found):
+        u, v, v_side = moves.first[move], moves.second[move], moves.side[move]
+        u_side = 0 if resources[u, 0] == resources[v, v_side] else 1
+        shared = resources[v, 1 - v_side]
+        both = shared >= 0 and resources[u, 1 - u_side] == shared
+        if both and orders[u, _AFTER, 1 - u_side] != v:
+            continue
+        value = _estimate(problem, orders, times, u, v, u_side, v_side, both)
+        if allowed_from[(v * tasks + u) & (_LIST - 1)] > iteration and value >= best - tolerance:
+            if fallback < 0 or np.random.randint(move + 1) == 0:
+                fallback = move
+            continue
+        if value < least - tolerance:
+            least, chosen, ties = value, move, 1
+        elif value <= least + tolerance:
+            ties += 1
+            if np.random.randint(ties) == 0:
+                chosen = move
+    return chosen if chosen >= 0 else fallback
+
+
+@inlined
+def _estimate(problem, orders, times, u, v, u_side, v_side, both):
+    """Taillard's estimate: the longest path through u and v once v comes before u."""
+    tasks = problem.tasks
+    # v first: what u waited for on the resources that they share, and what v itself waits for
+    ahead = 0.0
+    behind = 0.0
+    for side in range(2):
+        if side == u_side or both:
+            other = orders[u, _BEFORE, side]
+            if other >= 0:
+                ahead = max(ahead, times[other].start + tasks[other].duration)
+        if side == v_side or both:
+            other = orders[v, _AFTER, side]
+            if other >= 0:
+                behind = max(behind, times[other].tail + tasks[other].duration)
+    v_start = _longest_ahead(problem, orders, times, v, u, ahead)
+    u_start = _longest_ahead(problem, orders, times, u, -1, v_start + tasks[v].duration)
+    u_tail = _longest_behind(problem, orders, times, u, v, behind)
+    v_tail = _longest_behind(problem, orders, times, v, -1, u_tail + tasks[u].duration)
+    return max(v_start + tasks[v].duration + v_tail, u_start + tasks[u].duration + u_tail)
+
+
+@inlined
+def _longest_ahead(problem, orders, times, task, without, least):
+    """The longest path to a task, at least `least`; its neighbour `without` left out."""
+    pointer, needs = problem.needs
+    tasks = problem.tasks
+    for position in range(pointer[task], pointer[task + 1]):
+        other = needs[position]
+        least = max(least, times[other].start + tasks[other].duration)
+    for side in range(2):
+        other = orders[task, _BEFORE, side]
+        if other >= 0 and other != without:
+            least = max(least, times[other].start + tasks[other].duration)
+    return least
+
+
+@inlined
+def _longest_behind(problem, orders, times, task, without, least):
+    """The longest path from the end of a task, at least `least`; its neighbour `without` left out."""
+    pointer, successors = problem.dependents
+    tasks = problem.tasks
+    for position in range(pointer[task], pointer[task + 1]):
+        other = successors[position]
+        least = max(least, times[other].tail + tasks[other].duration)
+    for side in range(2):
+        other = orders[task, _AFTER, side]
+        if other >= 0 and other != without:
+            least = max(least, times[other].tail + tasks[other].duration)
+    return least

@@ -1,0 +1,135 @@
+"""What orders cost in memory: activations by the compute order, receive buffers by when receives are posted.
+
+Both depend on orders alone, so they hold at run time whatever the durations turn out to be.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.problem import BACKWARD, FORWARD, OPS, WEIGHT, Problem
+from service.scheduler.model.timeline import Edges, Timeline
+
+
+def peak_activation(problem: Problem, lane: np.ndarray) -> tuple[int, int]:
+    """(peak bytes, position in the lane where it is first reached) of one mesh's compute order."""
+    if not len(lane):
+        return 0, 0
+    change = activation_changes(problem, lane)
+    before_end = np.cumsum(change[:, 0]) + np.concatenate(([0], np.cumsum(change[:-1, 1])))
+    position = int(before_end.argmax())
+    return int(before_end[position]), position
+
+
+def keeps_limits(problem: Problem, lanes: list[np.ndarray]) -> bool:
+    """Whether compute orders keep every activation limit and max_in_flight."""
+    for mesh, lane in enumerate(lanes):
+        limit = int(problem.activation_limit[mesh])
+        if 0 <= limit < peak_activation(problem, lane)[0] or in_flight_violation(problem, lane) is not None:
+            return False
+    return True
+
+
+def in_flight_violation(problem: Problem, lane: np.ndarray) -> str | None:
+    """Where a compute order breaks max_in_flight at a source stage, in words, or None."""
+    most = problem.spec.max_in_flight
+    if most is None or most >= problem.microbatches or problem.inference:
+        return None
+    position = np.full(problem.compute_tasks, -1, dtype=np.int64)
+    position[lane] = np.arange(len(lane))
+    microbatches = problem.microbatches
+    for stage in range(problem.stages):
+        if problem.sources[stage] or position[problem.task(stage, FORWARD, 0)] < 0:
+            continue
+        rows = position.reshape(problem.stages, OPS, microbatches)[stage]
+        ended = rows[BACKWARD:].max(axis=0)
+        late = np.flatnonzero(rows[FORWARD, most:] < ended[: microbatches - most])
+        if len(late):
+            return (
+                f"stage {stage} starts forward {late[0] + most} before its backward {late[0]} has ended, "
+                f"against max_in_flight {most}"
+            )
+    return None
+
+
+def activation_changes(problem: Problem, lane: np.ndarray) -> np.ndarray:
+    """int[len(lane), 2]: bytes taken at the start and (negative) given back at the end of each action."""
+    kind, microbatch = np.divmod(np.asarray(lane), problem.microbatches)
+    stage, op = problem.stage_and_op(kind)
+    activation, stash = problem.activation[stage], problem.stash[stage]
+    change = np.zeros((len(lane), 2), dtype=np.int64)
+    change[:, 0] = np.where(op == FORWARD, activation, 0)
+    if problem.inference:
+        change[:, 1] = -change[:, 0]
+        return change
+    whole = problem.fused[stage, microbatch]
+    change[:, 1] = -np.where(op == BACKWARD, np.where(whole, activation, activation - stash), 0)
+    change[:, 1] -= np.where(op == WEIGHT, stash, 0)
+    return change
+
+
+def latest_compute(timeline: Timeline, compute: np.ndarray, receives: np.ndarray) -> np.ndarray:
+    """For each receive the position in `compute` of the last action that ended when its transfer starts, or −1."""
+    start = timeline.start[receives]
+    ends = np.maximum.accumulate(timeline.end[compute]) if len(compute) else np.empty(0)
+    by_time = np.searchsorted(ends, start + TOLERANCE * np.abs(start), side="right") - 1
+    by_cause = np.searchsorted(timeline.rank[compute], timeline.rank[receives], side="left") - 1
+    return np.minimum(by_time, by_cause)
+
+
+def receive_waits(timeline: Timeline) -> Edges:
+    """(compute tasks, receives): the last action that ended when a transfer starts, where buffers are limited."""
+    problem = timeline.problem
+    transfers = timeline.transfers
+    receivers = problem.receiver_of_kind[transfers // problem.microbatches]
+    causes, effects = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for mesh in np.flatnonzero(problem.receive_limit >= 0).tolist():
+        received, lane = transfers[receivers == mesh], timeline.lanes[mesh]
+        posted = latest_compute(timeline, lane, received)
+        causes.append(lane[posted[posted >= 0]])
+        effects.append(received[posted >= 0])
+    return np.concatenate(causes), np.concatenate(effects)
+
+
+def keeps_receive_limits(timeline: Timeline) -> bool:
+    """Whether no mesh needs more receive buffers than it has."""
+    limits = timeline.problem.receive_limit.tolist()
+    return all(
+        limit < 0 or peak <= limit for peak, limit in zip(peak_receive_buffers(timeline), limits, strict=True)
+    )
+
+
+def peak_receive_buffers(timeline: Timeline) -> list[int]:
+    """For each mesh the most received tensors that wait for, or are in use by, their consumers."""
+    problem = timeline.problem
+    transfers = timeline.transfers
+    receivers = problem.receiver_of_kind[transfers // problem.microbatches]
+    position = np.full(problem.tasks, -1, dtype=np.int64)
+    peaks = []
+    for mesh, lane in enumerate(timeline.lanes):
+        received = transfers[receivers == mesh]
+        posted = latest_compute(timeline, lane, received)
+        position[lane] = np.arange(len(lane))
+        peaks.append(buffers_in_use(len(lane), posted, last_use(problem, received, position)))
+    return peaks
+
+
+def last_use(problem: Problem, received: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Position in the compute order of the last action that reads each received tensor directly."""
+    pointer, dependents = problem.dependent_rows
+    kind, microbatch = np.divmod(received, problem.microbatches)
+    last = np.full(len(received), -1, dtype=np.int64)
+    for offset in range(int((pointer[kind + 1] - pointer[kind]).max(initial=0))):
+        has = pointer[kind] + offset < pointer[kind + 1]
+        user = dependents[np.minimum(pointer[kind] + offset, len(dependents) - 1)]
+        last = np.where(has, np.maximum(last, position[user * problem.microbatches + microbatch]), last)
+    return last
+
+
+def buffers_in_use(actions: int, posted: np.ndarray, last: np.ndarray) -> int:
+    """Most tensors between `posted` (after that action) and the end of action `last`."""
+    change = np.zeros(actions + 2, dtype=np.int64)
+    np.add.at(change, posted + 1, 1)
+    np.add.at(change, last + 1, -1)
+    return int(np.cumsum(change).max(initial=0))

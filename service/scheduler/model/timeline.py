@@ -1,0 +1,177 @@
+"""The simulator: orders in, timed slots out.
+
+Decides the order of transfers by urgency. Knows nothing of schedules by name or of programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from service.scheduler import kernels
+from service.scheduler.model.dispatcher import Dispatcher, needed_receive_buffers, receives_by_first_use
+from service.scheduler.model.problem import BACKWARD, Problem
+from service.scheduler.model.spec import SpecError
+
+Edges = tuple[np.ndarray, np.ndarray]  # (causes, effects): tasks, and tasks that start after those have ended
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Start and end of every task in seconds, and all tasks by start (`sequence`), causes first."""
+
+    problem: Problem
+    start: np.ndarray
+    sequence: np.ndarray
+
+    @cached_property
+    def end(self) -> np.ndarray:
+        return self.start + self.problem.duration.reshape(-1)
+
+    @cached_property
+    def makespan(self) -> float:
+        return float(self.end[self.sequence].max()) - float(self.start[self.sequence].min())
+
+    @cached_property
+    def rank(self) -> np.ndarray:
+        """int[tasks]: the place of each task in `sequence`, −1 for one that does not exist."""
+        rank = np.full(self.problem.tasks, -1, dtype=np.int64)
+        rank[self.sequence] = np.arange(len(self.sequence))
+        return rank
+
+    @cached_property
+    def lanes(self) -> list[np.ndarray]:
+        """For each mesh its compute tasks in order."""
+        compute = self.sequence[self.sequence < self.problem.compute_tasks]
+        meshes = self.problem.resources[compute // self.problem.microbatches, 0]
+        return [compute[meshes == mesh] for mesh in range(self.problem.meshes)]
+
+    @cached_property
+    def transfers(self) -> np.ndarray:
+        """Transfer tasks by start."""
+        return self.sequence[self.sequence >= self.problem.compute_tasks]
+
+
+class OrderError(SpecError):
+    """Compute orders that can never finish: some action waits for one behind itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class EarliestTimes:
+    """`start` of every task; `topological` lists those that are on or behind no cycle, causes first."""
+
+    start: np.ndarray
+    topological: np.ndarray
+    complete: bool  # whether there is no cycle
+    _duration: np.ndarray
+    _successors: kernels.Rows
+
+    def tails(self) -> np.ndarray:
+        """For each task the longest path from its start to the end of everything behind it."""
+        return kernels.tails(*self._successors, self._duration, self.topological, len(self.topological))
+
+
+def earliest_times(problem: Problem, *edges: Edges, durations: np.ndarray | None = None) -> EarliestTimes:
+    """Longest paths along `edges` (all of them: dependencies, too, must be given).
+
+    `durations` (float[tasks], seconds) stand in for those of the problem.
+    """
+    causes, effects = (np.concatenate(side) for side in zip(*edges, strict=True))
+    successors = compress_edges(problem.tasks, causes, effects)
+    duration = problem.duration.reshape(-1) if durations is None else durations
+    exists = problem.exists.reshape(-1)
+    start, order, count = kernels.longest_paths(*successors, duration, exists)
+    return EarliestTimes(start, order[:count], bool(count == exists.sum()), duration, successors)
+
+
+def compress_edges(nodes: int, causes: np.ndarray, effects: np.ndarray) -> kernels.Rows:
+    """For each node those that come after it, in the order of the edges."""
+    pointer = np.zeros(nodes + 1, dtype=np.int64)
+    np.cumsum(np.bincount(causes, minlength=nodes), out=pointer[1:])
+    return kernels.Rows(pointer, effects[np.argsort(causes, kind="stable")])
+
+
+def lane_edges(lanes: Sequence[np.ndarray]) -> Edges:
+    """Each action before the next on its lane."""
+    lanes = [np.asarray(lane, dtype=np.int64) for lane in lanes] or [np.empty(0, dtype=np.int64)]
+    return np.concatenate([lane[:-1] for lane in lanes]), np.concatenate([lane[1:] for lane in lanes])
+
+
+def simulate(problem: Problem, lanes: Sequence[np.ndarray]) -> Timeline:
+    """The timeline of given compute orders (tasks for each mesh), transfers going by urgency.
+
+    Transfers of equal urgency go in the order of their edges. Raises OrderError when the orders
+    cannot finish (a cycle, or too few receive buffers).
+    """
+    times = earliest_times(problem, problem.dependency_edges, lane_edges(lanes))
+    if not times.complete:
+        raise OrderError(_stuck_message(problem, lanes, set(times.topological.tolist())))
+    limited = bool((problem.receive_limit >= 0).any())
+    if not problem.contended and not limited:
+        return make_timeline(problem, times.start, times.topological)
+    start, begun = Dispatcher(problem, lanes).run(times.tails())
+    if len(begun) < len(times.topological):
+        raise OrderError(_buffers_message(problem, lanes, set(begun.tolist())))
+    return make_timeline(problem, start, begun)
+
+
+def make_timeline(problem: Problem, start: np.ndarray, topological: np.ndarray) -> Timeline:
+    """The timeline of known starts; `topological` is any order in which causes come first."""
+    return Timeline(problem, start, topological[np.argsort(start[topological], kind="stable")])
+
+
+def retime(problem: Problem, sequence: np.ndarray, *waits: Edges) -> Timeline:
+    """Every task as early as possible while each resource keeps the order in which `sequence` lists its tasks.
+
+    Raises OrderError when that, the dependencies and `waits` contradict each other.
+    """
+    kinds = sequence // problem.microbatches
+    resources = lane_edges([sequence[problem.kinds_on(r)[kinds]] for r in problem.exclusive_resources])
+    times = earliest_times(problem, problem.dependency_edges, *waits, resources)
+    if not times.complete:
+        raise OrderError("the resource orders wait for each other for ever")
+    return make_timeline(problem, times.start, times.topological)
+
+
+def order_by_start(problem: Problem, start: np.ndarray) -> np.ndarray:
+    """All tasks by start; of those at one instant the ones without length first, causes before effects."""
+    tasks = np.flatnonzero(problem.exists.reshape(-1))
+    rank = problem.kind_rank[tasks // problem.microbatches]
+    length = problem.duration.reshape(-1)[tasks]
+    return tasks[np.lexsort((tasks, rank, length > 0, start[tasks]))]
+
+
+def action_name(problem: Problem, task: int) -> str:
+    """torch's notation of a compute action, `2F0`."""
+    kind, microbatch = divmod(int(task), problem.microbatches)
+    stage, op = problem.stage_and_op(kind)
+    letter = "B" if op == BACKWARD and problem.fused[stage, microbatch] else "FIW"[op]
+    return f"{stage}{letter}{microbatch}"
+
+
+def _stuck_message(problem: Problem, lanes: Sequence[np.ndarray], done: set[int]) -> str:
+    heads = []
+    for mesh, lane in enumerate(lanes):
+        blocked = next((task for task in np.asarray(lane).tolist() if task not in done), None)
+        if blocked is not None:
+            heads.append(f"{problem.spec.meshes[mesh].name} at {action_name(problem, blocked)}")
+    return (
+        f"the compute orders wait for each other for ever ({', '.join(heads[:4])}): move those actions later"
+    )
+
+
+def _buffers_message(problem: Problem, lanes: Sequence[np.ndarray], done: set[int]) -> str:
+    for mesh, lane in enumerate(lanes):
+        limit = int(problem.receive_limit[mesh])
+        left = [task for task in receives_by_first_use(problem, lane) if task not in done]
+        if limit >= 0 and left:
+            needed = needed_receive_buffers(problem, lanes[mesh])
+            if needed > limit:
+                return (
+                    f"mesh {problem.spec.meshes[mesh].name!r} has receive_buffer_limit {limit}, but this order needs "
+                    f"{needed} received tensors at once: raise the limit to {needed}"
+                )
+    return "the receive buffers are too few for this order: raise receive_buffer_limit"

@@ -1,0 +1,1 @@
+"""From a timeline to instruction lists, and back: compile, decode, replay, verify."""

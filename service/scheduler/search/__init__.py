@@ -1,0 +1,1 @@
+"""`auto`: rules, tabu search, exact solver and its parts, the bounds that prove, and memory saving."""

@@ -1,0 +1,231 @@
+"""The `auto` schedule: named schedules and priority rules, a search over rules, tabu search on orders, and
+the exact solver on the whole problem, on parts of it, and on the whole again from what that found.
+
+Deterministic: budgets count runs and the solver's deterministic time. A deadline comes in as a callable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.memory import keeps_limits, keeps_receive_limits
+from service.scheduler.model.problem import Problem
+from service.scheduler.model.timeline import OrderError, Timeline, retime, simulate
+from service.scheduler.search import exact, exact_model, rules
+from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
+from service.scheduler.search.tabu import tabu_search
+
+SEARCHED = "searched"
+# Calibrated on two 2.x GHz cores: work done in one second.
+_TASK_RUNS_PER_SECOND = 5_000_000  # tasks dispatched by rules, with a fixed cost for each run
+_TASKS_OF_AN_EMPTY_RUN = 100
+_TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
+_SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
+_PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
+_SLACK = 1.01  # how much a timeline may gain by being timed again
+_MODEL_SECONDS = 1e-4  # what each literal of the solver's model takes before the search for a solution begins
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best timeline, the name of the schedule it came from, and what is proven about it."""
+
+    timeline: Timeline
+    chosen: str
+    lower_bound_s: float
+    proven_optimal: bool
+    truncated: bool
+
+
+def attains(makespan: float, bound: float) -> bool:
+    """Whether a makespan equals a lower bound, within the tolerance of times."""
+    return makespan <= bound * (1 + TOLERANCE)
+
+
+def search(
+    problem: Problem,
+    seeds: list[tuple[str, Timeline]],
+    *,
+    budget_s: float,
+    expired: Callable[[], bool] | None = None,
+) -> Found | None:
+    """The shortest timeline found, never longer than any seed; None when nothing fits the limits."""
+    search = _Search(problem, seeds, expired)
+    search.try_standard_rules()
+    # small problems are solved at once; larger ones need a good plan first
+    steps = (
+        (search.exact_search, 0.1),
+        (search.rule_search, 0.03),
+        (search.tabu_search, 0.1),
+        (search.large_neighbourhood_search, 0.1),
+        (search.tabu_search, 0.07),
+        (search.large_neighbourhood_search, 0.06),
+        (search.exact_search, 0.54),
+    )
+    for step, share in steps:
+        if budget_s > 0 and not search.done:
+            step(share * budget_s)
+    if search.best is None:
+        return None
+    return Found(
+        timeline=search.best,
+        chosen=search.chosen,
+        lower_bound_s=min(search.bound, search.best.makespan),
+        proven_optimal=attains(search.best.makespan, search.bound),
+        truncated=search.truncated,
+    )
+
+
+class _Search:
+    def __init__(
+        self, problem: Problem, seeds: list[tuple[str, Timeline]], expired: Callable[[], bool] | None
+    ) -> None:
+        self.problem = problem
+        self.bound = lower_bound(problem)
+        self.best: Timeline | None = None
+        self._incumbent: Timeline | None = None  # the best with the backwards split as in `problem`
+        self.chosen = SEARCHED
+        self.truncated = False
+        self._runs = 0
+        self._expired = expired
+        self._runner = rules.RuleRunner(problem)
+        for name, timeline in seeds:
+            self._offer(timeline, name)
+
+    @property
+    def done(self) -> bool:
+        return (self.best is not None and attains(self.best.makespan, self.bound)) or self._stop()
+
+    def _stop(self) -> bool:
+        if not self.truncated and self._expired is not None and self._expired():
+            self.truncated = True
+        return self.truncated
+
+    def _offer(self, timeline: Timeline, name: str) -> None:
+        if np.array_equal(timeline.problem.fused, self.problem.fused) and (
+            self._incumbent is None or timeline.makespan < self._incumbent.makespan * (1 - TOLERANCE)
+        ):
+            self._incumbent = timeline
+        if self.best is None or timeline.makespan < self.best.makespan * (1 - TOLERANCE):
+            self.best, self.chosen = timeline, name
+
+    def _offer_starts(self, timeline: Timeline | None) -> None:
+        """Take the orders of a timeline of the planning model and time them again, with every limit."""
+        if timeline is None or (self.best is not None and timeline.makespan > _SLACK * self.best.makespan):
+            return
+        limited = bool((self.problem.receive_limit >= 0).any())
+        try:
+            if not limited:
+                timeline = retime(self.problem, timeline.sequence)
+            elif not keeps_receive_limits(timeline):
+                timeline = simulate(self.problem, timeline.lanes)
+        except OrderError:
+            return
+        if keeps_limits(self.problem, timeline.lanes):  # actions without length may have changed places
+            self._offer(timeline, SEARCHED)
+
+    def try_standard_rules(self) -> None:
+        """The standard rules, each once."""
+        for rule in rules.standard_rules(self.problem):
+            if self.best is not None and self.done:
+                return
+            self._offer_starts(self._runner.timeline(rule))
+
+    def rule_search(self, budget_s: float) -> None:
+        cost = _TASKS_OF_AN_EMPTY_RUN + int(self.problem.exists.sum())
+        runs = int(budget_s * _TASK_RUNS_PER_SECOND / cost)
+        found = rules.search_rules(
+            self._runner, runs=runs, goal_s=self.bound * (1 + TOLERANCE), stop=self._stop
+        )
+        if found is not None:
+            self._offer_starts(self._runner.timeline(found[1]))
+
+    def exact_search(self, budget_s: float) -> None:
+        """The exact solver on the whole problem, in two ways at once; both answers count, so nothing depends on speed."""
+        if self._incumbent is None:
+            return
+        if not self._affords_model(budget_s):
+            self.tabu_search(budget_s)
+            return
+
+        incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
+
+        def run(strong: bool) -> exact.Exact:
+            return exact.solve(
+                self.problem,
+                incumbent,
+                lower_bound_s=bound,
+                deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND,
+                strong=strong,
+                expired=self._expired,
+            )
+
+        with ThreadPoolExecutor(2) as threads:
+            answers = list(threads.map(run, (False, True)))
+        for answer in answers:
+            self._offer_starts(answer.timeline)
+            self.bound = max(self.bound, answer.lower_bound_s)
+        if not all(answer.finished for answer in answers):
+            self._stop()
+
+    def tabu_search(self, budget_s: float) -> None:
+        """Tabu search from the best plan, twice at once."""
+        if self._incumbent is None:
+            return
+
+        incumbent, goal_s = (
+            self._incumbent,
+            self.bound * (1 + TOLERANCE),
+        )  # both runs from these, whichever ends first
+
+        def run(seed: int) -> Timeline:
+            return tabu_search(
+                self.problem,
+                incumbent,
+                goal_s=goal_s,
+                iterations=int(budget_s * _TABU_TASKS_PER_SECOND / int(self.problem.exists.sum())),
+                seed=seed,
+                stop=self._stop,
+            )
+
+        with ThreadPoolExecutor(2) as threads:
+            for better in threads.map(run, self._new_seeds()):
+                self._offer_starts(better)
+
+    def large_neighbourhood_search(self, budget_s: float) -> None:
+        """The exact solver on parts of the best plan, two random choices of parts at once."""
+        if self._incumbent is None:
+            return
+        if not self._affords_model(budget_s):
+            self.tabu_search(budget_s)
+            return
+
+        incumbent, bound = self._incumbent, self.bound
+
+        def run(seed: int) -> Timeline:
+            return large_neighbourhood_search(
+                self.problem,
+                incumbent,
+                lower_bound_s=bound,
+                deterministic_limit=budget_s * _PARTS_TIME_PER_SECOND,
+                seed=seed,
+                stop=self._stop,
+            )
+
+        with ThreadPoolExecutor(2) as threads:
+            for better in threads.map(run, self._new_seeds()):
+                self._offer_starts(better)
+
+    def _new_seeds(self) -> tuple[int, int]:
+        """For two runs at once: others than before, or a run that found nothing would only be repeated."""
+        self._runs += 2
+        return self._runs - 1, self._runs
+
+    def _affords_model(self, budget_s: float) -> bool:
+        return _MODEL_SECONDS * exact_model.model_size(self.problem) <= budget_s

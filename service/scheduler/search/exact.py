@@ -1,0 +1,122 @@
+"""The exact solver: OR-Tools CP-SAT on the whole problem, from a good plan to a better one or a proof.
+
+Deterministic: one worker, a fixed seed, and limits in the solver's own deterministic time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from service.scheduler.model.problem import Problem
+from service.scheduler.model.timeline import Timeline
+from service.scheduler.search.exact_model import ExactModel
+
+_LARGEST_HORIZON = 2**40
+_LEAST_GAIN = 1e-7  # relative: less is not worth a rearrangement
+_ROUNDED_HORIZON = 2**46  # rounding down then costs far less than the tolerance of times
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What the solver found: a timeline (or None) and a lower bound on every makespan, in seconds."""
+
+    timeline: Timeline | None
+    lower_bound_s: float
+    finished: bool
+
+
+def solve(
+    problem: Problem,
+    hint: Timeline,
+    *,
+    lower_bound_s: float,
+    deterministic_limit: float,
+    strong: bool = False,
+    expired: Callable[[], bool] | None = None,
+) -> Exact:
+    """Search for a timeline shorter than `hint`; `strong` propagates more at each node of the search."""
+    scale, lengths = integer_durations(problem)
+    model = ExactModel(problem, hint, lengths, scale, lower_bound_s)
+    solver = _new_solver(deterministic_limit)
+    solver.parameters.use_strong_propagation_in_disjunctive = strong
+    status = _run(solver, model.model, expired)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Exact(None, lower_bound_s, status == cp_model.INFEASIBLE)
+    bound = max(lower_bound_s, solver.best_objective_bound / scale)
+    return Exact(model.read(solver, scale), bound, status == cp_model.OPTIMAL)
+
+
+def rearrange(
+    problem: Problem, hint: Timeline, fixed: np.ndarray, *, lower_bound_s: float, deterministic_limit: float
+) -> tuple[Timeline | None, float]:
+    """(a shorter timeline or None, deterministic time spent): `fixed` tasks keep their order on each resource."""
+    scale, lengths = integer_durations(problem)
+    model = ExactModel(problem, hint, lengths, scale, lower_bound_s)
+    model.keep_order(hint, fixed)
+    model.end_before(math.floor(hint.makespan * scale * (1 - _LEAST_GAIN)))
+    solver = _new_solver(deterministic_limit)
+    # where nothing shorter exists, presolve may creep to that by one unit of time at a time
+    solver.parameters.cp_model_presolve = False
+    status = solver.solve(model.model)
+    found = model.read(solver, scale) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return found, solver.response_proto.deterministic_time
+
+
+def _new_solver(deterministic_limit: float) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    # one worker with little presolve is reproducible, and proves these models faster than a portfolio
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 1
+    solver.parameters.symmetry_level = 0
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.linearization_level = 0
+    # most of the time would go there, and the literals of the model say what it finds
+    solver.parameters.use_precedences_in_disjunctive_constraint = False
+    solver.parameters.max_deterministic_time = deterministic_limit
+    return solver
+
+
+def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, expired: Callable[[], bool] | None) -> int:
+    if expired is None:
+        return solver.solve(model)
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            if expired():
+                solver.stop_search()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        return solver.solve(model)
+    finally:
+        done.set()
+        watcher.join()
+
+
+def integer_durations(problem: Problem) -> tuple[float, np.ndarray]:
+    """(scale, int[kinds, microbatches]): durations times scale, rounded down where no scale is exact.
+
+    Rounding down keeps the solver's bound a bound.
+    """
+    duration = problem.duration
+    values = [Fraction(value).limit_denominator(10**6) for value in np.unique(duration).tolist()]
+    denominator = math.lcm(*(value.denominator for value in values))
+    numerators = [value.numerator * (denominator // value.denominator) for value in values]
+    divisor = math.gcd(*numerators) or 1
+    scale = denominator / divisor
+    exact = all(
+        float(value) == given for value, given in zip(values, np.unique(duration).tolist(), strict=True)
+    )
+    if exact and duration.sum() * scale < _LARGEST_HORIZON:
+        return scale, np.rint(duration * scale).astype(np.int64)
+    scale = 2.0 ** math.floor(math.log2(_ROUNDED_HORIZON / duration.sum()))
+    return scale, np.floor(duration * scale).astype(np.int64)

@@ -1,0 +1,279 @@
+"""A planning problem as a CP-SAT model: starts of tasks, exclusive resources, memory, receive buffers.
+
+Microbatches are alike, so every kind runs them in order (exchange argument): no optimum is lost. Knows
+nothing of how the model is solved (exact.py).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from service.scheduler.model.memory import receive_waits
+from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
+from service.scheduler.model.timeline import OrderError, Timeline, order_by_start, retime
+
+
+def model_size(problem: Problem) -> int:
+    """About how many variables and literals the model has."""
+    size = int(problem.exists.sum())
+    if problem.inference:
+        return size
+    for mesh in range(problem.meshes):
+        limit = int(problem.activation_limit[mesh])
+        here = np.flatnonzero(problem.mesh_of_stage == mesh)
+        if limit < 0:
+            continue
+        if len(here) == 1:
+            size += problem.microbatches * min(
+                problem.microbatches, limit // max(int(problem.activation[here[0]]), 1)
+            )
+        else:
+            size += 3 * len(here) ** 2 * problem.microbatches**2 // 2
+    return size
+
+
+class ExactModel:
+    """The model of a problem within the makespan of `hint`; times are integers, seconds times `scale`."""
+
+    def __init__(
+        self, problem: Problem, hint: Timeline, lengths: np.ndarray, scale: float, lower_bound_s: float
+    ) -> None:
+        self.problem, self.lengths = problem, lengths
+        self.model = cp_model.CpModel()
+        self.start: dict[int, cp_model.IntVar] = {}
+        self._limits_buffers = bool((problem.receive_limit >= 0).any())
+        self._models_transfers = problem.contended or self._limits_buffers
+        self.horizon = math.floor(hint.makespan * scale * (1 + 1e-12) + 1e-6)
+        self._hint = np.floor(hint.start * scale + 1e-6).astype(np.int64)
+        self._literals: dict[tuple[int, int], cp_model.IntVar] = {}
+        self._add_tasks()
+        self._add_precedences()
+        if not problem.inference:
+            self._add_memory()
+        if self._limits_buffers:
+            self._add_receive_buffers()
+        self._chain_literals()
+        self._add_makespan(math.ceil(lower_bound_s * scale * (1 - 1e-12) - 1e-6))
+
+    def _kinds(self) -> range:
+        return range(self.problem.kinds if self._models_transfers else self.problem.compute_kinds)
+
+    def _add_tasks(self) -> None:
+        problem, microbatches = self.problem, self.problem.microbatches
+        on_resource: dict[int, list[cp_model.IntervalVar]] = {}
+        for kind in self._kinds():
+            for m in np.flatnonzero(problem.exists[kind]).tolist():
+                task, length = kind * microbatches + m, int(self.lengths[kind, m])
+                start = self.model.new_int_var(0, self.horizon - length, f"t{task}")
+                self.start[task] = start
+                self.model.add_hint(start, int(self._hint[task]))
+                interval = self.model.new_fixed_size_interval_var(start, length, f"i{task}")
+                for resource in problem.resources[kind].tolist():
+                    if resource >= 0:
+                        on_resource.setdefault(resource, []).append(interval)
+        for intervals in on_resource.values():
+            self.model.add_no_overlap(intervals)
+
+    def _add_precedences(self) -> None:
+        problem, microbatches = self.problem, self.problem.microbatches
+        for kind in self._kinds():
+            for m in np.flatnonzero(problem.exists[kind]).tolist():
+                task = kind * microbatches + m
+                if m and task - 1 in self.start:
+                    self.model.add(self.start[task] >= self._task_end(task - 1))
+                for need in problem.dependencies[kind]:
+                    self._after(task, need, m, 0)
+
+    def _after(self, task: int, need: int, m: int, delay: int) -> None:
+        before = need * self.problem.microbatches + m
+        if not self.problem.exists[need, m]:
+            return
+        delay += int(self.lengths[need, m])
+        if before in self.start:
+            self.model.add(self.start[task] >= self.start[before] + delay)
+            return
+        for earlier in self.problem.dependencies[need]:  # an unmodelled transfer: its cause plus its length
+            self._after(task, earlier, m, delay)
+
+    def _task_end(self, task: int) -> cp_model.LinearExpr:
+        return self.start[task] + int(self.lengths.reshape(-1)[task])
+
+    def _last_op(self, stage: int, m: int) -> int:
+        return BACKWARD if self.problem.fused[stage, m] else WEIGHT
+
+    def _ended(self, stage: int, op: int, m: int) -> int:
+        """The task with which `op` has ended: of a backward that is not split, the backward itself."""
+        return self.problem.task(stage, min(op, self._last_op(stage, m)), m)
+
+    def _add_memory(self) -> None:
+        problem = self.problem
+        cap = problem.spec.max_in_flight
+        for stage in range(problem.stages):
+            if cap is not None and not problem.sources[stage]:
+                self._space(stage, WEIGHT, cap)
+        for mesh in range(problem.meshes):
+            limit = int(problem.activation_limit[mesh])
+            here = np.flatnonzero(problem.mesh_of_stage == mesh).tolist()
+            if limit < 0 or sum(int(problem.activation[s]) for s in here) * problem.microbatches <= limit:
+                continue
+            for stage in here:
+                activation, stash = int(problem.activation[stage]), int(problem.stash[stage])
+                if activation:
+                    self._space(stage, BACKWARD, limit // activation)
+                if stash:
+                    self._space(stage, WEIGHT, 1 + (limit - activation) // stash)
+            if len(here) == 1 and problem.fused[here[0]].all():
+                continue  # the distance says it all
+            for m in range(problem.microbatches):
+                if len(here) == 1 and not problem.fused[here[0]].any():
+                    self._make_room(here[0], m, limit)
+                    continue
+                for stage in here:
+                    self._count_room(stage, m, here, limit)
+
+    def _space(self, stage: int, ended: int, distance: int) -> None:
+        """Forward m starts after action m − distance (of kind `ended`, or the whole backward) has ended."""
+        for m in range(distance, self.problem.microbatches):
+            forward = self.start[self.problem.task(stage, FORWARD, m)]
+            self.model.add(forward >= self._task_end(self._ended(stage, ended, m - distance)))
+
+    def _make_room(self, stage: int, m: int, limit: int) -> None:
+        """One stage on the mesh: with `inputs` I ended before forward m, so many W must have ended, too."""
+        problem = self.problem
+        activation, stash = int(problem.activation[stage]), int(problem.stash[stage])
+        forward = problem.task(stage, FORWARD, m)
+        for inputs in range(m + 1):
+            needed = activation * (m + 1) - limit - (activation - stash) * inputs
+            if needed <= 0:
+                return
+            weights = -(-needed // stash) if stash else inputs + 1
+            if weights > inputs:  # not even all of them would be enough (`_space` says so, too)
+                continue
+            weight = self._task_end(problem.task(stage, WEIGHT, weights - 1))
+            room = self.model.add(self.start[forward] >= weight)
+            if inputs < m:  # or I number `inputs` has ended as well
+                room.only_enforce_if(~self._precedes(problem.task(stage, BACKWARD, inputs), forward))
+
+    def _count_room(self, stage: int, m: int, here: list[int], limit: int) -> None:
+        """What is held on the mesh when forward (stage, m) starts, by what comes before it on the lane."""
+        problem = self.problem
+        forward = problem.task(stage, FORWARD, m)
+        needed = int(problem.activation[stage]) * (m + 1) - limit  # to be given back before
+        terms = []
+        for other in here:
+            activation, stash = int(problem.activation[other]), int(problem.stash[other])
+            for n in range(m if other == stage else problem.microbatches):
+                if problem.fused[other, n]:
+                    gives = [(BACKWARD, activation)]
+                else:
+                    gives = [(BACKWARD, activation - stash), (WEIGHT, stash)]
+                if other != stage:
+                    gives.append((FORWARD, -activation))
+                for op, given in gives:
+                    before = self._precedes(problem.task(other, op, n), forward) if given else False
+                    if before is True:
+                        needed -= given
+                    elif before is not False:
+                        terms.append((before, given))
+        if needed > sum(min(given, 0) for _, given in terms):
+            self.model.add(sum(literal * given for literal, given in terms) >= needed)
+
+    def _precedes(self, first: int, second: int) -> cp_model.IntVar | bool:
+        """Whether one compute task of a mesh runs before another one: known, or a literal that says so."""
+        (kind, m), (other, n) = (divmod(task, self.problem.microbatches) for task in (first, second))
+        if m <= n and self.problem.precedes[kind, other]:
+            return True
+        if n <= m and self.problem.precedes[other, kind]:
+            return False
+        if (second, first) in self._literals:
+            return ~self._literals[second, first]
+        if (first, second) not in self._literals:
+            literal = self._literals[first, second] = self.model.new_bool_var("")
+            self.model.add(self.start[second] >= self._task_end(first)).only_enforce_if(literal)
+            self.model.add(self.start[first] >= self._task_end(second)).only_enforce_if(~literal)
+        return self._literals[first, second]
+
+    def _chain_literals(self) -> None:
+        """What runs before a task runs before the next of its kind, and so did the one before it."""
+        microbatches = self.problem.microbatches
+        for (first, second), literal in self._literals.items():
+            if (first + 1) % microbatches and (first + 1, second) in self._literals:
+                self.model.add_implication(self._literals[first + 1, second], literal)
+            if (second + 1) % microbatches and (first, second + 1) in self._literals:
+                self.model.add_implication(literal, self._literals[first, second + 1])
+
+    def _add_receive_buffers(self) -> None:
+        """A received tensor takes a buffer from the start of its transfer to the end of its last direct user."""
+        problem, microbatches = self.problem, self.problem.microbatches
+        for mesh in np.flatnonzero(problem.receive_limit >= 0).tolist():
+            buffers = []
+            for kind in range(problem.compute_kinds, problem.kinds):
+                if problem.receiver_of_kind[kind] != mesh:
+                    continue
+                for m in np.flatnonzero(problem.exists[kind]).tolist():
+                    size = self.model.new_int_var(0, self.horizon, "")
+                    freed = self.model.new_int_var(0, self.horizon, "")
+                    for user in problem.dependents[kind]:
+                        if problem.exists[user, m]:
+                            self.model.add(freed >= self._task_end(user * microbatches + m))
+                    start = self.start[kind * microbatches + m]
+                    buffers.append(self.model.new_interval_var(start, size, freed, ""))
+            limit = int(problem.receive_limit[mesh])
+            self.model.add_cumulative(buffers, [1] * len(buffers), limit)
+
+    def _add_makespan(self, lower: int) -> None:
+        makespan = self.model.new_int_var(min(lower, self.horizon), self.horizon, "makespan")
+        for end in self._last_ends():
+            self.model.add(makespan >= end)
+        self.model.minimize(makespan)
+
+    def _last_ends(self) -> list[cp_model.LinearExpr]:
+        last = self.problem.microbatches - 1
+        op = FORWARD if self.problem.inference else WEIGHT
+        return [self._task_end(self._ended(stage, op, last)) for stage in range(self.problem.stages)]
+
+    def keep_order(self, hint: Timeline, fixed: np.ndarray) -> None:
+        """Tasks marked `fixed` stay in the hint's order on every resource."""
+        problem = self.problem
+        kinds = hint.sequence // problem.microbatches
+        for resource in problem.exclusive_resources:
+            here = hint.sequence[problem.kinds_on(resource)[kinds] & fixed[hint.sequence]].tolist()
+            for before, after in pairwise(here):
+                if before // problem.microbatches != after // problem.microbatches:
+                    self.model.add(self.start[after] >= self._task_end(before))
+
+    def end_before(self, latest: int) -> None:
+        """Everything ends by `latest`, or there is no solution."""
+        for end in self._last_ends():
+            self.model.add(end <= latest)
+
+    def read(self, solver: cp_model.CpSolver, scale: float) -> Timeline | None:
+        """The solver's orders, timed again in seconds."""
+        start = np.zeros(self.problem.tasks)
+        for task, variable in self.start.items():
+            start[task] = solver.value(variable) / scale
+        if not self._models_transfers:
+            self._place_transfers(start)
+        sequence = order_by_start(self.problem, start)
+        waits = [receive_waits(Timeline(self.problem, start, sequence))] if self._limits_buffers else []
+        try:
+            return retime(self.problem, sequence, *waits)
+        except OrderError:
+            return None
+
+    def _place_transfers(self, start: np.ndarray) -> None:
+        """Uncontended transfers start when their causes end."""
+        problem, microbatches = self.problem, self.problem.microbatches
+        duration = problem.duration.reshape(-1)
+        for kind in np.argsort(problem.kind_rank).tolist():
+            if kind < problem.compute_kinds:
+                continue
+            for m in np.flatnonzero(problem.exists[kind]).tolist():
+                needs = [
+                    need * microbatches + m for need in problem.dependencies[kind] if problem.exists[need, m]
+                ]
+                start[kind * microbatches + m] = max((start[n] + duration[n] for n in needs), default=0.0)

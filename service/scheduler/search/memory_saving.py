@@ -1,0 +1,151 @@
+"""The same makespan with less memory: the standard rules under tighter limits, and later forwards.
+
+A search for the shortest timeline stops at the first order that reaches it, however much that order keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from service.scheduler.model.memory import (
+    activation_changes,
+    keeps_limits,
+    peak_activation,
+    peak_receive_buffers,
+)
+from service.scheduler.model.problem import FORWARD, Problem
+from service.scheduler.model.timeline import OrderError, Timeline, simulate
+from service.scheduler.search import rules
+
+_ROUNDING = 1e-12  # relative: sums of the same times in another order
+_RULES = 6  # the first of the standard rules: those without a cap of their own
+_TASK_RUNS = 800_000  # work: what a plan may cost here for rules, whatever its size,
+_TASK_SIMULATIONS = 300_000  # and for changed orders
+
+
+def save_memory(timeline: Timeline) -> Timeline:
+    """A timeline that is no longer, no mesh of which holds more activations, nor all together more receive buffers.
+
+    Bisects the number of microbatches held everywhere, first with new plans, then moving the forwards of this
+    one; then the bytes of each mesh, first meshes first.
+    """
+    return _Saving(timeline).run()
+
+
+class _Saving:
+    def __init__(self, timeline: Timeline) -> None:
+        self.problem = timeline.problem
+        self.best = timeline
+        self._latest = timeline.makespan * (1 + _ROUNDING)
+        self._rule_runs = _TASK_RUNS // (100 + self.problem.tasks)
+        self._simulations = _TASK_SIMULATIONS // (100 + self.problem.tasks)
+        self._runner: rules.RuleRunner | None = None
+        self._peaks, self._buffers = self._costs(timeline)
+        by_mesh = [np.flatnonzero(self.problem.mesh_of_stage == p) for p in range(self.problem.meshes)]
+        self._together = [int(self.problem.activation[stages].sum()) for stages in by_mesh]
+        self._unit = [
+            math.gcd(*self.problem.activation[stages].tolist(), *self.problem.stash[stages].tolist())
+            for stages in by_mesh
+        ]
+
+    def run(self) -> Timeline:
+        holding = [p for p in range(self.problem.meshes) if self._unit[p]]
+        if self.problem.inference or not holding:
+            return self.best
+        for way in (self._follows_rules, self._moves_forwards):
+            most = max(-(-self._peaks[p] // self._together[p]) for p in holding)
+            _bisect(most, lambda count, way=way: way(self._microbatches(count)))
+        order = [int(self.problem.mesh_of_stage[stage]) for stage in self.problem.stage_order]
+        for mesh in dict.fromkeys(order):
+            if self._unit[mesh]:
+                units = self._peaks[mesh] // self._unit[mesh]
+                _bisect(
+                    units,
+                    lambda count, p=mesh: self._moves_forwards(self._bytes_of(p, count * self._unit[p])),
+                )
+        return self.best
+
+    def _microbatches(self, count: int) -> list[int]:
+        return [min(peak, count * whole) for peak, whole in zip(self._peaks, self._together, strict=True)]
+
+    def _bytes_of(self, mesh: int, limit: int) -> list[int]:
+        return [limit if p == mesh else peak for p, peak in enumerate(self._peaks)]
+
+    def _follows_rules(self, limits: Sequence[int]) -> bool:
+        if self._runner is None:
+            self._runner = rules.RuleRunner(self.problem)
+        for rule in islice(rules.standard_rules(self.problem), _RULES):
+            if self._runner.runs == self._rule_runs:
+                return False
+            found = self._runner.timeline(rule, np.array(limits, dtype=np.int64))
+            if found is not None and found.makespan <= self._latest and self._accept(found.lanes):
+                return True
+        return False
+
+    def _moves_forwards(self, limits: Sequence[int]) -> bool:
+        if not self._simulations:
+            return False
+        self._simulations -= 1
+        lanes = [
+            lane if limit >= peak else _within(self.problem, lane, limit)
+            for lane, limit, peak in zip(self.best.lanes, limits, self._peaks, strict=True)
+        ]
+        return all(lane is not None for lane in lanes) and self._accept(lanes)
+
+    def _accept(self, lanes: Sequence[np.ndarray]) -> bool:
+        try:
+            found = simulate(self.problem, lanes)
+        except OrderError:
+            return False
+        if found.makespan > self._latest or not keeps_limits(self.problem, found.lanes):
+            return False
+        peaks, buffers = self._costs(found)
+        if buffers > self._buffers or any(new > old for new, old in zip(peaks, self._peaks, strict=True)):
+            return False
+        self.best, self._peaks, self._buffers = found, peaks, buffers
+        return True
+
+    def _costs(self, timeline: Timeline) -> tuple[list[int], int]:
+        peaks = [peak_activation(self.problem, lane)[0] for lane in timeline.lanes]
+        return peaks, sum(peak_receive_buffers(timeline))
+
+
+def _bisect(most: int, works: Callable[[int], bool]) -> None:
+    """Try counts below `most`, less where it works, more where it does not."""
+    least = 0
+    while most - least > 1:
+        middle = (least + most) // 2
+        if works(middle):
+            most = middle
+        else:
+            least = middle
+
+
+def _within(problem: Problem, lane: np.ndarray, limit: int) -> np.ndarray | None:
+    """A compute order with every forward late enough that `limit` bytes are never passed; None where it must be."""
+    change = activation_changes(problem, lane).tolist()
+    tasks, microbatches = lane.tolist(), problem.microbatches
+    place = {task: index for index, task in enumerate(tasks)}
+    order: list[int] = []
+    waiting: list[int] = []
+    first = held = 0
+    for index, task in enumerate(tasks):
+        kind, m = divmod(task, microbatches)
+        stage, op = problem.stage_and_op(kind)
+        if op == FORWARD:
+            waiting.append(index)
+        else:
+            forward = problem.task(stage, FORWARD, m)
+            if first < len(waiting) and place[forward] >= waiting[first]:
+                return None
+            order.append(index)
+            held += sum(change[index])
+        while first < len(waiting) and held + change[waiting[first]][0] <= limit:
+            order.append(waiting[first])
+            held += sum(change[waiting[first]])
+            first += 1
+    return lane[order] if first == len(waiting) else None

@@ -1,0 +1,175 @@
+"""Priority rules: constructive plans by list scheduling, and a search over the rules themselves.
+
+A rule says the same for every microbatch, so a good one found on a pipeline of any length is a pattern.
+Deterministic: one seeded generator, budgets counted in runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from service.scheduler import kernels
+from service.scheduler.model.dispatcher import Dispatcher
+from service.scheduler.model.problem import OPS, Problem
+from service.scheduler.model.timeline import Timeline, make_timeline
+
+_POOL = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Ready tasks go by `path` · longest path behind + `offset` of their kind − `slope` · microbatch.
+
+    `cap` bounds the microbatches between F and backward at each stage; a lane waits up to
+    `patience` of an action's length for a more urgent one. Offsets and slope count mean action lengths.
+    """
+
+    path: float
+    offset: np.ndarray
+    slope: float
+    cap: np.ndarray
+    patience: float
+
+
+class RuleRunner:
+    """Runs rules on one problem; counts the runs."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._dispatcher = Dispatcher(problem)
+        self._duration = problem.duration.reshape(-1)
+        self._expected = int(problem.exists.sum())
+        length = problem.duration.max(axis=1)
+        self.unit = float(length[: problem.compute_kinds].mean()) or 1.0
+        self._path = kind_tails(problem, length)
+        self._microbatch = np.arange(problem.microbatches)
+        self.runs = 0
+
+    def makespan(self, rule: Rule) -> float:
+        """Seconds, or infinity where the rule got stuck."""
+        start, begun = self._run(rule)
+        if len(begun) < self._expected:
+            return np.inf
+        return float((start + self._duration)[begun].max())
+
+    def timeline(self, rule: Rule, activation_limit: np.ndarray | None = None) -> Timeline | None:
+        """The timeline, or None where the rule got stuck."""
+        start, begun = self._run(rule, activation_limit)
+        return make_timeline(self.problem, start, begun) if len(begun) == self._expected else None
+
+    def _run(self, rule: Rule, activation_limit: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        self.runs += 1
+        weight = rule.path * self._path
+        weight[: self.problem.compute_kinds] += rule.offset * self.unit
+        priority = (weight[:, None] - (rule.slope * self.unit) * self._microbatch).reshape(-1)
+        return self._dispatcher.run(
+            priority,
+            in_flight_cap=rule.cap,
+            patience=rule.patience,
+            activation_limit=activation_limit,
+        )
+
+
+def kind_tails(problem: Problem, length: np.ndarray) -> np.ndarray:
+    """For each kind the longest path from its start to the end of what depends on it, one microbatch alone."""
+    order = np.argsort(problem.kind_rank)
+    return kernels.tails(*problem.dependent_rows, length.astype(float), order, len(order))
+
+
+def standard_rules(problem: Problem) -> Iterator[Rule]:
+    """The constructive rules, a fixed few: backward first or forward first, W last or urgent, several caps."""
+    stages, depth = problem.stages, problem.depth.astype(np.int64)
+    caps = [
+        np.full(stages, problem.microbatches, dtype=np.int64),
+        2 * depth - 1,
+        depth,
+        depth + (depth.max() - depth + 1) // 2,
+        np.full(stages, depth.max(), dtype=np.int64),
+        np.ones(stages, dtype=np.int64),
+    ]
+    for cap in caps:
+        for offsets in ((1.0, 2.0, 0.0), (2.0, 1.0, 0.0), (0.0, 2.0, 1.0)):
+            for patience in (0.0, 0.5):
+                offset = 1000.0 * np.tile(offsets, stages)
+                yield Rule(0.0, offset, 1.0, np.maximum(cap, 1), patience)
+    yield Rule(1.0, np.zeros(problem.compute_kinds), 1.0, caps[0], 0.0)
+    yield Rule(1.0, np.zeros(problem.compute_kinds), 1.0, caps[1], 0.5)
+
+
+def search_rules(
+    runner: RuleRunner,
+    *,
+    runs: int,
+    goal_s: float,
+    stop: Callable[[], bool],
+) -> tuple[float, Rule] | None:
+    """The best (makespan, rule) after `runs` runs; ends early at `goal_s` or when `stop` says so."""
+    generator = np.random.default_rng(20261120)
+    pool: list[tuple[float, int, Rule]] = []
+    number = 0
+    for number in range(1, runs + 1):
+        if number % 32 == 0 and stop():
+            break
+        explore = number <= runs * 2 // 5 or not pool
+        if explore:
+            at, rule = -1, _random_rule(runner.problem, generator)
+        else:
+            at = int(min(generator.integers(len(pool)), generator.integers(len(pool))))
+            rule = _mutate(pool[at][2], runner.problem, generator)
+        makespan = runner.makespan(rule)
+        if not np.isfinite(makespan):
+            continue
+        if explore:
+            pool.append((makespan, number, rule))
+        elif makespan <= pool[at][0]:
+            pool[at] = (makespan, number, rule)
+        pool.sort(key=lambda item: item[:2])
+        del pool[_POOL:]
+        if pool[0][0] <= goal_s:
+            break
+    return (pool[0][0], pool[0][2]) if pool else None
+
+
+def _random_rule(problem: Problem, generator: np.random.Generator) -> Rule:
+    stages, microbatches = problem.stages, problem.microbatches
+    widest = microbatches if generator.random() < 0.3 else min(2 * int(problem.depth.max()), microbatches)
+    first, last = generator.integers(1, widest + 1, 2)
+    reach = (problem.depth.max() - problem.depth) / max(int(problem.depth.max()) - 1, 1)
+    return Rule(
+        path=float(generator.choice([0.0, 1.0, -1.0])),
+        offset=np.tile(
+            generator.permutation(OPS) * float(generator.choice([0.5, 1.0, 2.0, 5.0, 100.0])), stages
+        ),
+        slope=float(generator.choice([0.0, 0.1, 0.5, 1.0, 2.0, 3.0])),
+        cap=np.maximum(1, np.rint(first + (last - first) * reach)).astype(np.int64),
+        patience=float(generator.choice([0.0, 0.3, 0.5, 1.0])),
+    )
+
+
+def _mutate(rule: Rule, problem: Problem, generator: np.random.Generator) -> Rule:
+    stages = problem.stages
+    for _ in range(int(generator.integers(1, 4))):
+        draw = generator.random()
+        if draw < 0.4:
+            offset = rule.offset.copy()
+            offset[generator.integers(problem.compute_kinds)] += generator.normal() * float(
+                generator.choice([0.3, 1.0, 3.0])
+            )
+            rule = replace(rule, offset=offset)
+        elif draw < 0.5:
+            offset = rule.offset.copy()
+            offset[generator.integers(OPS) :: OPS] += generator.normal()
+            rule = replace(rule, offset=offset)
+        elif draw < 0.8:
+            cap = rule.cap.copy()
+            at = generator.integers(stages)
+            cap[at] = max(1, cap[at] + generator.choice([-1, 1]))
+            rule = replace(rule, cap=cap)
+        elif draw < 0.9:
+            rule = replace(rule, patience=float(generator.choice([0.0, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5])))
+        else:
+            rule = replace(rule, slope=max(0.0, rule.slope + 0.3 * generator.normal()))
+    return rule

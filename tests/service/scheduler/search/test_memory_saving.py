@@ -1,0 +1,122 @@
+"""Of equally long plans auto keeps one that holds less: never longer, never more memory."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.scheduler import load_spec, make_plan, planner
+from service.scheduler.model.memory import keeps_limits, peak_activation, peak_receive_buffers
+from service.scheduler.model.problem import build_problem
+from service.scheduler.search.auto import search
+from service.scheduler.search.memory_saving import save_memory
+from tests.service.scheduler.checker import check_plan
+from tests.service.scheduler.specs import chain, random_specs
+
+
+def peaks(timeline):
+    return [peak_activation(timeline.problem, lane)[0] for lane in timeline.lanes]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=random_specs())
+def test_saving_memory_makes_no_plan_longer_and_no_mesh_hold_more(data):
+    problem = build_problem(load_spec(data))
+    found = search(problem, [], budget_s=0)
+    if found is None:  # the limits on receive buffers can be too tight for every rule
+        return
+    before = found.timeline
+    after = save_memory(before)
+    assert after.makespan <= before.makespan * (1 + 1e-9)
+    assert all(new <= old for new, old in zip(peaks(after), peaks(before), strict=True))
+    assert sum(peak_receive_buffers(after)) <= sum(peak_receive_buffers(before))
+    assert keeps_limits(problem, after.lanes)
+    assert (save_memory(before).start == after.start).all()
+
+
+def test_auto_holds_half_the_microbatches_where_half_are_enough_for_the_same_makespan():
+    data = chain(4, 16, schedule="auto", contention="none", transfer=0.25, split_backward=True)
+    plan = make_plan(load_spec(data))
+    held = max(mesh.peak_activation_bytes for mesh in plan.meshes)
+    assert held <= 8 * 2  # of 16 microbatches of two bytes
+    limited = copy.deepcopy(data)
+    for mesh in limited["meshes"]:
+        mesh["activation_limit_bytes"] = held
+    assert plan.proven_optimal
+    assert make_plan(load_spec(limited)).makespan_s == pytest.approx(plan.makespan_s)
+
+
+def test_auto_holds_no_more_microbatches_than_the_fewest_for_which_the_optimum_is_found():
+    data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
+    plan = make_plan(load_spec(data))
+    assert plan.proven_optimal
+    assert max(mesh.peak_activation_bytes for mesh in plan.meshes) <= 5 * 2
+    for mesh in data["meshes"]:
+        mesh["activation_limit_bytes"] = 4 * 2
+    fewer = make_plan(load_spec(data))
+    assert fewer.lower_bound_s > plan.makespan_s * (1 + 1e-9)
+
+
+def test_a_plan_whose_search_for_less_memory_was_cut_short_says_so(monkeypatch):
+    late, search_once = [], planner.search
+
+    def search_then_late(*arguments, **options):
+        found = search_once(*arguments, **options)
+        late.append(True)
+        return found
+
+    monkeypatch.setattr(planner, "search", search_then_late)
+    data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
+    plan = make_plan(load_spec(data), expired=lambda: bool(late))
+    assert plan.truncated and plan.proven_optimal
+
+
+def unequal_chain(costs, microbatches, contention, transfer=0.0):
+    """No limits; each cost is (F, I, W, weight stash bytes)."""
+    return {
+        "microbatches": microbatches,
+        "meshes": [{"name": f"m{p}"} for p in range(len(costs))],
+        "stages": [
+            {
+                "name": f"s{p}",
+                "mesh": f"m{p}",
+                "forward_s": forward,
+                "backward_input_s": inputs,
+                "backward_weight_s": weights,
+                "activation_bytes": 4,
+                "weight_stash_bytes": stash,
+            }
+            for p, (forward, inputs, weights, stash) in enumerate(costs)
+        ],
+        "edges": [
+            {"source": f"s{p}", "target": f"s{p + 1}", "forward_s": transfer, "backward_s": transfer}
+            for p in range(len(costs) - 1)
+        ],
+        "network": {"contention": contention},
+        "schedule": "auto",
+    }
+
+
+def test_less_memory_by_splitting_the_backwards_of_a_plan_that_did_not_split_them():
+    data = unequal_chain([(7, 3, 5, 2), (6, 4, 2, 0), (1, 7, 2, 2)], 8, "full-duplex")
+    plan = make_plan(load_spec(data), budget_s=0.5)
+    check_plan(data, json.loads(plan.model_dump_json()))
+    assert plan.proven_optimal
+
+
+whole = st.integers(1, 9)
+stages = st.tuples(whole, whole, st.sampled_from([0, 1, 2, 5]), st.sampled_from([0, 2]))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    costs=st.lists(stages, min_size=2, max_size=4),
+    microbatches=st.sampled_from([4, 6, 8]),
+    contention=st.sampled_from(["none", "full-duplex", "half-duplex"]),
+    transfer=st.sampled_from([0.0, 1.0, 2.0]),
+)
+def test_a_plan_that_was_searched_again_for_less_memory_is_a_plan(costs, microbatches, contention, transfer):
+    data = unequal_chain(costs, microbatches, contention, transfer)
+    check_plan(data, json.loads(make_plan(load_spec(data), budget_s=0.5).model_dump_json()))

@@ -1,0 +1,158 @@
+"""Tabu search on orders: never longer, nothing broken, and from a poor plan to the proven optimum."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from service.scheduler import kernels, load_spec, make_plan
+from service.scheduler.model.memory import keeps_limits
+from service.scheduler.model.problem import build_problem
+from service.scheduler.model.timeline import retime
+from service.scheduler.plan import make_plan_from
+from service.scheduler.programs.compile import compile_programs
+from service.scheduler.search import auto, rules
+from service.scheduler.search.auto import search
+from service.scheduler.search.tabu import tabu_search
+from tests.service.scheduler.checker import check_plan
+from tests.service.scheduler.specs import SHARED, chain, random_specs
+
+CASES_FILE = SHARED / "cases" / "plans.json"
+CASES = json.loads(CASES_FILE.read_text())["cases"] if CASES_FILE.exists() else []
+needs_cases = pytest.mark.skipif(
+    not CASES, reason="the shared folder with the cases is not beside the checkout"
+)
+
+
+def never() -> bool:
+    return False
+
+
+def case_named(name):
+    return next(case for case in CASES if case["name"] == name)
+
+
+def worst_of_the_rules(problem):
+    runner = rules.RuleRunner(problem)
+    found = [runner.timeline(rule) for rule in rules.standard_rules(problem)]
+    return max((timeline for timeline in found if timeline is not None), key=lambda one: one.makespan)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=random_specs())
+def test_exchanged_orders_are_no_longer_and_keep_memory_causes_and_resources(data):
+    for mesh in data["meshes"]:
+        mesh.pop("receive_buffer_limit", None)
+    data["schedule"] = "auto"
+    problem = build_problem(load_spec(data))
+    before = search(problem, [], budget_s=0).timeline
+    after = tabu_search(problem, before, goal_s=0.0, iterations=3000, seed=1, stop=never)
+    assert after.makespan <= before.makespan
+    assert keeps_limits(problem, after.lanes)
+    again = retime(problem, after.sequence)
+    assert again.makespan == pytest.approx(after.makespan, rel=1e-9)
+    assert np.array_equal(np.sort(after.sequence), np.sort(before.sequence))
+    plan = make_plan_from(
+        after,
+        chosen="searched",
+        lower_bound_s=0.0,
+        proven_optimal=False,
+        truncated=False,
+        programs=compile_programs(after),
+    )
+    check_plan(data, json.loads(plan.model_dump_json()))
+
+
+@needs_cases
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_worst_of_the_rules_is_brought_to_the_optimum(case):
+    """At most 2 % off, without the exact solver."""
+    spec = load_spec(case["spec"])
+    problem = build_problem(spec, split=spec.split_backward is not False)
+    worst = worst_of_the_rules(problem)
+    assert worst.makespan > 1.2 * case["optimum"]
+    better = tabu_search(problem, worst, goal_s=case["optimum"], iterations=40_000, seed=1, stop=never)
+    assert case["optimum"] * (1 - 1e-9) <= better.makespan <= case["optimum"] * 1.02
+
+
+@needs_cases
+def test_the_same_seed_gives_the_same_orders_and_stop_is_obeyed():
+    problem = build_problem(load_spec(case_named("C_rand0_P4_M8")["spec"]), split=True)
+    start = worst_of_the_rules(problem)
+    one, two = (
+        tabu_search(problem, start, goal_s=0.0, iterations=5000, seed=7, stop=never) for _ in range(2)
+    )
+    assert np.array_equal(one.start, two.start) and np.array_equal(one.sequence, two.sequence)
+    assert one.makespan < start.makespan
+    assert tabu_search(problem, start, goal_s=0.0, iterations=5000, seed=7, stop=lambda: True) is start
+
+
+@needs_cases
+def test_a_limit_on_memory_is_kept_where_breaking_it_would_be_shorter():
+    case = case_named("H_tinymem_P4_M8")
+    spec = load_spec(case["spec"])
+    problem = build_problem(spec, split=True)
+    start = worst_of_the_rules(problem)
+    meshes = [mesh.model_copy(update={"activation_limit_bytes": None}) for mesh in spec.meshes]
+    free = replace(problem, spec=spec.model_copy(update={"meshes": meshes}))
+    tight, loose = (
+        tabu_search(given, replace(start, problem=given), goal_s=0.0, iterations=20_000, seed=1, stop=never)
+        for given in (problem, free)
+    )
+    assert loose.makespan < tight.makespan == pytest.approx(case["optimum"])
+    assert keeps_limits(problem, tight.lanes) and not keeps_limits(problem, loose.lanes)
+
+
+def test_where_nothing_may_change_places_the_iterations_are_used_up_at_once(monkeypatch: pytest.MonkeyPatch):
+    problem = build_problem(load_spec(chain(1, 1, schedule="auto")), split=True)
+    start = worst_of_the_rules(problem)
+    rounds = []
+
+    def counted(*arguments):
+        rounds.append(tabu_round(*arguments))
+        return rounds[-1]
+
+    tabu_round = kernels.tabu_round
+    monkeypatch.setattr(kernels, "tabu_round", counted)
+    assert tabu_search(problem, start, goal_s=0.0, iterations=100_000, seed=1, stop=never) is start
+    assert sum(used for _, _, used in rounds) >= 100_000 and len(rounds) < 10
+
+
+def test_what_a_run_starts_from_does_not_depend_on_which_of_two_ends_first(monkeypatch: pytest.MonkeyPatch):
+    class OneAfterTheOther:
+        """As a pool whose second thread begins when the first result has been used."""
+
+        def __init__(self, threads: int) -> None:
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def map(self, function, items):
+            return (function(item) for item in items)
+
+    data = chain(8, 8, schedule="auto", contention="half-duplex", transfer=0.3, split_backward=True)
+    data["meshes"] = [{**mesh, "activation_limit_bytes": 12} for mesh in data["meshes"][:4]]
+    for number, stage in enumerate(data["stages"]):
+        stage["mesh"] = data["meshes"][number % 4]["name"]
+    spec = load_spec(data)
+    together = make_plan(spec, budget_s=0.2)
+    monkeypatch.setattr(auto, "ThreadPoolExecutor", OneAfterTheOther)
+    assert make_plan(spec, budget_s=0.2).model_dump_json() == together.model_dump_json()
+
+
+def test_max_in_flight_is_kept_and_its_plans_get_shorter_too():
+    data = chain(4, 12, schedule="auto", contention="full-duplex", transfer=0.3, split_backward=True)
+    spec = load_spec(data | {"max_in_flight": 3})
+    problem = build_problem(spec, split=True)
+    start = worst_of_the_rules(problem)
+    better = tabu_search(problem, start, goal_s=0.0, iterations=20_000, seed=1, stop=never)
+    assert better.makespan < start.makespan and keeps_limits(problem, better.lanes)
+    assert better.makespan <= make_plan(spec, budget_s=2.0).makespan_s * 1.02
