@@ -3,6 +3,8 @@
 At each instant ends come first (`_release`), then starts by descending priority: of the tasks that the
 compute lanes choose (`_choose_compute`) and those at the heads of the transfers' queues (`_choose_transfer`)
 the most urgent one begins (`_begin`), until none may.
+
+One file because numba's cache sees a change only in the file of the kernel itself.
 """
 
 from __future__ import annotations

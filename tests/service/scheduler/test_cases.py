@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 
 from service.scheduler import SpecError, load_spec, make_plan
 from service.scheduler.model.memory import keeps_limits
@@ -11,6 +10,7 @@ from service.scheduler.model.problem import build_problem
 from service.scheduler.schedules import SCHEDULES
 from service.scheduler.search.auto import search
 from service.scheduler.search.bounds import lower_bound, lower_bounds
+from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import SHARED, chain
 

@@ -1,0 +1,1 @@
+"""Layers to stages: what a cut costs, and cuts that look best before anything is scheduled."""
