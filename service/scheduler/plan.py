@@ -5,6 +5,7 @@ Slots and programs are plain data; nothing here decides anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,7 @@ class Plan(BaseModel):
     lower_bound_s: float
     proven_optimal: bool
     truncated: bool = False
+    notes: list[str] = []  # what went wrong while planning, and what was done instead
     bubble_ratio: float
     overlap_ratio: float
     meshes: list[MeshPlan]
@@ -92,6 +94,7 @@ def make_plan_from(
     lower_bound_s: float,
     proven_optimal: bool,
     truncated: bool,
+    notes: Sequence[str],
     programs: dict[str, list[Instruction]],
 ) -> Plan:
     """The plan of a timeline and its programs."""
@@ -119,6 +122,7 @@ def make_plan_from(
         lower_bound_s=lower_bound_s,
         proven_optimal=proven_optimal,
         truncated=truncated,
+        notes=list(notes),
         bubble_ratio=metrics.bubble_ratio,
         overlap_ratio=metrics.overlap_ratio,
         meshes=meshes,

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from service.scheduler.model.defects import SchedulerDefect, defect
 from service.scheduler.model.dispatcher import needed_receive_buffers
 from service.scheduler.model.memory import in_flight_violation, peak_activation, peak_receive_buffers
 from service.scheduler.model.problem import Problem, build_problem
@@ -20,8 +21,9 @@ from service.scheduler.programs.verify import verify
 from service.scheduler.schedules import AUTO, find_schedule, fitting_names
 from service.scheduler.schedules.csv_orders import fused_of_orders
 from service.scheduler.search.auto import SEARCHED, Found, attains, search
-from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.bounds import lower_bound, lower_bounds, settle
 from service.scheduler.search.memory_saving import save_memory
+from worker.program import Instruction
 
 # What a proven plan may spend of the budget on each try to hold fewer microbatches.
 _LESS_MEMORY_SHARE = 0.05
@@ -38,16 +40,40 @@ def make_plan(
     """
     with _collector_paused():
         found = _find(spec, budget_s, expired)
-        programs = compile_programs(found.timeline)
-        verify(spec, programs)
+        found, programs = _verified(spec, found)
         return make_plan_from(
             found.timeline,
             chosen=found.chosen,
-            lower_bound_s=found.lower_bound_s,
+            lower_bound_s=min(found.lower_bound_s, found.timeline.makespan),
             proven_optimal=found.proven_optimal,
             truncated=found.truncated,
+            notes=found.notes,
             programs=programs,
         )
+
+
+def _verified(spec: PipelineSpec, found: Found) -> tuple[Found, dict[str, list[Instruction]]]:
+    """The found timeline with its proven programs; where the proof fails, the best of the others that pass."""
+    while True:
+        try:
+            programs = compile_programs(found.timeline)
+            verify(spec, programs)
+            return found, programs
+        except Exception as error:
+            if not found.others:
+                raise
+            note = defect(
+                f"a plan did not pass: {type(error).__name__}: {error}; another one was taken", error
+            )
+            (chosen, timeline), *others = found.others
+            found = replace(
+                found,
+                timeline=timeline,
+                chosen=chosen,
+                proven_optimal=attains(timeline.makespan, found.lower_bound_s),
+                notes=(*found.notes, note),
+                others=tuple(others),
+            )
 
 
 @contextmanager
@@ -74,13 +100,15 @@ def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
 
 def _named(spec: PipelineSpec) -> Found:
     timeline = named_timeline(spec, spec.schedule)
-    bound = lower_bound(timeline.problem)
+    bounds, notes = settle(lower_bounds(timeline.problem), timeline.makespan)
+    bound = max(bounds.values(), default=0.0)
     return Found(
         timeline=timeline,
         chosen=spec.schedule,
-        lower_bound_s=min(bound, timeline.makespan),
+        lower_bound_s=bound,
         proven_optimal=attains(timeline.makespan, bound),
         truncated=False,
+        notes=tuple(notes),
     )
 
 
@@ -90,18 +118,44 @@ def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
     if split is None:
         split = any(stage.backward_weight_s > 0 for stage in spec.stages)
     problem = build_problem(spec, split=split, inference=False)
-    seeds = []
+    seeds: list[tuple[str, Timeline]] = []
+    notes: list[str] = []
     for name in fitting_names(spec)[:-1]:
         for form in (spec, spec.model_copy(update={"split_backward": split})):
             try:
                 seeds.append((name, named_timeline(form, name)))
             except SpecError:
                 continue
+            except Exception as error:
+                notes.append(_failed(f"schedule {name}", error))
             if spec.split_backward is not None:
                 break  # both forms are the same
-    found = search(problem, seeds, budget_s=budget_s, expired=expired)
+    seeds.sort(key=lambda seed: seed[1].makespan)
+    try:
+        found = search(problem, seeds, budget_s=budget_s, expired=expired)
+    except Exception as error:
+        if not seeds:
+            raise
+        name, timeline = seeds[0]
+        found = Found(timeline, name, 0.0, False, False, (_failed("the search", error),))
     if found is None:
         raise SpecError(_no_plan_message(problem))
+    found = replace(found, notes=(*notes, *found.notes), others=((found.chosen, found.timeline), *seeds))
+    try:
+        return _with_less_memory(found, spec, split, budget_s, expired)
+    except Exception as error:
+        return replace(found, notes=(*found.notes, _failed("saving memory", error)))
+
+
+def _failed(what: str, error: Exception) -> str:
+    if isinstance(error, SchedulerDefect):
+        raise error
+    return defect(f"{what} failed with {type(error).__name__}: {error}", error)
+
+
+def _with_less_memory(
+    found: Found, spec: PipelineSpec, split: bool, budget_s: float, expired: Callable[[], bool] | None
+) -> Found:
     saved, truncated = save_memory(found.timeline), found.truncated
     if found.proven_optimal and not truncated:
         saved, truncated = _search_with_less(saved, spec, split, budget_s * _LESS_MEMORY_SHARE, expired)

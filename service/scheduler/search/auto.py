@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.defects import SchedulerDefect, defect
 from service.scheduler.model.memory import keeps_limits, keeps_receive_limits
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import OrderError, Timeline, retime, simulate
 from service.scheduler.search import exact, exact_model, rules
-from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.bounds import lower_bounds, settle
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from service.scheduler.search.tabu import tabu_search
 
@@ -34,13 +35,18 @@ _MODEL_SECONDS = 1e-4  # what each literal of the solver's model takes before th
 
 @dataclass(frozen=True)
 class Found:
-    """The best timeline, the name of the schedule it came from, and what is proven about it."""
+    """The best timeline, the name of the schedule it came from, and what is proven about it.
+
+    `notes` say what went wrong on the way; `others` are what may stand in, best first.
+    """
 
     timeline: Timeline
     chosen: str
     lower_bound_s: float
     proven_optimal: bool
     truncated: bool
+    notes: tuple[str, ...] = ()
+    others: tuple[tuple[str, Timeline], ...] = ()
 
 
 def attains(makespan: float, bound: float) -> bool:
@@ -57,7 +63,7 @@ def search(
 ) -> Found | None:
     """The shortest timeline found, never longer than any seed; None when nothing fits the limits."""
     search = _Search(problem, seeds, expired)
-    search.try_standard_rules()
+    search.guarded(search.try_standard_rules)
     # small problems are solved at once; larger ones need a good plan first
     steps = (
         (search.exact_search, 0.1),
@@ -70,15 +76,16 @@ def search(
     )
     for step, share in steps:
         if budget_s > 0 and not search.done:
-            step(share * budget_s)
+            search.guarded(step, share * budget_s)
     if search.best is None:
         return None
     return Found(
         timeline=search.best,
         chosen=search.chosen,
-        lower_bound_s=min(search.bound, search.best.makespan),
+        lower_bound_s=search.bound,
         proven_optimal=attains(search.best.makespan, search.bound),
         truncated=search.truncated,
+        notes=tuple(search.notes),
     )
 
 
@@ -87,7 +94,8 @@ class _Search:
         self, problem: Problem, seeds: list[tuple[str, Timeline]], expired: Callable[[], bool] | None
     ) -> None:
         self.problem = problem
-        self.bound = lower_bound(problem)
+        self.notes: list[str] = []
+        self._bounds = lower_bounds(problem)
         self.best: Timeline | None = None
         self._incumbent: Timeline | None = None  # the best with the backwards split as in `problem`
         self.chosen = SEARCHED
@@ -97,6 +105,19 @@ class _Search:
         self._runner = rules.RuleRunner(problem)
         for name, timeline in seeds:
             self._offer(timeline, name)
+
+    @property
+    def bound(self) -> float:
+        return max(self._bounds.values(), default=0.0)
+
+    def guarded(self, step: Callable[..., None], *arguments: float) -> None:
+        """Run a step; whatever goes wrong there, what was found before stays."""
+        try:
+            step(*arguments)
+        except SchedulerDefect:
+            raise
+        except Exception as error:
+            self.notes.append(defect(f"{step.__name__} failed with {type(error).__name__}: {error}", error))
 
     @property
     def done(self) -> bool:
@@ -114,6 +135,12 @@ class _Search:
             self._incumbent = timeline
         if self.best is None or timeline.makespan < self.best.makespan * (1 - TOLERANCE):
             self.best, self.chosen = timeline, name
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.best is not None and self.bound > self.best.makespan:
+            self._bounds, notes = settle(self._bounds, self.best.makespan)
+            self.notes += notes
 
     def _offer_starts(self, timeline: Timeline | None) -> None:
         """Take the orders of a timeline of the planning model and time them again, with every limit."""
@@ -170,7 +197,8 @@ class _Search:
             answers = list(threads.map(run, (False, True)))
         for answer in answers:
             self._offer_starts(answer.timeline)
-            self.bound = max(self.bound, answer.lower_bound_s)
+            self._bounds[exact.NAME] = max(self._bounds.get(exact.NAME, 0.0), answer.lower_bound_s)
+        self._settle()
         if not all(answer.finished for answer in answers):
             self._stop()
 

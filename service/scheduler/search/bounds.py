@@ -1,16 +1,22 @@
 """Lower bounds on the makespan, before any plan exists; for any acyclic stage graph and placement.
 
-The seven of the literature and one-machine relaxations. Microbatches are alike, so every kind may be
-assumed to run them in order (exchange argument), which strengthens heads and tails.
+The seven of the literature, one-machine relaxations, and memory times time. Microbatches are alike: give
+the j-th run of every kind to microbatch j, and dependencies, resources and what is held at any time stay as they
+were. So every kind may be assumed to run them in order, which strengthens heads and tails.
+
+Each bound says why it holds. A bound above a makespan that was reached is a defect (`settle`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from service.scheduler import kernels
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.defects import defect
 from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
 from service.scheduler.model.timeline import earliest_times
 
@@ -36,19 +42,38 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     if problem.splits and problem.fused.any():
         # B is I and W back to back: with all backwards split the optimum can only be shorter
         problem = problem.with_fused(np.zeros_like(problem.fused))
-    paths = _paths(problem)
+    paths, trips = _paths(problem), _round_trips(problem)
     bounds = {
         "critical path": float((paths.head + paths.length + paths.tail)[problem.exists[:, 0]].max()),
         "mesh work": _work(problem, paths, weights=True),
         "input gradient work": 0.0 if problem.inference else _work(problem, paths, weights=False),
         "first backward": 0.0 if problem.inference else _first_backward(problem, paths),
-        "in flight": 0.0 if problem.inference else _in_flight(problem, paths),
+        "in flight": 0.0 if problem.inference else _in_flight(problem, paths, trips),
+        "memory time": 0.0 if problem.inference else _memory_time(problem, paths, trips),
         "link": _links(problem, paths),
         "uniform chain": _uniform_chain(problem, paths),
     }
     if problem.tasks <= _LARGEST_EXACT:
         bounds["one machine"] = _one_machine(problem)
     return bounds
+
+
+def settle(bounds: Mapping[str, float], makespan: float) -> tuple[dict[str, float], list[str]]:
+    """The bounds without those above a makespan that was reached, and what to say of each of these.
+
+    Raises SchedulerDefect where defects are errors.
+    """
+    kept, notes = {}, []
+    for name, bound in bounds.items():
+        if bound <= makespan * (1 + TOLERANCE):
+            kept[name] = bound
+        else:
+            notes.append(
+                defect(
+                    f"bound {name!r} of {bound!r} s is above the makespan {makespan!r} s that was reached: dropped"
+                )
+            )
+    return kept, notes
 
 
 def _paths(problem: Problem) -> _Paths:
@@ -73,7 +98,11 @@ def _without_forwards(problem: Problem, kinds: np.ndarray) -> np.ndarray:
 
 
 def _work(problem: Problem, paths: _Paths, *, weights: bool) -> float:
-    """Bounds 2 and 3: what a mesh must run (with or without W), between its first and its last action."""
+    """Bounds 2 and 3: what a mesh must run (with or without W), between its first and its last action.
+
+    The lane runs one action at a time, the first not before the least head, and after the last comes at least
+    the least tail. A forward is never the last: its backward follows on the same lane.
+    """
     best = 0.0
     for mesh in range(problem.meshes):
         ops = (FORWARD, BACKWARD, WEIGHT) if weights else (FORWARD, BACKWARD)
@@ -88,7 +117,12 @@ def _work(problem: Problem, paths: _Paths, *, weights: bool) -> float:
 
 
 def _first_backward(problem: Problem, paths: _Paths) -> float:
-    """Bound 4: until the first backward of a mesh only forwards run, as many as its memory holds."""
+    """Bound 4: until the first backward of a mesh only forwards run, as many as its memory holds.
+
+    That backward starts at some t ≥ the least head of one; before t the lane worked min(t − first head, K) at
+    most, K the forwards that fit into the memory together; the rest of its work comes after t. t less that
+    minimum does not fall as t grows, so its value at the least t is a bound.
+    """
     best = 0.0
     for mesh in range(problem.meshes):
         stages = np.flatnonzero(problem.mesh_of_stage == mesh).tolist()
@@ -136,20 +170,70 @@ def in_flight_caps(problem: Problem) -> list[int]:
     return caps
 
 
-def _in_flight(problem: Problem, paths: _Paths) -> float:
-    """Bound 5: with k in flight, forward m waits for the round trip of microbatch m − k."""
+def _round_trips(problem: Problem) -> np.ndarray:
+    """float[stages]: least seconds from the start of a forward to the end of its backward's first part.
+
+    The longest path that begins with that forward itself. A wait for another branch, at a join before the
+    backward, is not on it: the first microbatch pays it, and a later one may find it paid.
+    """
+    trips = np.zeros(problem.stages)
+    order = np.argsort(problem.kind_rank).tolist()
+    length = problem.duration[:, 0]
+    for stage in range(problem.stages):
+        end = np.full(problem.kinds, -np.inf)
+        forward = problem.kind(stage, FORWARD)
+        end[forward] = length[forward]
+        for kind in order:
+            if end[kind] == -np.inf:
+                continue
+            for after in problem.dependents[kind]:
+                end[after] = max(end[after], end[kind] + length[after])
+        trips[stage] = end[problem.kind(stage, BACKWARD)]
+    return trips
+
+
+def _in_flight(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
+    """Bound 5: with k in flight, forward m starts after backward m − k has ended, a round trip after its forward.
+
+    So forward r + q k (r < k) starts at least q round trips after forward r, which starts r forwards after the
+    first of its stage. What recurs each round is the path from the forward to its own backward; the
+    earliest start of the first forward counts once, at the beginning.
+    """
     best = 0.0
     for stage, cap in enumerate(in_flight_caps(problem)):
         forward, backward = problem.kind(stage, FORWARD), problem.kind(stage, BACKWARD)
-        trip = paths.head[backward] + paths.length[backward] - paths.head[forward]
         rounds, rest = divmod(problem.microbatches - 1, cap)
-        last = paths.head[forward] + rounds * trip + rest * paths.length[forward]
-        best = max(best, float(last + trip + paths.tail[backward]))
+        last = paths.head[forward] + rounds * trips[stage] + rest * paths.length[forward]
+        best = max(best, float(last + trips[stage] + paths.tail[backward]))
+    return best
+
+
+def _memory_time(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
+    """Bytes times seconds that the microbatches hold on a mesh fit into its limit times its time.
+
+    A microbatch holds a stage's activation for at least the round trip, and its stash for at least W. All of it
+    lies between the earliest forward of the mesh and the last action that gives something back.
+    """
+    best = 0.0
+    for mesh in range(problem.meshes):
+        limit = int(problem.activation_limit[mesh])
+        if limit <= 0:
+            continue
+        stages = np.flatnonzero(problem.mesh_of_stage == mesh)
+        weight_s = paths.length[problem.kind(stages, WEIGHT)]  # 0 where a backward is not split
+        held = problem.activation[stages] * trips[stages] + problem.stash[stages] * weight_s
+        kinds = _kinds_of_mesh(problem, mesh, (BACKWARD, WEIGHT))
+        head = float(paths.head[problem.kind(stages, FORWARD)].min())
+        span = problem.microbatches * float(held.sum()) / limit
+        best = max(best, head + span + float(paths.tail[kinds].min()))
     return best
 
 
 def _links(problem: Problem, paths: _Paths) -> float:
-    """Bound 6 for whatever transfers occupy (links, ports, or with overlap off the lanes themselves)."""
+    """Bound 6 for whatever transfers occupy (links, ports, or with overlap off the lanes themselves).
+
+    One at a time, none before the least head, and after the last of them the least tail.
+    """
     best = 0.0
     there = problem.exists[:, 0]
     for resource in np.unique(problem.resources[problem.compute_kinds :]).tolist():
@@ -164,7 +248,10 @@ def _links(problem: Problem, paths: _Paths) -> float:
 
 
 def _uniform_chain(problem: Problem, paths: _Paths) -> float:
-    """Bound 7, unsplit: the last stage waits for the first forward, works, and its last gradient goes back."""
+    """Bound 7, unsplit: a stage waits for its first forward, works, and the gradient of its last backward goes on.
+
+    As bound 2, for the actions of one stage alone: the last of them is a backward.
+    """
     if problem.splits or problem.inference:
         return 0.0
     best = 0.0
@@ -176,7 +263,11 @@ def _uniform_chain(problem: Problem, paths: _Paths) -> float:
 
 
 def _one_machine(problem: Problem) -> float:
-    """Every resource alone, preemptive, with each task's head and tail (Jackson's bound)."""
+    """Every resource alone, preemptive, with each task's head and tail (Jackson's bound).
+
+    Heads and tails are longest paths over dependencies, the order within kinds (the exchange argument above), and
+    forward m after backward m − k where at most k are in flight.
+    """
     head, tail = _task_paths(problem)
     exists, duration = problem.exists.reshape(-1), problem.duration.reshape(-1)
     best = float((head + tail)[exists].max())

@@ -18,6 +18,7 @@ from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline
 from service.scheduler.search.exact_model import ExactModel
 
+NAME = "exact solver"
 _LARGEST_HORIZON = 2**40
 _LEAST_GAIN = 1e-7  # relative: less is not worth a rearrangement
 _ROUNDED_HORIZON = 2**46  # rounding down then costs far less than the tolerance of times
@@ -108,15 +109,28 @@ def integer_durations(problem: Problem) -> tuple[float, np.ndarray]:
     Rounding down keeps the solver's bound a bound.
     """
     duration = problem.duration
-    values = [Fraction(value).limit_denominator(10**6) for value in np.unique(duration).tolist()]
-    denominator = math.lcm(*(value.denominator for value in values))
-    numerators = [value.numerator * (denominator // value.denominator) for value in values]
-    divisor = math.gcd(*numerators) or 1
-    scale = denominator / divisor
-    exact = all(
-        float(value) == given for value, given in zip(values, np.unique(duration).tolist(), strict=True)
-    )
-    if exact and duration.sum() * scale < _LARGEST_HORIZON:
+    total = float(duration.sum())
+    scale = _exact_scale(np.unique(duration).tolist(), total)
+    if scale is not None:
         return scale, np.rint(duration * scale).astype(np.int64)
-    scale = 2.0 ** math.floor(math.log2(_ROUNDED_HORIZON / duration.sum()))
+    scale = 2.0 ** min(math.floor(math.log2(_ROUNDED_HORIZON) - math.log2(total)), 1000)
     return scale, np.floor(duration * scale).astype(np.int64)
+
+
+def _exact_scale(durations: list[float], total: float) -> float | None:
+    """The least scale that makes integers of all durations; None where there is none of a useful size.
+
+    Measured durations have nothing in common: their least common denominator soon passes every float.
+    """
+    denominator, divisor = 1, 0
+    for given in durations:
+        value = Fraction(given).limit_denominator(10**6)
+        if float(value) != given:
+            return None
+        grown = math.lcm(denominator, value.denominator)
+        divisor = math.gcd(divisor * (grown // denominator), value.numerator * (grown // value.denominator))
+        denominator = grown
+        # what is left can only make the scale larger
+        if Fraction(total) * denominator >= _LARGEST_HORIZON * max(divisor, 1):
+            return None
+    return denominator / (divisor or 1)

@@ -1,0 +1,19 @@
+"""What must not happen and did: told in the plan at run time, raised in tests.
+
+A defect of the scheduler costs a user proof or quality of a plan, never the plan.
+"""
+
+from __future__ import annotations
+
+strict = False  # tests set it: there a defect is an error
+
+
+class SchedulerDefect(AssertionError):
+    """The scheduler contradicts itself; the message says where and with which values."""
+
+
+def defect(message: str, cause: Exception | None = None) -> str:
+    """The message for the plan's notes; raises SchedulerDefect where defects are errors."""
+    if strict:
+        raise SchedulerDefect(message) from cause
+    return message

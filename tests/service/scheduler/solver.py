@@ -1,0 +1,121 @@
+"""The optimum of small planning problems, from the JSON spec alone: a CP-SAT model that shares no code with the
+scheduler and assumes nothing about the order of microbatches, but for the forwards of sinks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+
+def optimum(spec: dict[str, Any], *, limit_s: float = 20.0) -> int | None:
+    """The least makespan of a spec with whole costs; None where it was not proven in time."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_time_in_seconds = limit_s
+    model = _model(spec)
+    status = solver.solve(model)
+    return round(solver.objective_value) if status == cp_model.OPTIMAL else None
+
+
+def _model(spec: dict[str, Any]) -> cp_model.CpModel:
+    model = cp_model.CpModel()
+    stages, microbatches = spec["stages"], range(spec["microbatches"])
+    split, overlap = bool(spec.get("split_backward")), spec.get("overlap", True)
+    contention = spec["network"]["contention"]
+    mesh_of = {s["name"]: s["mesh"] for s in stages}
+    groups: dict[tuple, list[int]] = {}
+    for index, edge in enumerate(spec["edges"]):
+        here, there = mesh_of[edge["source"]], mesh_of[edge["target"]]
+        if here != there:
+            key = (index,) if edge.get("tensor") is None else (edge["source"], edge["tensor"], there)
+            groups.setdefault(key, []).append(index)
+    costs = [s["forward_s"] + s["backward_input_s"] + s["backward_weight_s"] for s in stages]
+    costs += [e["forward_s"] + e["backward_s"] for e in spec["edges"]]
+    horizon = int(sum(costs)) * spec["microbatches"]
+    makespan = model.new_int_var(0, horizon, "makespan")
+    exclusive: dict[Any, list[cp_model.IntervalVar]] = {}
+    start: dict[tuple, cp_model.IntVar] = {}
+    end: dict[tuple, Any] = {}
+
+    def add(key: tuple, length: float, *resources: Any) -> None:
+        start[key] = model.new_int_var(0, horizon, str(key))
+        end[key] = start[key] + int(length)
+        interval = model.new_fixed_size_interval_var(start[key], int(length), str(key))
+        for resource in set(resources):
+            exclusive.setdefault(resource, []).append(interval)
+        model.add(makespan >= end[key])
+
+    def occupied(sender: str, receiver: str) -> list[Any]:
+        if not overlap:
+            return [("lane", sender), ("lane", receiver)]
+        return {
+            "none": [],
+            "link": [("link", sender, receiver)],
+            "full-duplex": [("out", sender), ("in", receiver)],
+            "half-duplex": [("port", sender), ("port", receiver)],
+        }[contention]
+
+    for s in stages:
+        name, lane = s["name"], ("lane", s["mesh"])
+        for m in microbatches:
+            add(("F", name, m), s["forward_s"], lane)
+            if split:
+                add(("B", name, m), s["backward_input_s"], lane)
+                add(("W", name, m), s["backward_weight_s"], lane)
+                model.add(start["W", name, m] >= end["B", name, m])
+            else:
+                add(("B", name, m), s["backward_input_s"] + s["backward_weight_s"], lane)
+            model.add(start["B", name, m] >= end["F", name, m])
+    transfer_of = {}
+    for key, edges in groups.items():
+        edge = spec["edges"][edges[0]]
+        here, there = mesh_of[edge["source"]], mesh_of[edge["target"]]
+        for m in microbatches:
+            add(("X", key, m), edge["forward_s"], *occupied(here, there))
+            add(("Y", key, m), edge["backward_s"], *occupied(there, here))
+        transfer_of |= dict.fromkeys(edges, key)
+    for index, edge in enumerate(spec["edges"]):
+        for m in microbatches:
+            source, target = ("F", edge["source"], m), ("F", edge["target"], m)
+            back, after = ("B", edge["target"], m), ("B", edge["source"], m)
+            if index in transfer_of:
+                there, home = ("X", transfer_of[index], m), ("Y", transfer_of[index], m)
+                model.add(start[there] >= end[source])
+                model.add(start[target] >= end[there])
+                model.add(start[home] >= end[back])
+                model.add(start[after] >= end[home])
+            else:
+                model.add(start[target] >= end[source])
+                model.add(start[after] >= end[back])
+    for intervals in exclusive.values():
+        model.add_no_overlap(intervals)
+    sources_of = {e["target"] for e in spec["edges"]}
+    feeding = {e["source"] for e in spec["edges"]}
+    cap = spec.get("max_in_flight")
+    for s in stages:
+        name = s["name"]
+        for m in list(microbatches)[1:]:
+            if name not in feeding:
+                model.add(start["F", name, m] >= end["F", name, m - 1])
+        if cap is not None and name not in sources_of:
+            for m in list(microbatches)[cap:]:
+                model.add(start["F", name, m] >= end["W" if split else "B", name, m - cap])
+    for mesh in spec["meshes"]:
+        limit = mesh.get("activation_limit_bytes")
+        if limit is None:
+            continue
+        held, demands = [], []
+        for s in (s for s in stages if s["mesh"] == mesh["name"]):
+            for m in microbatches:
+                parts = [(s["activation_bytes"], start["F", s["name"], m], end["B", s["name"], m])]
+                if split:
+                    parts.append((s["weight_stash_bytes"], end["B", s["name"], m], end["W", s["name"], m]))
+                for size, begin, until in parts:
+                    length = model.new_int_var(0, horizon, "")
+                    held.append(model.new_interval_var(begin, length, until, ""))
+                    demands.append(size)
+        model.add_cumulative(held, demands, limit)
+    model.minimize(makespan)
+    return model
