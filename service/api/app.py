@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from fastapi import Depends, FastAPI
 
 from service.api import (
-    attempts,
     auth,
+    drivers,
     errors,
-    jobs,
+    manage,
     metrics,
     observe,
     openapi,
@@ -67,11 +67,11 @@ def create_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)
     errors.install(app)
-    for router in (jobs.router, observe.router, plans.router, packages.router, cluster_routes.router):
+    for router in (manage.router, observe.router, plans.router, packages.router, cluster_routes.router):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])
     app.include_router(metrics.router)
-    app.include_router(attempts.router)
+    app.include_router(drivers.router)
     app.include_router(system.router)
     openapi.install(app, authenticates=settings.authenticates)
     return app

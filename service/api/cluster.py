@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from service.api.context import Current
 from service.api.schemas import JobSummary, job_summary
-from service.jobs import stored
+from service.jobspec import stored
 from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now

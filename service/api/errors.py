@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
-from service.jobs import JobSpec
+from service.jobspec import JobSpec
 from service.orchestrator.outcome import StaleAttemptError
 from service.orchestrator.planning import PlannerBusyError, PlanRefusedError, PlanTimeoutError
 from service.orchestrator.ray_jobs import ClusterError

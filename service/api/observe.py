@@ -12,7 +12,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from service.api import streams
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
-from service.api.jobs import JobId, existing_job
+from service.api.manage import JobId, existing_job
 from service.api.schemas import (
     EventPage,
     JobPlanView,

@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
-from service.jobs import PACKAGE_PREFIX
+from service.jobspec import PACKAGE_PREFIX
 from service.store.database import utc_now
 from service.store.packages import renew_package, store_package
 

@@ -1,4 +1,4 @@
-"""What the API takes and answers, beside service.jobs.JobSpec. Times are ISO 8601 in UTC, or Unix seconds."""
+"""What the API takes and answers, beside service.jobspec.JobSpec. Times are ISO 8601 in UTC, or Unix seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from service.jobs import Arguments, AttemptState, JobState, stored
+from service.jobspec import Arguments, AttemptState, JobState, stored
 from service.store.states import printable
 from service.store.tables import Attempt, Event, Job, Step
 

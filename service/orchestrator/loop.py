@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from service.jobs import PACKAGE_PREFIX, AttemptState, JobState, stored
+from service.jobspec import PACKAGE_PREFIX, AttemptState, JobState, stored
 from service.orchestrator import outcome
 from service.orchestrator.decide import (
     RESOURCES,

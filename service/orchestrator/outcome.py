@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import AttemptState, JobState, stored_retry
+from service.jobspec import AttemptState, JobState, stored_retry
 from service.orchestrator.decide import GiveUp, after_failure
 from service.store import attempts as attempt_store
 from service.store.attempts import SlotRecord, StepRecord

@@ -15,7 +15,7 @@ from sqlalchemy import delete, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import AttemptState, JobState
+from service.jobspec import AttemptState, JobState
 from service.store.states import move_job
 from service.store.tables import Attempt, Base, Job, JobPlan, Profile, Slot, Step, Timeline
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from sqlalchemy import Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import WAITING_STATES, JobSpec, JobState
+from service.jobspec import WAITING_STATES, JobSpec, JobState
 from service.store.states import add_event, lock_job, move_job
 from service.store.tables import Attempt, Event, Job
 

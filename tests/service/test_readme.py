@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 from service.cli import app
-from service.jobs import JobSpec, JobState
+from service.jobspec import JobSpec, JobState
 from service.scheduler import load_spec, make_plan
 from service.settings import Settings
 

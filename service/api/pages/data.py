@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from service.api.context import Current
 from service.api.errors import ProblemError
-from service.api.jobs import JobId, existing_job
+from service.api.manage import JobId, existing_job
 from service.api.pages.gaps import find_gaps
 from service.api.schemas import Integer, SlotView
 from service.scheduler.spec import PipelineSpec

@@ -12,7 +12,7 @@ import pytest
 
 from service.api import streams
 from tests.service.api.conftest import Api
-from tests.service.api.test_jobs_api import problem
+from tests.service.api.test_manage import problem
 
 SSE = {"Accept": "text/event-stream"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.jobs import AttemptState, JobSpec
+from service.jobspec import AttemptState, JobSpec
 from service.orchestrator import decide
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.loop import Orchestrator, clip_log

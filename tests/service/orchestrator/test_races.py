@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from service.jobs import AttemptState, JobState
+from service.jobspec import AttemptState, JobState
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.outcome import StaleAttemptError
 from service.store import jobs as job_store

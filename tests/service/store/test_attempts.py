@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from service.jobs import JobSpec
+from service.jobspec import JobSpec
 from service.store import attempts as store
 from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import Database

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import inspect
 from sqlalchemy.exc import IntegrityError
 
-from service.jobs import TRANSITIONS, JobSpec, JobState
+from service.jobspec import TRANSITIONS, JobSpec, JobState
 from service.store import jobs as store
 from service.store.attempts import create_attempt
 from service.store.counts import count

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select
 
-from service.jobs import AttemptState, JobSpec, JobState
+from service.jobspec import AttemptState, JobSpec, JobState
 from service.orchestrator.loop import Orchestrator
 from service.settings import Settings
 from service.store import attempts as attempt_store

@@ -18,7 +18,7 @@ import uvicorn
 from pydantic import SecretStr
 
 from service.api.app import create_app
-from service.jobs import AttemptState, JobSpec, JobState
+from service.jobspec import AttemptState, JobSpec, JobState
 from service.orchestrator.ray_jobs import ClusterUnreachableError
 from service.scheduler import Plan, make_plan
 from service.scheduler.spec import PipelineSpec

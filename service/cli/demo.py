@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from service.local_server import LocalServer
+from service.cli.local_server import LocalServer
 from service.ports import free_ports
 from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
 

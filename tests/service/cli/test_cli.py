@@ -124,7 +124,7 @@ def test_a_job_waited_for_ends_the_command_as_it_ended(run: Run, served: Served,
 
 
 def _end_first_attempt(served: Served, state: str) -> None:
-    from service.jobs import AttemptState
+    from service.jobspec import AttemptState
 
     until(lambda: bool(served.cluster.submissions))
     job_id = next(iter(served.cluster.submissions)).rpartition("-")[0]
@@ -147,7 +147,7 @@ def test_events_and_logs_are_shown_whole_and_followed_to_the_end(run: Run, serve
     until(lambda: f"{job_id}-1" in served.cluster.submissions)
     served.cluster.logs[f"{job_id}-1"] = "one\n[red]two\n"
     assert run("logs", job_id).out == "one\n[red]two\n"
-    from service.jobs import AttemptState
+    from service.jobspec import AttemptState
 
     timer = threading.Timer(0.3, report, (served, job_id, 1), {"state": AttemptState.SUCCEEDED})
     timer.start()
@@ -249,7 +249,7 @@ def test_a_job_is_waited_for_and_followed_while_the_server_restarts(
     monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path, job_file: Path
 ):
     """The same port, the same store; the driver reports to the second control plane."""
-    from service.jobs import AttemptState
+    from service.jobspec import AttemptState
 
     (port,) = free_ports(1)
     settings = Settings(data_dir=tmp_path, tick_s=0.05, port=port)

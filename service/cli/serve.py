@@ -20,8 +20,8 @@ from pydantic_settings import SettingsError
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.cli_client import CliError, Json, checked, err, out
-from service.jobs import NAME_PATTERN
+from service.client import CliError, Json, checked, err, out
+from service.jobspec import NAME_PATTERN
 from service.settings import Settings, load_settings, misspelt_settings
 from service.store.database import Database, utc_now
 from service.store.packages import delete_token, list_tokens, store_token
@@ -29,15 +29,11 @@ from service.store.packages import delete_token, list_tokens, store_token
 TokenName = Annotated[str, typer.Argument(callback=checked(NAME_PATTERN, "a name"), help="Whose token it is")]
 tokens = typer.Typer(help="API tokens, for SLOTLINE_REQUIRE_TOKEN=true.", no_args_is_help=True)
 T = TypeVar("T")
+app = typer.Typer()
+app.add_typer(tokens, name="token")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs of this module to the command."""
-    app.command()(serve)
-    app.command()(demo)
-    app.add_typer(tokens, name="token")
-
-
+@app.command()
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (SLOTLINE_HOST)")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (SLOTLINE_PORT)")] = None,
@@ -134,13 +130,14 @@ def revoke_token(name: Annotated[str, typer.Argument()], as_json: Json = False) 
     print(json.dumps({"revoked": name}) if as_json else f"revoked {name}")
 
 
+@app.command()
 def demo(
     directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = Path(".slotline"),
     as_json: Json = False,
 ) -> None:
     """Train two small models on this machine and show where the time went."""
-    from service.demo import DemoFailed, run_demo
-    from service.local_server import ServerFailed
+    from service.cli.demo import DemoFailed, run_demo
+    from service.cli.local_server import ServerFailed
 
     try:
         rows = run_demo(directory=directory, console=err if as_json else out)

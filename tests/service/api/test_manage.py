@@ -8,7 +8,7 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
-from service.jobs import JobSpec
+from service.jobspec import JobSpec
 from service.store.states import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.conftest import job_body

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from service import cli_jobs, cli_plan, cli_serve
-from service.cli_client import CliError, err
+from service.cli import plan, serve, watch
+from service.client import CliError, err
 
 app = typer.Typer(
     name="slotline",
@@ -40,9 +40,8 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-cli_serve.register(app)
-cli_jobs.register(app)
-app.command()(cli_plan.plan)
+for verbs in (serve, watch, plan):
+    app.add_typer(verbs.app)
 
 
 def main() -> None:
@@ -55,7 +54,3 @@ def main() -> None:
     except CliError as error:
         err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

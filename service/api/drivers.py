@@ -21,7 +21,7 @@ from service.api.schemas import (
     ReportIn,
     checkpoint_view,
 )
-from service.jobs import Arguments, AttemptState
+from service.jobspec import Arguments, AttemptState
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.store import attempts as store

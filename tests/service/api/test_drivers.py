@@ -9,7 +9,7 @@ from datetime import datetime
 
 from service.store.attempts import find_plan
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.api.test_jobs_api import problem
+from tests.service.api.test_manage import problem
 
 SLOTS = [
     {

@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from service.cli_client import (
+from service.cli.packing import zip_folder
+from service.client import (
     Client,
     CliError,
     Json,
@@ -29,8 +30,7 @@ from service.cli_client import (
     print_json,
     problem_text,
 )
-from service.cli_package import zip_folder
-from service.jobs import FINAL_STATES, JOB_ID_PATTERN, KEY_PATTERN, PACKAGE_PREFIX, REMOTE_CODE, JobState
+from service.jobspec import FINAL_STATES, JOB_ID_PATTERN, KEY_PATTERN, PACKAGE_PREFIX, REMOTE_CODE, JobState
 
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", callback=checked(JOB_ID_PATTERN, "a job's id"), help="A job's id")
@@ -39,6 +39,9 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the jo
 _RETURN_LIMIT_S = 300.0
 """So long a command that waits for a job bears with a server that is away: it may be restarting."""
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
+
+
+app = typer.Typer()
 
 
 class _SpecLoader(yaml.SafeLoader):
@@ -50,19 +53,7 @@ _SpecLoader.add_implicit_resolver(
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs of this module to the command."""
-    app.command()(submit)
-    app.command("jobs")(list_jobs)
-    app.command("job")(show_job)
-    app.command()(cancel)
-    app.command()(retry)
-    app.command()(events)
-    app.command()(logs)
-    app.command()(timeline)
-    app.command()(top)
-
-
+@app.command()
 def submit(
     file: Annotated[Path, typer.Argument(help="The job as YAML or JSON; - reads standard input")],
     wait: Annotated[
@@ -87,6 +78,7 @@ def submit(
         _fail_unless_succeeded(job)
 
 
+@app.command("jobs")
 def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state")] = None,
     queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
@@ -110,24 +102,28 @@ def list_jobs(
         out.print(_jobs_table(jobs) if jobs else "no jobs")
 
 
+@app.command("job")
 def show_job(job: JobArgument, as_json: Json = False) -> None:
     """State, reason, attempts and progress of a job."""
     client = Client()
     _show(client, client.get(f"/api/v1/jobs/{job}"), as_json)
 
 
+@app.command()
 def cancel(job: JobArgument, as_json: Json = False) -> None:
     """End a job."""
     client = Client()
     _show(client, client.post(f"/api/v1/jobs/{job}/cancel"), as_json)
 
 
+@app.command()
 def retry(job: JobArgument, as_json: Json = False) -> None:
     """Queue a failed or cancelled job again, from its last checkpoint."""
     client = Client()
     _show(client, client.post(f"/api/v1/jobs/{job}/retry"), as_json)
 
 
+@app.command()
 def events(job: JobArgument, follow: Follow = False, as_json: Json = False) -> None:
     """The job's event log; --json prints one event a line."""
     for event in _items(f"/api/v1/jobs/{job}/events", follow):
@@ -142,6 +138,7 @@ def events(job: JobArgument, follow: Follow = False, as_json: Json = False) -> N
             )
 
 
+@app.command()
 def logs(
     job: JobArgument,
     follow: Follow = False,
@@ -154,6 +151,7 @@ def logs(
         print(json.dumps(line) if as_json else line["text"], flush=True)
 
 
+@app.command()
 def timeline(
     job: JobArgument,
     step: Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")] = None,
@@ -184,6 +182,7 @@ def timeline(
     out.print(where, soft_wrap=True)
 
 
+@app.command()
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False, as_json: Json = False
 ) -> None:
