@@ -18,8 +18,8 @@ from fastapi import Depends, Request
 from service.api.context import Current, Service
 from service.api.errors import ProblemError
 from service.store.attempts import find_attempt
-from service.store.packages import find_token
 from service.store.tables import Attempt
+from service.store.tokens import find_token
 
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 

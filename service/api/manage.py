@@ -18,6 +18,7 @@ from service.api.errors import ProblemError, responses
 from service.api.schemas import JobPage, JobView, job_summary, job_view
 from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
 from service.store import jobs as store
+from service.store.attempts import attempts_of
 from service.store.database import utc_now
 from service.store.jobs import PageKey
 from service.store.packages import find_package
@@ -74,7 +75,7 @@ async def read(job_id: JobId, service: Current) -> JobView:
     """State, reason, attempts and progress of a job."""
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
-        return job_view(job, list(await store.attempts_of(session, job_id)))
+        return job_view(job, list(await attempts_of(session, job_id)))
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=responses(404, 409, 422))
@@ -108,7 +109,7 @@ def found(job: Job | None, job_id: str) -> Job:
 
 async def _view(service: Service, job: Job) -> JobView:
     async with service.database.read() as session:
-        return job_view(job, list(await store.attempts_of(session, job.id)))
+        return job_view(job, list(await attempts_of(session, job.id)))
 
 
 async def _check_references(service: Service, spec: JobSpec) -> None:

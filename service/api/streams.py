@@ -16,7 +16,9 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from service.api.context import Service
 from service.api.schemas import LogLine, event_view
 from service.orchestrator.ray_jobs import ClusterError
-from service.store.jobs import attempts_of, events_of, find_job
+from service.store.attempts import attempts_of
+from service.store.events import events_of
+from service.store.jobs import find_job
 from service.store.tables import Job
 
 MEDIA_TYPE = "text/event-stream"

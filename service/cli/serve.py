@@ -24,7 +24,7 @@ from service.client import CliError, Json, checked, err, out
 from service.jobspec import NAME_PATTERN
 from service.settings import Settings, load_settings, misspelt_settings
 from service.store.database import Database, utc_now
-from service.store.packages import delete_token, list_tokens, store_token
+from service.store.tokens import delete_token, list_tokens, store_token
 
 TokenName = Annotated[str, typer.Argument(callback=checked(NAME_PATTERN, "a name"), help="Whose token it is")]
 tokens = typer.Typer(help="API tokens, for SLOTLINE_REQUIRE_TOKEN=true.", no_args_is_help=True)

@@ -43,7 +43,7 @@ from service.orchestrator.ray_jobs import (
     Submission,
 )
 from service.settings import Settings
-from service.store import attempts as attempt_store
+from service.store.attempts import active_attempts, attempts_without_log, create_attempt, find_attempt
 from service.store.database import Database, utc_now
 from service.store.jobs import waiting_jobs
 from service.store.leader import Leadership
@@ -162,7 +162,7 @@ class Orchestrator:
     async def round(self) -> None:
         """One pass over active attempts and waiting jobs; slow calls go on in tasks of their own."""
         async with self._database.read() as session:
-            active = await attempt_store.active_attempts(session)
+            active = await active_attempts(session)
             waiting = await waiting_jobs(session)
         self._watched = {a.id: self._watched.get(a.id, _Watched()) for a, _ in active}
         for attempt, job in active:
@@ -250,7 +250,7 @@ class Orchestrator:
             job = await lock_job(session, start.job_id)
             if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
                 return
-            await attempt_store.create_attempt(session, job, device=start.device, at=utc_now())
+            await create_attempt(session, job, device=start.device, at=utc_now())
         self.wake()
 
     # One attempt
@@ -335,7 +335,7 @@ class Orchestrator:
             await self._end(attempt.id, End(AttemptState.FAILED, "START_REFUSED", str(error)))
             return
         async with self._database.write() as session:
-            fresh = await attempt_store.find_attempt(session, attempt.id)
+            fresh = await find_attempt(session, attempt.id)
             if fresh is not None and fresh.submitted_at is None:
                 fresh.submitted_at = utc_now()
             starting = await lock_job(session, job.id)
@@ -363,7 +363,7 @@ class Orchestrator:
         if end.state is AttemptState.FAILED and log is not None and (tail := _tail(log[1])):
             message = f"{message}; its log ends: {tail}"
         async with self._database.write() as session:
-            attempt = await attempt_store.find_attempt(session, attempt_id)
+            attempt = await find_attempt(session, attempt_id)
             assert attempt is not None, attempt_id
             job = await lock_job(session, attempt.job_id)
             await session.refresh(attempt)
@@ -395,7 +395,7 @@ class Orchestrator:
         try:
             before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
             async with self._database.read() as session:
-                ended = await attempt_store.attempts_without_log(session, ended_before=before)
+                ended = await attempts_without_log(session, ended_before=before)
             for attempt in ended:
                 if self.view.available:
                     await self._keep_log(attempt)
@@ -408,7 +408,7 @@ class Orchestrator:
         if log is None and time.time() - (_seconds(attempt.finished_at) or 0.0) < _LOG_GIVEN_UP_S:
             return
         async with self._database.write() as session:
-            if fresh := await attempt_store.find_attempt(session, attempt.id):
+            if fresh := await find_attempt(session, attempt.id):
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
 
 

@@ -22,8 +22,9 @@ from service.api.context import Service
 from service.orchestrator.outcome import Backoff, Report, TimelineRecord, apply_report
 from service.ports import free_ports
 from service.settings import Settings, misspelt_settings
-from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import utc_now
+from service.store.steps import StepRecord
+from service.store.timelines import SlotRecord
 from tests.service.conftest import job_body
 from tests.service.serving import Served, serve
 

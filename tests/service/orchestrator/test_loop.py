@@ -25,9 +25,11 @@ from service.orchestrator.outcome import (
 from service.orchestrator.ray_jobs import Node
 from service.settings import Settings
 from service.store import jobs as job_store
-from service.store.attempts import StepRecord, find_attempt, steps_of
+from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
+from service.store.events import events_of
 from service.store.packages import store_package
+from service.store.steps import StepRecord, steps_of
 from service.store.tables import Attempt, Base, Job
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
@@ -158,7 +160,7 @@ async def test_a_job_that_waits_long_adds_one_event_not_one_a_round(world: World
     second = await world.submit()
     await world.rounds(6)
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, second)]
+        kinds = [event.kind for event in await events_of(session, second)]
     assert kinds == ["state", "waiting"]
 
 
@@ -229,7 +231,7 @@ async def test_a_ray_that_cannot_take_a_driver_now_costs_no_attempt_and_the_job_
     assert (job.state, job.reason, job.attempts_made) == ("STARTING", "WAITS_FOR_CLUSTER", 1)
     assert "No available agent" in job.message
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+        kinds = [event.kind for event in await events_of(session, job_id)]
     assert kinds.count("waiting") == 1
     world.cluster.not_now = None
     await world.rounds(1)
@@ -298,7 +300,7 @@ async def test_a_repeated_report_is_acknowledged_and_changes_nothing(world: Worl
             await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED, events=[event]) == "continue"
         )
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+        kinds = [event.kind for event in await events_of(session, job_id)]
     assert kinds.count("note") == 1 and (await world.job(job_id)).state == "SUCCEEDED"
 
 
@@ -383,7 +385,7 @@ async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_l
     world.orchestrator._since -= 1000
     await world.rounds(3)
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+        kinds = [event.kind for event in await events_of(session, job_id)]
     assert kinds.count("silent") == 1 and not world.cluster.stopped
     async with world.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)

@@ -18,6 +18,7 @@ from service.orchestrator.outcome import StaleAttemptError
 from service.store import jobs as job_store
 from service.store.attempts import active_attempts
 from service.store.database import Database, utc_now
+from service.store.events import events_of
 from service.store.states import TransitionError
 from tests.service.orchestrator.test_loop import SETTINGS, World
 
@@ -119,7 +120,7 @@ class Chaos:
                 job = await job_store.find_job(session, job_id)
                 assert (job.job_state in BUSY) == (job_id in holders), (job.state, holders)
                 assert job.job_state.final == (job.finished_at is not None)
-                numbers = [event.number for event in await job_store.events_of(session, job_id)]
+                numbers = [event.number for event in await events_of(session, job_id)]
                 assert numbers == list(range(1, len(numbers) + 1))
 
     async def work_off(self) -> None:
