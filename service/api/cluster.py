@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from service.api.context import Current
-from service.api.schemas import JobSummary, job_summary
+from service.api.schemas import AcceleratorsView, ClusterView, GangView, NodeView, QueueList, QueueView
+from service.api.views import job_summary
 from service.jobspec import stored
 from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
@@ -16,55 +17,6 @@ from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"])
-
-
-class NodeView(BaseModel):
-    id: str
-    address: str
-    resources: dict[str, float]
-
-
-class AcceleratorsView(BaseModel):
-    """Accelerators of one device; `used` counts what Slotline's own attempts hold."""
-
-    device: str
-    resource: str
-    total: int
-    used: int
-    free: int
-
-
-class GangView(BaseModel):
-    """The meshes of one running attempt."""
-
-    job_id: str
-    attempt: int
-    device: str
-    meshes: int
-    workers_per_mesh: int
-
-
-class ClusterView(BaseModel):
-    available: bool
-    error: str | None
-    seen_at: datetime | None
-    nodes: list[NodeView]
-    accelerators: list[AcceleratorsView]
-    gangs: list[GangView]
-
-
-class QueueView(BaseModel):
-    """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what."""
-
-    name: str
-    quota: int | None
-    used: int
-    depth: int
-    waiting: list[JobSummary]
-
-
-class QueueList(BaseModel):
-    items: list[QueueView]
 
 
 class TargetGroup(BaseModel):

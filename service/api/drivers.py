@@ -12,15 +12,10 @@ from fastapi import APIRouter, Query, Response
 
 from service.api.auth import DriverAttempt
 from service.api.context import Current, Service
+from service.api.driver_schemas import AttemptGiven, PlanRequest, ReportAnswer, ReportIn
 from service.api.errors import ProblemError, responses
-from service.api.schemas import (
-    AttemptGiven,
-    JobPlanView,
-    PlanRequest,
-    ReportAnswer,
-    ReportIn,
-    checkpoint_view,
-)
+from service.api.schemas import JobPlanView
+from service.api.views import checkpoint_view
 from service.jobspec import Arguments, AttemptState
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError

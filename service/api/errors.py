@@ -30,16 +30,6 @@ _VALUE_LIMIT = 200
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
-class Problem(BaseModel):
-    """The body of every error."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-    errors: list[dict[str, Any]] | None = None
-
-
 class ProblemError(Exception):
     """An error that a route answers with."""
 

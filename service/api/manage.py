@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
-from service.api.schemas import JobPage, JobView, job_summary, job_view
+from service.api.schemas import JobPage, JobView
+from service.api.views import job_summary, job_view
 from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
 from service.store import jobs as store
 from service.store.attempts import attempts_of

@@ -21,10 +21,9 @@ from service.api.schemas import (
     StepPage,
     TimelineSide,
     TimelineView,
-    event_view,
-    step_view,
 )
 from service.api.trace import chrome_trace
+from service.api.views import event_view, step_view
 from service.store.events import events_of
 from service.store.plans import find_plan
 from service.store.steps import find_step, steps_of

@@ -14,7 +14,8 @@ from fastapi import Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from service.api.context import Service
-from service.api.schemas import LogLine, event_view
+from service.api.schemas import LogLine
+from service.api.views import event_view
 from service.orchestrator.ray_jobs import ClusterError
 from service.store.attempts import attempts_of
 from service.store.events import events_of
