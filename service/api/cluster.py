@@ -29,7 +29,7 @@ class TargetGroup(BaseModel):
 @router.get("/cluster")
 async def read_cluster(service: Current) -> ClusterView:
     """The cluster as last seen, and who uses it."""
-    view, capacity = service.orchestrator.view, service.orchestrator.capacity
+    snapshot, capacity = service.cluster.snapshot, service.cluster.capacity
     async with service.database.read() as session:
         active = await active_attempts(session)
     used = {
@@ -50,10 +50,10 @@ async def read_cluster(service: Current) -> ClusterView:
         ]
     )
     return ClusterView(
-        available=view.available,
-        error=view.error,
-        seen_at=None if view.seen_at is None else datetime.fromtimestamp(view.seen_at, UTC),
-        nodes=[NodeView(id=n.id, address=n.address, resources=dict(n.resources)) for n in view.nodes],
+        available=snapshot.available,
+        error=snapshot.error,
+        seen_at=None if snapshot.seen_at is None else datetime.fromtimestamp(snapshot.seen_at, UTC),
+        nodes=[NodeView(id=n.id, address=n.address, resources=dict(n.resources)) for n in snapshot.nodes],
         accelerators=accelerators,
         gangs=[
             GangView(

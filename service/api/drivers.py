@@ -99,7 +99,7 @@ async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> Re
             keep=service.settings.timelines_kept,
         )
     if body.state is not None:
-        service.orchestrator.wake()
+        service.wake()
     return ReportAnswer(command=command)
 
 

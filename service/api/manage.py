@@ -50,7 +50,7 @@ async def submit(
         raise ProblemError(
             422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
         )
-    service.orchestrator.wake()
+    service.wake()
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
     return await _view(service, job)
 
@@ -84,7 +84,7 @@ async def cancel(job_id: JobId, service: Current) -> JobView:
     """End a job: at once when it waits, else by way of its driver."""
     async with service.database.write() as session:
         job = found(await store.cancel_job(session, job_id, at=utc_now()), job_id)
-    service.orchestrator.wake()
+    service.wake()
     return await _view(service, job)
 
 
@@ -93,7 +93,7 @@ async def retry(job_id: JobId, service: Current) -> JobView:
     """Queue a failed or cancelled job again, with its retries as new, from its last checkpoint."""
     async with service.database.write() as session:
         job = found(await store.retry_job(session, job_id, at=utc_now()), job_id)
-    service.orchestrator.wake()
+    service.wake()
     return await _view(service, job)
 
 

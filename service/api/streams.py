@@ -65,7 +65,7 @@ async def log_lines(service: Service, job_id: str, *, attempt: int | None, after
     for one in attempts:
         if one.number < after[0] or attempt not in (None, one.number):
             continue
-        first, text = await service.orchestrator.log_of(one)
+        first, text = await service.logs.read(one)
         skip = max(after[1] + 1 - first, 0) if one.number == after[0] else 0
         for number, line in enumerate(_lines(text, ended=one.attempt_state.final)[skip:], first + skip):
             lines.append(LogLine(attempt=one.number, number=number, text=line))

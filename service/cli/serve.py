@@ -42,7 +42,7 @@ def serve(
     """Run the control plane; with no RAY_ADDRESS it starts a local Ray too. Ctrl-C ends both."""
     import uvicorn
 
-    from service.api.app import create_app
+    from service.control_plane import control_plane_app
 
     settings = settings_or_fail(host=host, port=port)
     logging.basicConfig(
@@ -52,7 +52,7 @@ def serve(
         logging.warning("%s is no setting: did you mean %s?", name, meant)
     for noisy in ("httpx", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    app = create_app(settings)
+    app = control_plane_app(settings)
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
-from service.api.app import create_app
-from service.api.context import Service, service_of
+from service.api.context import service_of
+from service.control_plane import ControlPlane, control_plane_app
 from service.settings import Settings
 from tests.service.fake_cluster import FakeCluster
 
@@ -33,7 +33,7 @@ class Served:
     def requests(self, path: str) -> int:
         return self.seen.count(path)
 
-    def run(self, work: Callable[[Service], Awaitable[T]]) -> T:
+    def run(self, work: Callable[[ControlPlane], Awaitable[T]]) -> T:
         """Await `work(service)` in the server's own event loop."""
         return asyncio.run_coroutine_threadsafe(work(service_of(self.app)), self.loop).result(60)
 
@@ -42,7 +42,7 @@ class Served:
 def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
     """A served application; ended with its thread."""
     cluster = FakeCluster()
-    app = create_app(settings, cluster)
+    app = control_plane_app(settings, cluster)
     seen: list[str] = []
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:

@@ -263,11 +263,11 @@ async def test_a_waiting_job_is_cancelled_and_retried(api: Api):
 
 async def test_health_readiness_and_version_are_told(api: Api):
     assert (await api.client.get("/healthz")).json() == {"status": "ok"}
-    await api.service.orchestrator.refresh()
+    await api.service.cluster.refresh()
     assert (await api.client.get("/readyz")).json() == {"status": "ok"}
     assert (await api.client.get("/api/v1/version")).json()["api"] == "v1"
     api.cluster.away = True
-    await api.service.orchestrator.refresh()
+    await api.service.cluster.refresh()
     assert "away" in problem(await api.client.get("/readyz"), 503)["detail"]
     assert (await api.client.get("/healthz")).status_code == 200
 

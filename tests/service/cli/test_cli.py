@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from service import cli
-from service.api.context import Service
+from service.control_plane import ControlPlane
 from service.orchestrator.outcome import Backoff, Report, TimelineRecord, apply_report
 from service.ports import free_ports
 from service.settings import Settings, misspelt_settings
@@ -79,7 +79,7 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def report(served: Served, job_id: str, sequence: int, **fields) -> None:
-    async def work(service: Service) -> None:
+    async def work(service: ControlPlane) -> None:
         async with service.database.write() as session:
             await apply_report(
                 session, f"{job_id}-1", Report(sequence, **fields), at=utc_now(), backoff=Backoff(), keep=5

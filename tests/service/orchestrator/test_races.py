@@ -65,8 +65,8 @@ class Chaos:
 
     async def restart(self) -> None:
         self.world.restart()
-        limits = self.world.orchestrator._limits
-        self.world.orchestrator._limits = replace(limits, report_grace_s=0.0)
+        limits = self.world.orchestrator.attempts.limits
+        self.world.orchestrator.attempts.limits = replace(limits, report_grace_s=0.0)
 
     async def fail_or_mend_ray(self) -> None:
         cluster = self.world.cluster
@@ -102,7 +102,7 @@ class Chaos:
 
     async def round(self) -> None:
         """A round, and sometimes a user who cancels in the middle of it."""
-        await self.world.orchestrator.refresh()
+        await self.world.watcher.refresh()
         works = [self.world.orchestrator.round(), *([self.cancel()] if self.random.random() < 0.3 else [])]
         results = await asyncio.gather(*works, return_exceptions=True)
         await self.world.orchestrator.settle()
@@ -145,8 +145,8 @@ class Chaos:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    for name in ("_STOP_EVERY_S", "_ASK_EVERY_S", "_LOG_SETTLES_S"):
-        monkeypatch.setattr(f"service.orchestrator.loop.{name}", 0.0)
+    for name in ("watching._STOP_EVERY_S", "watching._ASK_EVERY_S", "logs._LOG_SETTLES_S"):
+        monkeypatch.setattr(f"service.orchestrator.{name}", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     await database.start()
     yield World(database, SETTINGS.model_copy(update={"cancel_grace_s": 0.0}))

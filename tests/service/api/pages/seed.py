@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 from pydantic import SecretStr
 
-from service.api.app import create_app
+from service.control_plane import control_plane_app
 from service.jobspec import AttemptState, JobSpec, JobState
 from service.orchestrator.ray_jobs import ClusterUnreachableError
 from service.scheduler import Plan, make_plan
@@ -184,7 +184,7 @@ def _measured(plan: Plan) -> list[SlotRecord]:
 @contextlib.contextmanager
 def _serve(settings: Settings) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(settings, cluster=NoCluster()), log_level="warning")
+    config = uvicorn.Config(control_plane_app(settings, cluster=NoCluster()), log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
