@@ -1,8 +1,7 @@
-"""`slotline serve`, `token` and `demo`: the verbs that run something on this machine."""
+"""`slotline serve`: the control plane in this process, until Ctrl-C."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import gc
@@ -10,27 +9,16 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
-from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.exc import OperationalError
 
-from service.client import CliError, Json, checked, err, out
-from service.jobspec import NAME_PATTERN
-from service.settings import Settings, load_settings, misspelt_settings
-from service.store.database import Database, utc_now
-from service.store.tokens import delete_token, list_tokens, store_token
+from service.cli.output import CliError, Json, out
+from service.cli.setup import settings_or_fail
+from service.settings import Settings, misspelt_settings
 
-TokenName = Annotated[str, typer.Argument(callback=checked(NAME_PATTERN, "a name"), help="Whose token it is")]
-tokens = typer.Typer(help="API tokens, for SLOTLINE_REQUIRE_TOKEN=true.", no_args_is_help=True)
-T = TypeVar("T")
 app = typer.Typer()
-app.add_typer(tokens, name="token")
 
 
 @app.command()
@@ -81,91 +69,6 @@ def serve(
         server.run(sockets=[listener])
     if not server.started:
         raise CliError(f"the server did not start: {_why(app.state)}")
-
-
-def settings_or_fail(**values: object) -> Settings:
-    """Settings from the environment and `values`; CliError names each wrong variable."""
-    try:
-        return load_settings(**values)
-    except ValidationError as error:
-        raise CliError("; ".join(_setting_error(one) for one in error.errors())) from None
-    except SettingsError as error:
-        raise CliError(f"{error}: give JSON in it, as in SLOTLINE_QUEUES='{{\"default\": null}}'") from None
-
-
-@tokens.command("create")
-def create_token(name: TokenName, as_json: Json = False) -> None:
-    """Make a token and show it, this once; the store keeps only its digest."""
-    from service.api.auth import new_token, token_digest
-
-    token = new_token()
-
-    async def work(session: AsyncSession) -> None:
-        store_token(session, name, token_digest(token), at=utc_now())
-
-    try:
-        asyncio.run(_in_store(work))
-    except IntegrityError:
-        raise CliError(f"there is a token named {name} already: choose another name, or revoke it") from None
-    print(json.dumps({"name": name, "token": token}) if as_json else token)
-
-
-@tokens.command("list")
-def list_all_tokens(as_json: Json = False) -> None:
-    """Names of the tokens that are valid."""
-    found = asyncio.run(_in_store(list_tokens))
-    rows = [{"name": token.name, "created_at": token.created_at.isoformat()} for token in found]
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        for row in rows:
-            print(row["name"], row["created_at"])
-
-
-@tokens.command("revoke")
-def revoke_token(name: Annotated[str, typer.Argument()], as_json: Json = False) -> None:
-    """Make a token invalid."""
-    if not asyncio.run(_in_store(lambda session: delete_token(session, name))):
-        raise CliError(f"there is no token named {name}: `slotline token list` shows them")
-    print(json.dumps({"revoked": name}) if as_json else f"revoked {name}")
-
-
-@app.command()
-def demo(
-    directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = Path(".slotline"),
-    as_json: Json = False,
-) -> None:
-    """Train two small models on this machine and show where the time went."""
-    from service.cli.demo import DemoFailed, run_demo
-    from service.cli.local_server import ServerFailed
-
-    try:
-        rows = run_demo(directory=directory, console=err if as_json else out)
-    except (DemoFailed, ServerFailed) as failure:
-        raise CliError(str(failure)) from None
-    if as_json:
-        print(json.dumps(rows))
-
-
-async def _in_store(work: Callable[[AsyncSession], Awaitable[T]]) -> T:
-    """Run `work` in a write session of the database that the settings name."""
-    database = Database(settings_or_fail().sqlalchemy_url)
-    try:
-        await database.start()
-        async with database.write() as session:
-            return await work(session)
-    finally:
-        await database.close()
-
-
-def _setting_error(error: Mapping[str, Any]) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    name = ".".join(str(part) for part in error["loc"])
-    if not name:
-        return message
-    value = str(error["input"])
-    shown = repr(value) if "@" not in value else "..."  # the password of a database's URL
-    return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"
 
 
 def _tells_expected(record: logging.LogRecord, state: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -9,6 +11,15 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.tables import ApiToken
+
+
+def new_token() -> str:
+    return f"slotline_{secrets.token_urlsafe(32)}"
+
+
+def token_digest(token: str) -> str:
+    """What the store keeps of a user's token."""
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 async def find_token(session: AsyncSession, digest: str) -> bool:

@@ -360,9 +360,8 @@ async def test_a_page_of_another_site_changes_nothing_on_a_server_without_tokens
 
 
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
-    from service.api.auth import new_token, token_digest
     from service.store.database import utc_now
-    from service.store.tokens import delete_token, store_token
+    from service.store.tokens import delete_token, new_token, store_token, token_digest
 
     async with make_api(require_token=True) as api:
         token = new_token()
