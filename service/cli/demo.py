@@ -80,10 +80,8 @@ def run_demo(
     Traces and the server's log go below `directory`. Raises DemoFailed or ServerFailed; leaves no process behind,
     also when interrupted.
     """
-    from worker.data.corpus import (
-        standard_library_corpus,
-        unigram_entropy_bits,
-    )  # with NumPy: for this verb only
+    # with NumPy: for this verb only
+    from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
 
     console = console or Console()
     folder = (directory / "demo").resolve()
