@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import func, select
 
 from service.jobspec import AttemptState, JobSpec, JobState
+from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.loop import Orchestrator
 from service.settings import Settings
 from service.store.attempts import create_attempt
@@ -133,7 +134,9 @@ async def test_packages_that_no_job_names_go_unless_somebody_uploaded_them_again
 async def test_the_orchestrator_tidies_up_with_its_settings(database: Database):
     old = await job_with_everything(database, ended_days_ago=31)
     settings = Settings(keep_timelines_days=-1, keep_history_days=1)
-    orchestrator = Orchestrator(settings, database, FakeCluster(), local=True)
+    cluster = FakeCluster()
+    watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
+    orchestrator = Orchestrator(settings, database, cluster, watcher, local=True)
     for _ in range(2):
         await orchestrator.round()
         await orchestrator.settle()
