@@ -259,14 +259,14 @@ class Client:
         while True:
             try:
                 with self._stream(path, last, params, begun=seen_at is not None) as lines:
+                    if lines is None:
+                        return
                     seen_at = time.monotonic()
                     for event, number, data in _sent_events(lines):
                         last, seen_at = number or last, time.monotonic()
                         if event == "end":
                             return
                         yield model.model_validate_json(data)
-            except _StreamEnded:
-                return
             except httpx.HTTPError as error:
                 if seen_at is None or time.monotonic() - seen_at > RETURN_LIMIT_S:
                     raise self._unreachable(error) from None
@@ -275,21 +275,19 @@ class Client:
     @contextlib.contextmanager
     def _stream(
         self, path: str, last: str | None, params: Mapping[str, Any], *, begun: bool
-    ) -> Iterator[Iterator[str]]:
-        """The lines of one stream behind the event `last`. Raises _StreamEnded where nothing is left."""
+    ) -> Iterator[Iterator[str] | None]:
+        """The lines of one stream behind the event `last`; None where nothing is left and nothing will come."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
         request = self._http.stream(
             "GET", path, params=_given(**params), headers=headers, timeout=_STREAM_TIMEOUT
         )
         with request as response:
-            if response.status_code == 204:
-                raise _StreamEnded
             if response.status_code == 503 and begun:
                 raise httpx.ReadError("the server is not ready")
             if not response.is_success:
                 response.read()
                 raise ApiError(_problem(response))
-            yield response.iter_lines()
+            yield None if response.status_code == 204 else response.iter_lines()
 
     def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         try:
@@ -311,10 +309,6 @@ class Client:
             f"no Slotline answers at {self.url} ({error or type(error).__name__}): "
             "start one with `slotline serve`, or set SLOTLINE_URL to the one that runs"
         )
-
-
-class _StreamEnded(Exception):
-    """The server has sent all that there will ever be."""
 
 
 def _given(**params: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from sqlalchemy.exc import OperationalError
 
+from service.cli.environment import settings_or_fail
 from service.cli.output import CliError, Json, out
-from service.cli.setup import settings_or_fail
 from service.settings import Settings, misspelt_settings
 
 app = typer.Typer()
@@ -50,7 +50,7 @@ def serve(
         timeout_graceful_shutdown=3,
         log_config=None,
     )
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not _tells_expected(record, app.state))
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_expected_traceback(record, app.state))
     listener = _listen(settings)
     if settings.port == 0:
         settings.port = listener.getsockname()[1]
@@ -71,7 +71,7 @@ def serve(
         raise CliError(f"the server did not start: {_why(app.state)}")
 
 
-def _tells_expected(record: logging.LogRecord, state: Any) -> bool:
+def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
     """Whether uvicorn shows the traceback of a failed start that `_why` tells in one line."""
     expected = isinstance(getattr(state, "start_error", None), OSError | RuntimeError | OperationalError)
     return expected and record.getMessage().startswith("Traceback")

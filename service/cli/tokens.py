@@ -11,8 +11,8 @@ import typer
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.cli.environment import settings_or_fail
 from service.cli.output import CliError, Json, checked
-from service.cli.setup import settings_or_fail
 from service.jobspec import NAME_PATTERN
 from service.store.database import Database, utc_now
 from service.store.tokens import delete_token, list_tokens, new_token, store_token, token_digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -29,6 +30,8 @@ from service.store.timelines import SlotRecord
 from tests.service.api.test_plans_api import SPEC
 from tests.service.conftest import job_body
 from tests.service.serving import Served, serve
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture
@@ -242,6 +245,26 @@ def test_a_server_that_is_away_or_is_none_is_told_apart():
         assert away.value.temporary
     with pytest.raises(ClientError, match="no address"):
         Client("http://[::1")
+
+
+def test_the_script_of_the_readme_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SLOTLINE_URL", served.url)
+    monkeypatch.delenv("SLOTLINE_API_TOKEN", raising=False)
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+    def drive() -> None:
+        until(lambda: served.cluster.submissions)
+        job_id = next(iter(served.cluster.submissions)).rpartition("-")[0]
+        report(served, job_id, 1, steps=[step(1)], state=AttemptState.SUCCEEDED)
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    names = {"spec": job_body()}
+    exec(script, names)
+    thread.join()
+    assert names["losses"] == [1.0] and capsys.readouterr().out.endswith("SUCCEEDED\n")
 
 
 def test_a_script_that_imports_the_client_imports_no_server():
