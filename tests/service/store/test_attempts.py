@@ -1,4 +1,4 @@
-"""What drivers report, as stored: steps, timelines, plans, profiles; on SQLite and on PostgreSQL."""
+"""Attempts as stored: numbers, tokens, metrics, logs; on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from service.store.attempts import (
 )
 from service.store.database import Database
 from service.store.jobs import create_job
-from service.store.plans import find_plan, record_plan
-from service.store.profiles import find_profile, record_profile
 from service.store.states import lock_job
-from service.store.steps import StepRecord, record_steps, steps_of
 from service.store.tables import Attempt
-from service.store.timelines import SlotRecord, find_timeline, profiled_steps, record_timeline
 from tests.service.conftest import job_body
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
@@ -31,26 +27,6 @@ async def start(database: Database) -> Attempt:
         return await create_attempt(session, job, device="cpu", at=AT)
 
 
-def step(number: int, loss: float | None = 1.0) -> StepRecord:
-    return StepRecord(number, loss, 0.5, 0.4, 0.1, 0.0, 1.0, 2.0, 1e9 + number)
-
-
-def slot(mesh: str = "m0", start_s: float = 0.0, **changes) -> SlotRecord:
-    fields = {
-        "mesh": mesh,
-        "lane": "compute",
-        "action": "F",
-        "stage": "s0",
-        "peer_stage": None,
-        "peer_mesh": None,
-        "edge": None,
-        "microbatch": 0,
-        "start_s": start_s,
-        "end_s": start_s + 0.25,
-    }
-    return SlotRecord(**{**fields, **changes})
-
-
 async def test_an_attempt_takes_the_next_number_and_its_job_starts(database: Database):
     attempt = await start(database)
     async with database.read() as session:
@@ -58,65 +34,6 @@ async def test_an_attempt_takes_the_next_number_and_its_job_starts(database: Dat
     assert (found.id, found.number, found.state, found.accelerators) == (attempt.id, 1, "STARTING", 4)
     assert (job.state, job.current_attempt) == ("STARTING", attempt.id)
     assert len(found.token) >= 32
-
-
-async def test_a_step_that_is_repeated_after_a_checkpoint_replaces_the_old_one(database: Database):
-    attempt = await start(database)
-    async with database.write() as session:
-        await record_steps(session, attempt, [step(1), step(2, 9.0), step(3)])
-    async with database.write() as session:
-        await record_steps(session, attempt, [step(2, 0.5), step(4, None)])
-    async with database.read() as session:
-        steps = await steps_of(session, attempt.job_id)
-        later = await steps_of(session, attempt.job_id, after=2, limit=1)
-    assert [(s.step, s.loss) for s in steps] == [(1, 1.0), (2, 0.5), (3, 1.0), (4, None)]
-    assert [s.step for s in later] == [3]
-    assert steps[0].started_at == 1e9 + 1
-
-
-async def test_a_timeline_is_read_as_it_was_measured(database: Database):
-    attempt = await start(database)
-    slots = [
-        slot("m0"),
-        slot(
-            "m0", 0.25, lane="send:m1", action="SEND_F", peer_stage="s1", peer_mesh="m1", edge=0, microbatch=0
-        ),
-        slot("m1", 0.123456789012345, action="STEP", stage=None, microbatch=None),
-    ]
-    async with database.write() as session:
-        await record_timeline(
-            session, attempt, step=3, started_at=1.7e9, uncertainty_s=1e-4, slots=slots, keep=10
-        )
-    async with database.read() as session:
-        timeline, found = await find_timeline(session, attempt.job_id, None)
-        assert await find_timeline(session, attempt.job_id, 2) is None
-    assert (timeline.step, timeline.started_at, timeline.uncertainty_s) == (3, 1.7e9, 1e-4)
-    assert found == slots
-
-
-async def test_only_the_last_timelines_are_kept_and_a_repeated_one_is_replaced(database: Database):
-    attempt = await start(database)
-    for number in (1, 2, 3, 4, 4):
-        async with database.write() as session:
-            await record_timeline(
-                session, attempt, step=number, started_at=0.0, uncertainty_s=None, slots=[slot()], keep=2
-            )
-    async with database.read() as session:
-        assert await profiled_steps(session, attempt.job_id) == [3, 4]
-        assert await find_timeline(session, attempt.job_id, 2) is None
-        assert len((await find_timeline(session, attempt.job_id, 4))[1]) == 1
-
-
-async def test_plans_and_profiles_are_replaced_under_their_key(database: Database):
-    attempt = await start(database)
-    for text in ('{"plan": 1}', '{"plan": 2}'):
-        async with database.write() as session:
-            await record_plan(session, attempt, text, at=AT)
-            await record_profile(session, "gpt/8/cpu", {"layers": [text]}, at=AT)
-    async with database.read() as session:
-        assert (await find_plan(session, attempt.job_id)).body == '{"plan": 2}'
-        assert await find_profile(session, "gpt/8/cpu") == {"layers": ['{"plan": 2}']}
-        assert await find_profile(session, "other") is None
 
 
 async def test_drivers_that_serve_metrics_are_found_while_they_linger(database: Database):

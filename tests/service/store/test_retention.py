@@ -24,7 +24,8 @@ from service.store.tables import Attempt, Base, JobPlan, Slot, Step, Timeline
 from service.store.timelines import record_timeline
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
-from tests.service.store.test_attempts import slot, step
+from tests.service.store.test_steps import step
+from tests.service.store.test_timelines import slot
 
 NOW = utc_now()
 KEEP = Keep(timelines_days=30, history_days=365, packages_days=30)
