@@ -15,7 +15,9 @@ from fastapi import FastAPI
 
 from service.api.context import service_of
 from service.control_plane import ControlPlane, control_plane_app
+from service.orchestrator.outcome import Backoff, Report, apply_report
 from service.settings import Settings
+from service.store.database import utc_now
 from tests.service.fake_cluster import FakeCluster
 
 T = TypeVar("T")
@@ -70,3 +72,22 @@ def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def report(served: Served, job_id: str, sequence: int, **fields: Any) -> None:
+    """What the driver of the job's first attempt would say."""
+
+    async def work(service: ControlPlane) -> None:
+        async with service.database.write() as session:
+            await apply_report(
+                session, f"{job_id}-1", Report(sequence, **fields), at=utc_now(), backoff=Backoff(), keep=5
+            )
+
+    served.run(work)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -8,9 +8,8 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,7 +18,7 @@ import pytest
 from service.client import ApiError, Client, ClientError, UnreachableError
 from service.control_plane import ControlPlane
 from service.jobspec import AttemptState, JobSpec, JobState
-from service.orchestrator.outcome import Backoff, EventRecord, Report, TimelineRecord, apply_report
+from service.orchestrator.outcome import EventRecord, TimelineRecord
 from service.ports import free_ports
 from service.settings import Settings
 from service.store.attempts import find_attempt
@@ -29,7 +28,7 @@ from service.store.steps import StepRecord
 from service.store.timelines import SlotRecord
 from tests.service.api.test_plans_api import SPEC
 from tests.service.conftest import job_body
-from tests.service.serving import Served, serve
+from tests.service.serving import Served, report, serve, until
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -46,28 +45,11 @@ def client(served: Served) -> Iterator[Client]:
         yield client
 
 
-def until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def started(served: Served, client: Client) -> str:
     """A job whose first attempt was given to the cluster."""
     job_id = client.submit(job_body()).id
     until(lambda: f"{job_id}-1" in served.cluster.submissions)
     return job_id
-
-
-def report(served: Served, job_id: str, sequence: int, **fields) -> None:
-    async def work(plane: ControlPlane) -> None:
-        async with plane.database.write() as session:
-            await apply_report(
-                session, f"{job_id}-1", Report(sequence, **fields), at=utc_now(), backoff=Backoff(), keep=5
-            )
-
-    served.run(work)
 
 
 def step(number: int) -> StepRecord:

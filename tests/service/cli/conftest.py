@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,7 @@ import pytest
 import yaml
 
 from service import cli
-from service.control_plane import ControlPlane
-from service.orchestrator.outcome import Backoff, Report, apply_report
 from service.settings import Settings
-from service.store.database import utc_now
 from tests.service.conftest import job_body
 from tests.service.serving import Served, serve
 
@@ -68,20 +64,3 @@ def job_file(tmp_path: Path) -> Path:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_body()))
     return file
-
-
-def report(served: Served, job_id: str, sequence: int, **fields) -> None:
-    async def work(service: ControlPlane) -> None:
-        async with service.database.write() as session:
-            await apply_report(
-                session, f"{job_id}-1", Report(sequence, **fields), at=utc_now(), backoff=Backoff(), keep=5
-            )
-
-    served.run(work)
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.service.cli.conftest import Run, until
+from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
-from tests.service.serving import Served
+from tests.service.serving import Served, until
 
 
 def test_a_folder_of_code_is_uploaded_with_the_job(run: Run, served: Served, tmp_path: Path):

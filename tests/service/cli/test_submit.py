@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from service.jobspec import AttemptState
-from tests.service.cli.conftest import Run, report, until
+from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
-from tests.service.serving import Served
+from tests.service.serving import Served, report, until
 
 
 def test_a_job_is_submitted_listed_and_shown(run: Run, served: Served, job_file: Path):

@@ -16,8 +16,8 @@ from service.ports import free_ports
 from service.settings import Settings
 from service.store.steps import StepRecord
 from service.store.timelines import SlotRecord
-from tests.service.cli.conftest import Run, report, until
-from tests.service.serving import Served, serve
+from tests.service.cli.conftest import Run
+from tests.service.serving import Served, report, serve, until
 
 
 def test_events_and_logs_are_shown_whole_and_followed_to_the_end(run: Run, served: Served, job_file: Path):
