@@ -97,8 +97,8 @@ def make_api(tmp_path: Path) -> ApiMaker:
         cluster = FakeCluster()
         app = control_plane_app(Settings(**given), cluster)
         async with app.router.lifespan_context(app):
+            service_of(app).orchestrator.stop()  # before it is given a turn: no round of its own
             await service_of(app).cluster.stop()
-            service_of(app).orchestrator.stop()
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 yield Api(client, service_of(app), cluster)
