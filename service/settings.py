@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.jobs import Name
+from service.jobspec import Name
 
 MEBIBYTE = 1 << 20
 Days = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]

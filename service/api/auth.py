@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
-import secrets
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -18,8 +16,8 @@ from fastapi import Depends, Request
 from service.api.context import Current, Service
 from service.api.errors import ProblemError
 from service.store.attempts import find_attempt
-from service.store.packages import find_token
 from service.store.tables import Attempt
+from service.store.tokens import find_token, token_digest
 
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
@@ -53,15 +51,6 @@ async def driver(attempt_id: str, request: Request, service: Current) -> Attempt
 
 
 DriverAttempt = Annotated[Attempt, Depends(driver)]
-
-
-def new_token() -> str:
-    return f"slotline_{secrets.token_urlsafe(32)}"
-
-
-def token_digest(token: str) -> str:
-    """What the store keeps of a user's token."""
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 async def _is_known(service: Service, token: str) -> bool:

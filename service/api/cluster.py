@@ -8,63 +8,15 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from service.api.context import Current
-from service.api.schemas import JobSummary, job_summary
-from service.jobs import stored
+from service.api.schemas import AcceleratorsView, ClusterView, GangView, NodeView, QueueList, QueueView
+from service.api.views import job_summary
+from service.jobspec import stored
 from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"])
-
-
-class NodeView(BaseModel):
-    id: str
-    address: str
-    resources: dict[str, float]
-
-
-class AcceleratorsView(BaseModel):
-    """Accelerators of one device; `used` counts what Slotline's own attempts hold."""
-
-    device: str
-    resource: str
-    total: int
-    used: int
-    free: int
-
-
-class GangView(BaseModel):
-    """The meshes of one running attempt."""
-
-    job_id: str
-    attempt: int
-    device: str
-    meshes: int
-    workers_per_mesh: int
-
-
-class ClusterView(BaseModel):
-    available: bool
-    error: str | None
-    seen_at: datetime | None
-    nodes: list[NodeView]
-    accelerators: list[AcceleratorsView]
-    gangs: list[GangView]
-
-
-class QueueView(BaseModel):
-    """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what."""
-
-    name: str
-    quota: int | None
-    used: int
-    depth: int
-    waiting: list[JobSummary]
-
-
-class QueueList(BaseModel):
-    items: list[QueueView]
 
 
 class TargetGroup(BaseModel):
@@ -77,7 +29,7 @@ class TargetGroup(BaseModel):
 @router.get("/cluster")
 async def read_cluster(service: Current) -> ClusterView:
     """The cluster as last seen, and who uses it."""
-    view, capacity = service.orchestrator.view, service.orchestrator.capacity
+    snapshot, capacity = service.cluster.snapshot, service.cluster.capacity
     async with service.database.read() as session:
         active = await active_attempts(session)
     used = {
@@ -98,10 +50,10 @@ async def read_cluster(service: Current) -> ClusterView:
         ]
     )
     return ClusterView(
-        available=view.available,
-        error=view.error,
-        seen_at=None if view.seen_at is None else datetime.fromtimestamp(view.seen_at, UTC),
-        nodes=[NodeView(id=n.id, address=n.address, resources=dict(n.resources)) for n in view.nodes],
+        available=snapshot.available,
+        error=snapshot.error,
+        seen_at=None if snapshot.seen_at is None else datetime.fromtimestamp(snapshot.seen_at, UTC),
+        nodes=[NodeView(id=n.id, address=n.address, resources=dict(n.resources)) for n in snapshot.nodes],
         accelerators=accelerators,
         gangs=[
             GangView(

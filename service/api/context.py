@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
 from starlette.requests import HTTPConnection
 
-from service.orchestrator.loop import Orchestrator
+from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
 from service.orchestrator.planning import Planner
 from service.settings import Settings
@@ -17,12 +19,14 @@ from service.store.database import Database
 
 @dataclass
 class Service:
-    """One control plane in this process."""
+    """What routes work with. `wake` tells the orchestrator that a job changed, if it is in this process."""
 
     settings: Settings
     database: Database
     planner: Planner
-    orchestrator: Orchestrator
+    cluster: ClusterWatcher
+    logs: LogReader
+    wake: Callable[[], None]
 
     @property
     def backoff(self) -> Backoff:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
-from service.jobs import JobSpec
+from service.jobspec import JobSpec
 from service.orchestrator.outcome import StaleAttemptError
 from service.orchestrator.planning import PlannerBusyError, PlanRefusedError, PlanTimeoutError
 from service.orchestrator.ray_jobs import ClusterError
@@ -28,16 +28,6 @@ logger = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
-
-
-class Problem(BaseModel):
-    """The body of every error."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-    errors: list[dict[str, Any]] | None = None
 
 
 class ProblemError(Exception):

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from service.api import streams
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
-from service.api.jobs import JobId, existing_job
+from service.api.manage import JobId, existing_job
 from service.api.schemas import (
     EventPage,
     JobPlanView,
@@ -21,14 +21,14 @@ from service.api.schemas import (
     StepPage,
     TimelineSide,
     TimelineView,
-    event_view,
-    step_view,
 )
 from service.api.trace import chrome_trace
-from service.store import attempts as store
-from service.store.attempts import SlotRecord
-from service.store.jobs import events_of
+from service.api.views import event_view, step_view
+from service.store.events import events_of
+from service.store.plans import find_plan
+from service.store.steps import find_step, steps_of
 from service.store.tables import Job, JobPlan, Step, Timeline
+from service.store.timelines import SlotRecord, find_timeline, profiled_steps
 
 router = APIRouter(prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422))
 
@@ -93,7 +93,7 @@ async def steps(
     begin = after if page_token is None else int(page_token)
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        found = await store.steps_of(session, job_id, after=-1 if begin is None else begin, limit=limit + 1)
+        found = await steps_of(session, job_id, after=-1 if begin is None else begin, limit=limit + 1)
     token = str(found[limit - 1].step) if len(found) > limit else None
     return StepPage(items=[step_view(step) for step in found[:limit]], next_page_token=token)
 
@@ -118,10 +118,10 @@ async def timeline(
     """Planned and measured slots of one step."""
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
-        stored = await store.find_plan(session, job_id)
-        profiled = await store.profiled_steps(session, job_id)
-        measured = await store.find_timeline(session, job_id, step)
-        record = await store.find_step(session, job_id, measured[0].step) if measured else None
+        stored = await find_plan(session, job_id)
+        profiled = await profiled_steps(session, job_id)
+        measured = await find_timeline(session, job_id, step)
+        record = await find_step(session, job_id, measured[0].step) if measured else None
     if step is not None and measured is None:
         raise ProblemError(404, f"step {step} of job {job_id} was not profiled: {_choose(profiled)}")
     if stored is None and measured is None:
@@ -159,7 +159,7 @@ def _timeline_response(
 async def _plan(service: Service, job_id: str) -> JobPlan:
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
-        found = await store.find_plan(session, job_id)
+        found = await find_plan(session, job_id)
     if found is None:
         raise ProblemError(404, f"job {job_id} has no plan{_no_more_or_yet(job)}")
     return found

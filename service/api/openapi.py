@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from service.api.errors import MEDIA_TYPE, Problem
+from service.api.errors import MEDIA_TYPE
+from service.api.schemas import Problem
 
 _BEARER = {"type": "http", "scheme": "bearer"}
 

@@ -11,23 +11,17 @@ from pathlib import PurePosixPath
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
-from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
-from service.jobs import PACKAGE_PREFIX
+from service.api.schemas import PackageView
+from service.jobspec import PACKAGE_PREFIX
 from service.store.database import utc_now
 from service.store.packages import renew_package, store_package
 
 router = APIRouter(prefix="/api/v1/packages", tags=["packages"])
 _FILE_LIMIT = 20_000
-
-
-class PackageView(BaseModel):
-    uri: str
-    digest: str
-    size_bytes: int
 
 
 @router.post("", status_code=201, responses={200: {"model": PackageView}, **responses(413, 422)})

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
-from service.jobs import FiniteJson
+from service.jobspec import FiniteJson
 from service.orchestrator.planning import PLAN_FORMATS
 
 router = APIRouter(prefix="/api/v1/plans", tags=["plans"])

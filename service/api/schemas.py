@@ -1,31 +1,18 @@
-"""What the API takes and answers, beside service.jobs.JobSpec. Times are ISO 8601 in UTC, or Unix seconds."""
+"""What the API answers to users, beside service.jobspec.JobSpec. Times are ISO 8601 in UTC, or Unix seconds.
+
+Values only, for the routes and for service.client alike: no web framework, no database, no Ray.
+"""
 
 from __future__ import annotations
 
-import math
 from datetime import datetime
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from service.jobs import Arguments, AttemptState, JobState, stored
-from service.store.states import printable
-from service.store.tables import Attempt, Event, Job, Step
+from service.jobspec import AttemptState, JobState
 
-
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-Number = Annotated[float | None, AfterValidator(_finite_or_none)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Sequence64 = Annotated[int, Field(ge=1, lt=2**63)]
-UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
-Clean = AfterValidator(printable)
-CleanLabel = AfterValidator(lru_cache(10_000)(printable))  # thousands of slots name the same few things
-Label = Annotated[str, Field(max_length=100), CleanLabel]
 
 
 # Jobs
@@ -86,32 +73,6 @@ class JobView(JobSummary):
 class JobPage(BaseModel):
     items: list[JobSummary]
     next_page_token: str | None
-
-
-def job_summary(job: Job) -> JobSummary:
-    return JobSummary(**_summary(job))
-
-
-def job_view(job: Job, attempts: list[Attempt]) -> JobView:
-    return JobView(
-        **_summary(job),
-        spec=job.spec,
-        attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
-        checkpoint=checkpoint_view(job),
-    )
-
-
-def checkpoint_view(job: Job) -> CheckpointView | None:
-    if job.checkpoint_step is None or job.checkpoint_uri is None:
-        return None
-    return CheckpointView(step=job.checkpoint_step, uri=job.checkpoint_uri)
-
-
-def _summary(job: Job) -> dict[str, Any]:
-    columns = JobSummary.model_fields.keys() - {"progress"}
-    steps = stored(job.spec, "training", "steps", 0)
-    progress = Progress(step=job.step or 0, steps=steps, loss=job.loss, step_s=job.step_s)
-    return {**{name: getattr(job, name) for name in columns}, "progress": progress}
 
 
 # Events, logs, steps, plans, timelines
@@ -197,107 +158,65 @@ class TimelineView(BaseModel):
     profiled_steps: list[int]
 
 
-def event_view(event: Event) -> EventView:
-    return EventView.model_validate(event, from_attributes=True)
+# Code, cluster, queues
 
 
-def step_view(step: Step) -> StepView:
-    return StepView.model_validate(step, from_attributes=True)
+class PackageView(BaseModel):
+    uri: str
+    digest: str
+    size_bytes: int
 
 
-# Attempts: what drivers ask and report. Unknown fields are ignored: a driver may be newer than we are.
+class NodeView(BaseModel):
+    id: str
+    address: str
+    resources: dict[str, float]
 
 
-class AttemptGiven(BaseModel):
-    """`job` is the job's JobSpec as it was stored."""
+class AcceleratorsView(BaseModel):
+    """Accelerators of one device; `used` counts what Slotline's own attempts hold."""
 
-    attempt_id: str
-    job_id: str
-    number: int
-    job: dict[str, Any]
     device: str
-    resume: CheckpointView | None
+    resource: str
+    total: int
+    used: int
+    free: int
 
 
-class _FromDriver(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class GangView(BaseModel):
+    """The meshes of one running attempt."""
+
+    job_id: str
+    attempt: int
+    device: str
+    meshes: int
+    workers_per_mesh: int
 
 
-class ReportedStep(_FromDriver):
-    step: Integer
-    loss: Number = None
-    step_s: Number = None
-    makespan_s: Number = None
-    bubble_ratio: Number = None
-    exposed_transfer_s: Number = None
-    overlap_ratio: Number = None
-    grad_norm: Number = None
-    started_at: Number = None
+class ClusterView(BaseModel):
+    available: bool
+    error: str | None
+    seen_at: datetime | None
+    nodes: list[NodeView]
+    accelerators: list[AcceleratorsView]
+    gangs: list[GangView]
 
 
-class ReportedSlot(_FromDriver):
-    mesh: Label
-    lane: Annotated[str, Field(max_length=120), CleanLabel]
-    action: Annotated[str, Field(max_length=20), CleanLabel]
-    stage: Label | None = None
-    peer_stage: Label | None = None
-    peer_mesh: Label | None = None
-    edge: Integer | None = None
-    microbatch: Integer | None = None
-    start_s: Finite
-    end_s: Finite
+class QueueView(BaseModel):
+    """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what."""
+
+    name: str
+    quota: int | None
+    used: int
+    depth: int
+    waiting: list[JobSummary]
 
 
-class ReportedTimeline(_FromDriver):
-    step: Integer
-    started_at: UnixTime
-    uncertainty_s: Number = None
-    slots: Annotated[list[ReportedSlot], Field(max_length=200_000)]
+class QueueList(BaseModel):
+    items: list[QueueView]
 
 
-class ReportedEvent(_FromDriver):
-    at: UnixTime
-    kind: Label
-    message: str
-
-
-class ReportedCheckpoint(_FromDriver):
-    step: Integer
-    uri: Annotated[str, Clean]
-
-
-class ReportIn(_FromDriver):
-    sequence: Sequence64
-    state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
-    reason: Label | None = None
-    message: str | None = None
-    steps: Annotated[list[ReportedStep], Field(max_length=100_000)] = []
-    timelines: Annotated[list[ReportedTimeline], Field(max_length=100)] = []
-    events: Annotated[list[ReportedEvent], Field(max_length=10_000)] = []
-    metrics_endpoint: Annotated[str, Field(max_length=300), Clean] | None = None
-    checkpoint: ReportedCheckpoint | None = None
-
-
-class ReportAnswer(BaseModel):
-    command: Literal["continue", "cancel"]
-
-
-class Network(_FromDriver):
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-
-
-class PlacedWorker(_FromDriver):
-    mesh: Label
-    worker: Integer
-    node: str | None = None
-    device: str | None = None
-
-
-class PlanRequest(_FromDriver):
-    profile: Arguments
-    network: Network = Network()
-    workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []
+# The server, and its errors
 
 
 class Version(BaseModel):
@@ -307,3 +226,13 @@ class Version(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"]
+
+
+class Problem(BaseModel):
+    """The body of every error."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    errors: list[dict[str, Any]] | None = None

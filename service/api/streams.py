@@ -14,9 +14,12 @@ from fastapi import Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from service.api.context import Service
-from service.api.schemas import LogLine, event_view
+from service.api.schemas import LogLine
+from service.api.views import event_view
 from service.orchestrator.ray_jobs import ClusterError
-from service.store.jobs import attempts_of, events_of, find_job
+from service.store.attempts import attempts_of
+from service.store.events import events_of
+from service.store.jobs import find_job
 from service.store.tables import Job
 
 MEDIA_TYPE = "text/event-stream"
@@ -62,7 +65,7 @@ async def log_lines(service: Service, job_id: str, *, attempt: int | None, after
     for one in attempts:
         if one.number < after[0] or attempt not in (None, one.number):
             continue
-        first, text = await service.orchestrator.log_of(one)
+        first, text = await service.logs.read(one)
         skip = max(after[1] + 1 - first, 0) if one.number == after[0] else 0
         for number, line in enumerate(_lines(text, ended=one.attempt_state.final)[skip:], first + skip):
             lines.append(LogLine(attempt=one.number, number=number, text=line))

@@ -31,8 +31,8 @@ async def ready(service: Current) -> Health:
             await session.execute(text("SELECT 1"))
     except (SQLAlchemyError, OSError, TimeoutError) as error:
         raise ProblemError(503, f"the database does not answer: {type(error).__name__}") from None
-    if service.orchestrator.view.error is not None:
-        raise ProblemError(503, f"the cluster is not there: {service.orchestrator.view.error}")
+    if service.cluster.snapshot.error is not None:
+        raise ProblemError(503, f"the cluster is not there: {service.cluster.snapshot.error}")
     return Health(status="ok")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from service.jobs import AttemptState, Cause, Retry, cause_of
+from service.jobspec import AttemptState, Cause, Retry, cause_of
 
 Device = Literal["cpu", "cuda"]
 

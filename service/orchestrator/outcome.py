@@ -11,13 +11,13 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import AttemptState, JobState, stored_retry
+from service.jobspec import AttemptState, JobState, stored_retry
 from service.orchestrator.decide import GiveUp, after_failure
-from service.store import attempts as attempt_store
-from service.store.attempts import SlotRecord, StepRecord
-from service.store.jobs import attempts_of
+from service.store.attempts import attempts_of, find_attempt
 from service.store.states import add_event, lock_job, move_attempt, move_job
+from service.store.steps import StepRecord, record_steps
 from service.store.tables import Attempt, Job
+from service.store.timelines import SlotRecord, record_timeline
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ async def apply_report(
     session: AsyncSession, attempt_id: str, report: Report, *, at: datetime, backoff: Backoff, keep: int
 ) -> str:
     """Store a report; the command for the driver, `continue` or `cancel`. Raises StaleAttemptError."""
-    attempt = await attempt_store.find_attempt(session, attempt_id)
+    attempt = await find_attempt(session, attempt_id)
     assert attempt is not None, attempt_id
     job = await lock_job(session, attempt.job_id)
     assert job is not None, attempt.job_id
@@ -177,12 +177,12 @@ async def _store_measurements(
     session: AsyncSession, job: Job, attempt: Attempt, report: Report, keep: int
 ) -> None:
     steps = {step.step: step for step in report.steps}
-    await attempt_store.record_steps(session, attempt, steps.values())
+    await record_steps(session, attempt, steps.values())
     if steps:
         last = steps[max(steps)]
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
     for timeline in report.timelines:
-        await attempt_store.record_timeline(
+        await record_timeline(
             session,
             attempt,
             step=timeline.step,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select
 
-from service.jobs import WAITING_STATES, AttemptState, Cause, JobState, cause_of
+from service.jobspec import WAITING_STATES, AttemptState, Cause, JobState, cause_of
 from service.store.database import Database
 from service.store.tables import Attempt, Job
 

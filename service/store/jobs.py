@@ -14,9 +14,9 @@ from datetime import datetime
 from sqlalchemy import Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import WAITING_STATES, JobSpec, JobState
+from service.jobspec import WAITING_STATES, JobSpec, JobState
 from service.store.states import add_event, lock_job, move_job
-from service.store.tables import Attempt, Event, Job
+from service.store.tables import Job
 
 _ALPHABET = string.ascii_lowercase + string.digits
 
@@ -94,22 +94,6 @@ async def waiting_jobs(session: AsyncSession) -> list[Job]:
     """Jobs that want accelerators."""
     query = select(Job).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
     return list((await session.execute(query)).scalars())
-
-
-async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:
-    """The job's attempts, first to last."""
-    query = select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number)
-    return (await session.execute(query)).scalars().all()
-
-
-async def events_of(
-    session: AsyncSession, job_id: str, *, after: int = 0, limit: int = 500
-) -> Sequence[Event]:
-    """Events numbered above `after`, in order."""
-    query = (
-        select(Event).where(Event.job_id == job_id, Event.number > after).order_by(Event.number).limit(limit)
-    )
-    return (await session.execute(query)).scalars().all()
 
 
 async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job | None:

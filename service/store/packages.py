@@ -1,14 +1,13 @@
-"""Uploaded code and users' tokens in the store: small tables under a digest."""
+"""Uploaded code in the store: a zip under its digest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.store.tables import ApiToken, Package
+from service.store.tables import Package
 
 
 async def find_package(session: AsyncSession, digest: str) -> bool:
@@ -29,20 +28,3 @@ async def renew_package(session: AsyncSession, digest: str, *, at: datetime) -> 
     """Whether the package is stored; it counts as uploaded at `at` then."""
     query = update(Package).where(Package.digest == digest).values(created_at=at)
     return (await session.execute(query)).rowcount > 0
-
-
-async def find_token(session: AsyncSession, digest: str) -> bool:
-    return (await session.execute(select(ApiToken.name).where(ApiToken.digest == digest))).first() is not None
-
-
-async def list_tokens(session: AsyncSession) -> Sequence[ApiToken]:
-    return (await session.execute(select(ApiToken).order_by(ApiToken.name))).scalars().all()
-
-
-def store_token(session: AsyncSession, name: str, digest: str, *, at: datetime) -> None:
-    session.add(ApiToken(name=name, digest=digest, created_at=at))
-
-
-async def delete_token(session: AsyncSession, name: str) -> bool:
-    """Whether there was one."""
-    return (await session.execute(delete(ApiToken).where(ApiToken.name == name))).rowcount > 0

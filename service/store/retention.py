@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, delete, exists, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobs import FINAL_STATES, PACKAGE_PREFIX
+from service.jobspec import FINAL_STATES, PACKAGE_PREFIX
 from service.store.database import Database
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Job, JobPlan, Package, Slot, Step, Timeline
@@ -63,7 +63,7 @@ async def _remove_some_timelines(database: Database, job_id: str, days: float, n
             await session.execute(delete(table).where(table.job_id == job_id, table.step.in_(steps)))
         if len(steps) == _TIMELINES_AT_ONCE:
             return True
-        _tell(session, job, "measured slots", days, "TIMELINES", now)
+        _add_removal_event(session, job, "measured slots", days, "TIMELINES", now)
         return False
 
 
@@ -81,7 +81,7 @@ async def _remove_history(database: Database, days: float, now: datetime) -> Non
                         await session.execute(delete(table).where(table.job_id == job_id))
                     # not NULL: Ray would be asked for the log again
                     await session.execute(update(Attempt).where(Attempt.job_id == job_id).values(log=""))
-                    _tell(session, job, "steps, plan and logs", days, "HISTORY", now)
+                    _add_removal_event(session, job, "steps, plan and logs", days, "HISTORY", now)
 
 
 async def _remove_packages(database: Database, days: float, now: datetime) -> None:
@@ -109,6 +109,8 @@ async def _still_ended(session: AsyncSession, job_id: str, days: float, now: dat
     return job if job.finished_at < now - timedelta(days=days) else None
 
 
-def _tell(session: AsyncSession, job: Job, what: str, days: float, setting: str, now: datetime) -> None:
+def _add_removal_event(
+    session: AsyncSession, job: Job, what: str, days: float, setting: str, now: datetime
+) -> None:
     message = f"{what} were removed {days:g} days after the end (SLOTLINE_KEEP_{setting}_DAYS)"
     add_event(session, job, "removed", message, at=now)

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from service.jobs import AttemptState, JobState
+from service.jobspec import AttemptState, JobState
 
 
 class UtcDateTime(TypeDecorator[datetime]):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.local_server import LocalServer
+from service.cli.local_server import LocalServer
 from service.orchestrator.local_ray import LocalRay
 from service.ports import free_ports
 from service.settings import Settings

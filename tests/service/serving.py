@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
-from service.api.app import create_app
-from service.api.context import Service, service_of
+from service.api.context import service_of
+from service.control_plane import ControlPlane, control_plane_app
+from service.orchestrator.outcome import Backoff, Report, apply_report
 from service.settings import Settings
+from service.store.database import utc_now
 from tests.service.fake_cluster import FakeCluster
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class Served:
     def requests(self, path: str) -> int:
         return self.seen.count(path)
 
-    def run(self, work: Callable[[Service], Awaitable[T]]) -> T:
+    def run(self, work: Callable[[ControlPlane], Awaitable[T]]) -> T:
         """Await `work(service)` in the server's own event loop."""
         return asyncio.run_coroutine_threadsafe(work(service_of(self.app)), self.loop).result(60)
 
@@ -42,7 +44,7 @@ class Served:
 def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
     """A served application; ended with its thread."""
     cluster = FakeCluster()
-    app = create_app(settings, cluster)
+    app = control_plane_app(settings, cluster)
     seen: list[str] = []
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:
@@ -70,3 +72,22 @@ def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def report(served: Served, job_id: str, sequence: int, **fields: Any) -> None:
+    """What the driver of the job's first attempt would say."""
+
+    async def work(service: ControlPlane) -> None:
+        async with service.database.write() as session:
+            await apply_report(
+                session, f"{job_id}-1", Report(sequence, **fields), at=utc_now(), backoff=Backoff(), keep=5
+            )
+
+    served.run(work)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 from service.cli import app
-from service.jobs import JobSpec, JobState
+from service.jobspec import JobSpec, JobState
 from service.scheduler import load_spec, make_plan
 from service.settings import Settings
 
@@ -78,11 +78,21 @@ def test_every_state_is_told():
 
 
 def test_every_file_and_target_that_is_told_exists():
-    for path in re.findall(r"`((?:service|deploy|dashboards)/[\w./*-]+)`", README):
+    for path in re.findall(r"`((?:service|worker|tests|deploy|dashboards)/[\w./*-]+)`", README):
         assert list(ROOT.glob(path)), path
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make ([a-z-]+)", README):
         assert f"\n{target}:" in makefile, target
+
+
+def test_the_walk_through_the_house_names_paths_that_exist():
+    """Ten stations of one job, from the file that a user types to what is left when it is over."""
+    (house,) = re.findall(r"^## The house\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^\d+\. ", house, re.MULTILINE)) == 10
+    told = re.findall(r"`([\w.]+/[\w./-]*)`", house)
+    assert [path for path in told if not (ROOT / path).exists()] == []
+    assert all((ROOT / path).is_dir() for path in told if path.endswith("/"))
+    assert {path.partition("/")[0] for path in told} == {"service", "worker", "tests", "deploy", "dashboards"}
 
 
 def _code(text: str) -> list[str]:

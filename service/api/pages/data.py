@@ -16,12 +16,13 @@ from sqlalchemy import select
 
 from service.api.context import Current
 from service.api.errors import ProblemError
-from service.api.jobs import JobId, existing_job
+from service.api.manage import JobId, existing_job
 from service.api.pages.gaps import find_gaps
 from service.api.schemas import Integer, SlotView
 from service.scheduler.model.spec import PipelineSpec
-from service.store.attempts import SlotRecord, find_plan, find_timeline, profiled_steps
+from service.store.plans import find_plan
 from service.store.tables import JobPlan
+from service.store.timelines import SlotRecord, find_timeline, profiled_steps
 from worker.program import COMPUTE_OPS, TRANSFER_OPS
 
 router = APIRouter(include_in_schema=False)

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.app import create_app
-from service.api.context import Service, service_of
+from service.api.context import service_of
+from service.control_plane import ControlPlane, control_plane_app
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body
@@ -24,7 +24,7 @@ class Api:
     """A running application and the calls that tests make most."""
 
     client: httpx.AsyncClient
-    service: Service
+    service: ControlPlane
     cluster: FakeCluster
     attempts: dict[str, str] = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class Api:
     async def rounds(self, job_id: str, number: int = 1) -> None:
         """Work until the attempt `number` of a job was given to the cluster."""
         for _ in range(10):
-            await self.service.orchestrator.refresh()
+            await self.service.cluster.refresh()
             await self.service.orchestrator.round()
             await self.service.orchestrator.settle()
             if f"{job_id}-{number}" in self.cluster.submissions:
@@ -95,9 +95,10 @@ def make_api(tmp_path: Path) -> ApiMaker:
             **settings,
         }
         cluster = FakeCluster()
-        app = create_app(Settings(**given), cluster)
+        app = control_plane_app(Settings(**given), cluster)
         async with app.router.lifespan_context(app):
-            service_of(app).orchestrator.stop()
+            service_of(app).orchestrator.stop()  # before it is given a turn: no round of its own
+            await service_of(app).cluster.stop()
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 yield Api(client, service_of(app), cluster)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Case
 from schemathesis.checks import load_all_checks
 
-from service.api.app import create_app
 from service.api.context import Service
+from service.control_plane import control_plane_app
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body
@@ -58,7 +58,7 @@ def as_bytes(_context, value) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
 
 
-schema = schemathesis.openapi.from_dict(create_app(Settings()).openapi())
+schema = schemathesis.openapi.from_dict(control_plane_app(Settings()).openapi())
 
 
 @schema.parametrize()

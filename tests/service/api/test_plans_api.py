@@ -16,7 +16,7 @@ import pytest
 from service.orchestrator.planning import Planner, PlannerBusyError, PlanTimeoutError
 from service.scheduler import PipelineSpec, Plan, make_plan
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.api.test_jobs_api import problem
+from tests.service.api.test_manage import problem
 
 SPEC = {
     "microbatches": 4,
@@ -233,7 +233,7 @@ async def test_links_broken_zips_and_bombs_are_refused(make_api: ApiMaker):
 
 
 def test_a_folder_has_the_same_zip_whenever_it_is_made(tmp_path):
-    from service.cli_package import zip_folder
+    from service.cli.packing import zip_folder
 
     for name in ("one", "two"):
         folder = tmp_path / name

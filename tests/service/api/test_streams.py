@@ -12,7 +12,7 @@ import pytest
 
 from service.api import streams
 from tests.service.api.conftest import Api
-from tests.service.api.test_jobs_api import problem
+from tests.service.api.test_manage import problem
 
 SSE = {"Accept": "text/event-stream"}
 
@@ -21,7 +21,7 @@ SSE = {"Accept": "text/event-stream"}
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(streams, "_LOG_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("service.orchestrator.loop._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.logs._LOG_SETTLES_S", 0.0)
 
 
 def parse(text: str) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api, mon
     assert [json.loads(line["data"])["text"] for line in lines] == ["one", "two", "three"]
     assert [line["id"] for line in lines] == ["1:1", "1:2", "1:3"] and end["event"] == "end"
 
-    await api.service.orchestrator._keep_logs()
+    await api.service.orchestrator.logs.keep_logs()
     api.cluster.away = True
     resumed = parse((await stream(api, path, **{"Last-Event-ID": "1:2"})).text)
     assert [event.get("id") for event in resumed] == ["1:3", None]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.jobs import AttemptState, Retry
+from service.jobspec import AttemptState, Retry
 from service.orchestrator.decide import (
     Capacity,
     End,

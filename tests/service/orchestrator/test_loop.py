@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from service.jobs import AttemptState, JobSpec
+from service.jobspec import AttemptState, JobSpec
 from service.orchestrator import decide
+from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.loop import Orchestrator, clip_log
+from service.orchestrator.logs import LogReader, clip_log
+from service.orchestrator.loop import Orchestrator
 from service.orchestrator.outcome import (
     Backoff,
     EventRecord,
@@ -25,9 +27,11 @@ from service.orchestrator.outcome import (
 from service.orchestrator.ray_jobs import Node
 from service.settings import Settings
 from service.store import jobs as job_store
-from service.store.attempts import StepRecord, find_attempt, steps_of
+from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
+from service.store.events import events_of
 from service.store.packages import store_package
+from service.store.steps import StepRecord, steps_of
 from service.store.tables import Attempt, Base, Job
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
@@ -46,15 +50,17 @@ class World:
 
     def restart(self) -> None:
         """A new control plane on the same store and cluster."""
-        self.orchestrator = Orchestrator(self.settings, self.database, self.cluster, local=True)
+        self.watcher = ClusterWatcher(
+            self.cluster, refresh_s=600, workers_per_gpu=self.settings.workers_per_gpu
+        )
+        self.orchestrator = Orchestrator(self.settings, self.database, self.cluster, self.watcher, local=True)
 
     async def rounds(self, number: int = 1) -> None:
         for _ in range(number):
-            await self.orchestrator.refresh()
+            await self.watcher.refresh()
             await self.orchestrator.round()
             await self.orchestrator.settle()
-            for watched in self.orchestrator._watched.values():
-                watched.asked_at = 0.0
+            self.orchestrator.attempts.ask_at_once()
 
     async def submit(self, **changes) -> str:
         async with self.database.write() as session:
@@ -96,13 +102,13 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("service.orchestrator.loop._STOP_EVERY_S", 0.0)
-    monkeypatch.setattr("service.orchestrator.loop._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.watching._STOP_EVERY_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.logs._LOG_SETTLES_S", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     world = World(database)
-    world.orchestrator._limits = replace(world.orchestrator._limits, report_grace_s=0.0)
+    world.orchestrator.attempts.limits = replace(world.orchestrator.attempts.limits, report_grace_s=0.0)
     yield world
     await database.close()
 
@@ -119,7 +125,7 @@ async def test_workers_that_share_a_gpu_count_as_accelerators(world: World):
     world.restart()
     job_id = await world.submit()
     await world.rounds(2)
-    assert world.orchestrator.capacity.total == {"cpu": 4, "cuda": 12}
+    assert world.watcher.capacity.total == {"cpu": 4, "cuda": 12}
     assert world.cluster.submissions[f"{job_id}-1"].env["SLOTLINE_WORKERS_PER_GPU"] == "4"
 
 
@@ -158,7 +164,7 @@ async def test_a_job_that_waits_long_adds_one_event_not_one_a_round(world: World
     second = await world.submit()
     await world.rounds(6)
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, second)]
+        kinds = [event.kind for event in await events_of(session, second)]
     assert kinds == ["state", "waiting"]
 
 
@@ -229,7 +235,7 @@ async def test_a_ray_that_cannot_take_a_driver_now_costs_no_attempt_and_the_job_
     assert (job.state, job.reason, job.attempts_made) == ("STARTING", "WAITS_FOR_CLUSTER", 1)
     assert "No available agent" in job.message
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+        kinds = [event.kind for event in await events_of(session, job_id)]
     assert kinds.count("waiting") == 1
     world.cluster.not_now = None
     await world.rounds(1)
@@ -298,7 +304,7 @@ async def test_a_repeated_report_is_acknowledged_and_changes_nothing(world: Worl
             await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED, events=[event]) == "continue"
         )
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+        kinds = [event.kind for event in await events_of(session, job_id)]
     assert kinds.count("note") == 1 and (await world.job(job_id)).state == "SUCCEEDED"
 
 
@@ -336,7 +342,7 @@ async def test_a_driver_that_ignores_the_cancel_is_stopped(world: World):
 async def test_a_job_cancelled_before_its_driver_was_started_never_starts(world: World):
     world.cluster.loses_answers = world.cluster.away = False
     job_id = await world.submit()
-    await world.orchestrator.refresh()
+    await world.watcher.refresh()
     await world.orchestrator.round()  # admitted, not yet given to Ray
     await world.cancel(job_id)
     await world.rounds(2)
@@ -371,7 +377,7 @@ async def test_a_driver_that_ended_while_the_control_plane_was_away_is_noticed(w
     job_id = await world.start(retry={"infrastructure": 0})
     world.cluster.states[f"{job_id}-1"] = RayJob(RayState.FAILED)
     world.restart()
-    world.orchestrator._limits = decide.WatchLimits(report_grace_s=0.0)
+    world.orchestrator.attempts.limits = decide.WatchLimits(report_grace_s=0.0)
     await world.rounds(2)
     assert (await world.job(job_id)).reason == "DRIVER_LOST"
 
@@ -380,10 +386,10 @@ async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_l
     job_id = await world.start(retry={"infrastructure": 0})
     async with world.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=60)
-    world.orchestrator._since -= 1000
+    world.orchestrator.attempts.since -= 1000
     await world.rounds(3)
     async with world.database.read() as session:
-        kinds = [event.kind for event in await job_store.events_of(session, job_id)]
+        kinds = [event.kind for event in await events_of(session, job_id)]
     assert kinds.count("silent") == 1 and not world.cluster.stopped
     async with world.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)
@@ -411,7 +417,7 @@ async def test_the_log_of_a_driver_that_ended_in_order_is_kept(world: World):
     await world.rounds(2)
     assert (await world.attempt(f"{job_id}-1")).log == "hello\n"
     world.cluster.away = True
-    assert await world.orchestrator.log_of(await world.attempt(f"{job_id}-1")) == (1, "hello\n")
+    assert await LogReader(world.cluster).read(await world.attempt(f"{job_id}-1")) == (1, "hello\n")
 
 
 async def test_a_log_that_ray_does_not_give_out_holds_up_no_other_and_is_given_up(
@@ -425,7 +431,7 @@ async def test_a_log_that_ray_does_not_give_out_holds_up_no_other_and_is_given_u
     await world.rounds(2)
     assert (await world.attempt(f"{kept}-1")).log == "hello\n"
     assert (await world.attempt(f"{lost}-1")).log is None
-    monkeypatch.setattr("service.orchestrator.loop._LOG_GIVEN_UP_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.logs._LOG_GIVEN_UP_S", 0.0)
     await world.rounds(1)
     assert (await world.attempt(f"{lost}-1")).log == "[Ray did not give this log out]\n"
 

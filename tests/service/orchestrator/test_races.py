@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from service.jobs import AttemptState, JobState
+from service.jobspec import AttemptState, JobState
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.outcome import StaleAttemptError
 from service.store import jobs as job_store
 from service.store.attempts import active_attempts
 from service.store.database import Database, utc_now
+from service.store.events import events_of
 from service.store.states import TransitionError
 from tests.service.orchestrator.test_loop import SETTINGS, World
 
@@ -64,8 +65,8 @@ class Chaos:
 
     async def restart(self) -> None:
         self.world.restart()
-        limits = self.world.orchestrator._limits
-        self.world.orchestrator._limits = replace(limits, report_grace_s=0.0)
+        limits = self.world.orchestrator.attempts.limits
+        self.world.orchestrator.attempts.limits = replace(limits, report_grace_s=0.0)
 
     async def fail_or_mend_ray(self) -> None:
         cluster = self.world.cluster
@@ -101,7 +102,7 @@ class Chaos:
 
     async def round(self) -> None:
         """A round, and sometimes a user who cancels in the middle of it."""
-        await self.world.orchestrator.refresh()
+        await self.world.watcher.refresh()
         works = [self.world.orchestrator.round(), *([self.cancel()] if self.random.random() < 0.3 else [])]
         results = await asyncio.gather(*works, return_exceptions=True)
         await self.world.orchestrator.settle()
@@ -119,7 +120,7 @@ class Chaos:
                 job = await job_store.find_job(session, job_id)
                 assert (job.job_state in BUSY) == (job_id in holders), (job.state, holders)
                 assert job.job_state.final == (job.finished_at is not None)
-                numbers = [event.number for event in await job_store.events_of(session, job_id)]
+                numbers = [event.number for event in await events_of(session, job_id)]
                 assert numbers == list(range(1, len(numbers) + 1))
 
     async def work_off(self) -> None:
@@ -144,8 +145,8 @@ class Chaos:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    for name in ("_STOP_EVERY_S", "_ASK_EVERY_S", "_LOG_SETTLES_S"):
-        monkeypatch.setattr(f"service.orchestrator.loop.{name}", 0.0)
+    for name in ("watching._STOP_EVERY_S", "watching._ASK_EVERY_S", "logs._LOG_SETTLES_S"):
+        monkeypatch.setattr(f"service.orchestrator.{name}", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     await database.start()
     yield World(database, SETTINGS.model_copy(update={"cancel_grace_s": 0.0}))

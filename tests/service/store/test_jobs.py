@@ -9,11 +9,12 @@ import pytest
 from sqlalchemy import inspect
 from sqlalchemy.exc import IntegrityError
 
-from service.jobs import TRANSITIONS, JobSpec, JobState
+from service.jobspec import TRANSITIONS, JobSpec, JobState
 from service.store import jobs as store
 from service.store.attempts import create_attempt
 from service.store.counts import count
 from service.store.database import Database
+from service.store.events import events_of
 from service.store.jobs import PageKey
 from service.store.states import TransitionError, add_event, lock_job, move_job
 from service.store.tables import Base, Job
@@ -87,7 +88,7 @@ async def test_only_transitions_of_the_table_happen(tmp_path, before: JobState, 
                 move_job(session, locked, after, at=AT)
     async with database.read() as session:
         assert (await store.find_job(session, job.id)).state == (after if allowed else before)
-        assert len(await store.events_of(session, job.id)) == (2 if allowed else 1)
+        assert len(await events_of(session, job.id)) == (2 if allowed else 1)
     await database.close()
 
 
@@ -136,7 +137,7 @@ async def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_is_asked_to_
         first, second = await store.find_job(session, waiting.id), await store.find_job(session, running.id)
         assert (first.state, first.reason, first.finished_at) == ("CANCELLED", "CANCELLED_BY_USER", AT)
         assert (second.state, second.cancel_requested_at) == ("CANCELLING", AT)
-        assert len(await store.events_of(session, running.id)) == 2
+        assert len(await events_of(session, running.id)) == 2
     async with database.write() as session:
         assert await store.cancel_job(session, "job-nothing", at=AT) is None
 
@@ -172,9 +173,9 @@ async def test_event_numbers_have_no_gaps_when_many_write_at_once(database: Data
 
     await asyncio.gather(*(write(index) for index in range(20)))
     async with database.read() as session:
-        events = await store.events_of(session, job.id)
+        events = await events_of(session, job.id)
         assert [event.number for event in events] == list(range(1, 22))
-        assert [event.number for event in await store.events_of(session, job.id, after=18)] == [19, 20, 21]
+        assert [event.number for event in await events_of(session, job.id, after=18)] == [19, 20, 21]
     assert sorted(event.message for event in events[1:]) == sorted(f"event {index}" for index in range(20))
 
 
@@ -184,7 +185,7 @@ async def test_text_that_a_database_cannot_hold_is_kept_readable(database: Datab
         locked = await lock_job(session, job.id)
         add_event(session, locked, "note", "a\x00b\ud800c" + "x" * 50_000, at=AT)
     async with database.read() as session:
-        message = (await store.events_of(session, job.id))[-1].message
+        message = (await events_of(session, job.id))[-1].message
     assert message.startswith("a\N{REPLACEMENT CHARACTER}b?c") and len(message) < 21_000
 
 

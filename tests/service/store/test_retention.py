@@ -7,19 +7,25 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select
 
-from service.jobs import AttemptState, JobSpec, JobState
+from service.jobspec import AttemptState, JobSpec, JobState
+from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.loop import Orchestrator
 from service.settings import Settings
-from service.store import attempts as attempt_store
+from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
-from service.store.jobs import create_job, events_of, find_job, retry_job
+from service.store.events import events_of
+from service.store.jobs import create_job, find_job, retry_job
 from service.store.packages import find_package, renew_package, store_package
+from service.store.plans import record_plan
 from service.store.retention import FOR_EVER, Keep, remove_old
 from service.store.states import move_attempt, move_job
+from service.store.steps import record_steps
 from service.store.tables import Attempt, Base, JobPlan, Slot, Step, Timeline
+from service.store.timelines import record_timeline
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
-from tests.service.store.test_attempts import slot, step
+from tests.service.store.test_steps import step
+from tests.service.store.test_timelines import slot
 
 NOW = utc_now()
 KEEP = Keep(timelines_days=30, history_days=365, packages_days=30)
@@ -32,12 +38,12 @@ async def job_with_everything(
     at = NOW - timedelta(days=ended_days_ago or 1000)
     async with database.write() as session:
         job = await create_job(session, JobSpec.model_validate(job_body(**changes)), at=at)
-        attempt = await attempt_store.create_attempt(session, job, device="cpu", at=at)
+        attempt = await create_attempt(session, job, device="cpu", at=at)
         await session.flush()
-        await attempt_store.record_steps(session, attempt, [step(1), step(2)])
-        await attempt_store.record_plan(session, attempt, "{}", at=at)
+        await record_steps(session, attempt, [step(1), step(2)])
+        await record_plan(session, attempt, "{}", at=at)
         for number in range(timelines):
-            await attempt_store.record_timeline(
+            await record_timeline(
                 session,
                 attempt,
                 step=number,
@@ -129,7 +135,9 @@ async def test_packages_that_no_job_names_go_unless_somebody_uploaded_them_again
 async def test_the_orchestrator_tidies_up_with_its_settings(database: Database):
     old = await job_with_everything(database, ended_days_ago=31)
     settings = Settings(keep_timelines_days=-1, keep_history_days=1)
-    orchestrator = Orchestrator(settings, database, FakeCluster(), local=True)
+    cluster = FakeCluster()
+    watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
+    orchestrator = Orchestrator(settings, database, cluster, watcher, local=True)
     for _ in range(2):
         await orchestrator.round()
         await orchestrator.settle()

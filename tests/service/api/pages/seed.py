@@ -17,14 +17,18 @@ from pathlib import Path
 import uvicorn
 from pydantic import SecretStr
 
-from service.api.app import create_app
-from service.jobs import AttemptState, JobSpec, JobState
+from service.control_plane import control_plane_app
+from service.jobspec import AttemptState, JobSpec, JobState
 from service.orchestrator.ray_jobs import ClusterUnreachableError
 from service.scheduler import Plan, make_plan
 from service.scheduler.model.spec import PipelineSpec
 from service.settings import Settings
-from service.store import attempts, jobs, states
+from service.store import jobs, states
+from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
+from service.store.plans import record_plan
+from service.store.steps import StepRecord, record_steps
+from service.store.timelines import SlotRecord, record_timeline
 
 STAGES = 3
 MICROBATCHES = 4
@@ -120,22 +124,22 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
     now = utc_now()
     async with database.write() as session:
         failed = await jobs.create_job(session, job_spec("broken"), at=now - timedelta(minutes=2))
-        broken = await attempts.create_attempt(session, failed, device="cpu", at=now)
+        broken = await create_attempt(session, failed, device="cpu", at=now)
         reason = {"reason": "MODEL_BUILD_FAILED", "message": "<b>no module named 'nope'</b>"}
         states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
         states.move_job(session, failed, JobState.FAILED, at=now, **reason)
         running = await jobs.create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
-        attempt = await attempts.create_attempt(session, running, device="cpu", at=now)
+        attempt = await create_attempt(session, running, device="cpu", at=now)
         attempt.submitted_at = now
         attempt.metrics_endpoint = serve_metrics(running.id) if serve_metrics else None
         states.move_attempt(attempt, AttemptState.RUNNING, at=now)
         states.move_job(session, running, JobState.RUNNING, at=now)
         running.step, running.loss, running.step_s = STEPS, 1.25, 0.05
         body = {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
-        await attempts.record_plan(session, attempt, json.dumps(body), at=now)
-        await attempts.record_steps(session, attempt, [_step(number) for number in range(1, STEPS + 1)])
+        await record_plan(session, attempt, json.dumps(body), at=now)
+        await record_steps(session, attempt, [_step(number) for number in range(1, STEPS + 1)])
         for step in (20, 40):
-            await attempts.record_timeline(
+            await record_timeline(
                 session,
                 attempt,
                 step=step,
@@ -148,8 +152,8 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
     return {"running": running.id, "waiting": waiting.id, "failed": failed.id, "plan": plan}
 
 
-def _step(number: int) -> attempts.StepRecord:
-    return attempts.StepRecord(
+def _step(number: int) -> StepRecord:
+    return StepRecord(
         step=number,
         loss=5 * math.exp(-number / 20),
         step_s=0.05,
@@ -162,27 +166,25 @@ def _step(number: int) -> attempts.StepRecord:
     )
 
 
-def _measured(plan: Plan) -> list[attempts.SlotRecord]:
+def _measured(plan: Plan) -> list[SlotRecord]:
     """The plan's slots, everything a quarter slower, and a STEP on every mesh."""
-    fields = attempts.SlotRecord._fields
+    fields = SlotRecord._fields
     slots = []
     for slot in plan.slots:
         values = {name: getattr(slot, name) for name in fields}
         values |= {"start_s": slot.start_s * SLOWER, "end_s": slot.end_s * SLOWER}
-        slots.append(attempts.SlotRecord(**values))
+        slots.append(SlotRecord(**values))
     end_s = plan.makespan_s * SLOWER
     for mesh in plan.meshes:
         nothing = dict.fromkeys(("stage", "peer_stage", "peer_mesh", "edge", "microbatch"))
-        slots.append(
-            attempts.SlotRecord(mesh.name, "compute", "STEP", **nothing, start_s=end_s, end_s=end_s + 0.002)
-        )
+        slots.append(SlotRecord(mesh.name, "compute", "STEP", **nothing, start_s=end_s, end_s=end_s + 0.002))
     return slots
 
 
 @contextlib.contextmanager
 def _serve(settings: Settings) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(settings, cluster=NoCluster()), log_level="warning")
+    config = uvicorn.Config(control_plane_app(settings, cluster=NoCluster()), log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from service.cli_plan import app
+from service.cli.plan import app
 from service.scheduler import Plan, SpecError, load_spec, make_plan
 from service.scheduler.compare import compare, definition_order_timeline, lockstep_timeline
 from service.scheduler.model.metrics import timeline_metrics

@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from service import cli_jobs, cli_plan, cli_serve
-from service.cli_client import CliError, err
+from service.cli import demo, plan, serve, submit, tokens, watch
+from service.cli.output import CliError, err
+from service.client import ClientError
 
 app = typer.Typer(
     name="slotline",
@@ -40,9 +41,9 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-cli_serve.register(app)
-cli_jobs.register(app)
-app.command()(cli_plan.plan)
+for verbs in (serve, demo, submit, watch, plan):
+    app.add_typer(verbs.app)
+app.add_typer(tokens.app, name="token")
 
 
 def main() -> None:
@@ -52,10 +53,6 @@ def main() -> None:
     except BrokenPipeError:  # `slotline logs JOB | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except CliError as error:
+    except (CliError, ClientError) as error:
         err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

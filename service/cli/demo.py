@@ -6,24 +6,27 @@ ends it again. Knows nothing of the inside of the control plane.
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import httpx
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from service.local_server import LocalServer
+from service.cli.local_server import LocalServer, ServerFailed
+from service.cli.output import CliError, Json, err, out
+from service.client import ApiError, Client
+from service.jobspec import JobState
 from service.ports import free_ports
-from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
 
 JOBS_LIMIT_S = 600.0
-FINAL_STATES = {"SUCCEEDED", "FAILED", "CANCELLED"}
+app = typer.Typer()
 
 GPT_JOB: dict[str, Any] = {
     "name": "gpt-stdlib",
@@ -55,6 +58,20 @@ class DemoFailed(RuntimeError):
     """The demo could not show what it is for; the message says what happened and where to look."""
 
 
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = Path(".slotline"),
+    as_json: Json = False,
+) -> None:
+    """Train two small models on this machine and show where the time went."""
+    try:
+        rows = run_demo(directory=directory, console=err if as_json else out)
+    except (DemoFailed, ServerFailed) as failure:
+        raise CliError(str(failure)) from None
+    if as_json:
+        print(json.dumps(rows))
+
+
 def run_demo(
     *, directory: Path = Path(".slotline"), port: int | None = None, console: Console | None = None
 ) -> dict[str, Any]:
@@ -63,10 +80,13 @@ def run_demo(
     Traces and the server's log go below `directory`. Raises DemoFailed or ServerFailed; leaves no process behind,
     also when interrupted.
     """
+    # with NumPy: for this verb only
+    from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
+
     console = console or Console()
-    out = (directory / "demo").resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "serve.log"
+    folder = (directory / "demo").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "serve.log"
     log.unlink(missing_ok=True)
     with LocalServer(
         directory=directory.resolve(),
@@ -75,23 +95,23 @@ def run_demo(
         environment={"SLOTLINE_PLAN_BUDGET_S": "3"},
     ) as server:
         console.print(f"Slotline runs at [bold]{server.url}[/bold] (its log: {_shown(server.log)})")
-        with httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as client:
+        with Client(server.url) as client:
             jobs = {spec["name"]: _submit(client, spec) for spec in (GPT_JOB, UNET_JOB)}
             _follow(client, jobs, console, server)
-            rows = {name: _result(client, job_id, out) for name, job_id in jobs.items()}
+            rows = {name: _result(client, job_id, folder) for name, job_id in jobs.items()}
         baseline = unigram_entropy_bits(standard_library_corpus())
         _print_table(console, rows, server.url)
         return _judge(console, rows, baseline, directory)
 
 
-def _submit(client: httpx.Client, spec: dict[str, Any]) -> str:
-    response = client.post("/api/v1/jobs", json=spec)
-    if response.is_error:
-        raise DemoFailed(f"job {spec['name']} was refused: {response.text}")
-    return response.json()["id"]
+def _submit(client: Client, spec: dict[str, Any]) -> str:
+    try:
+        return client.submit(spec).id
+    except ApiError as problem:
+        raise DemoFailed(f"job {spec['name']} was refused: {problem}") from None
 
 
-def _follow(client: httpx.Client, jobs: dict[str, str], console: Console, server: LocalServer) -> None:
+def _follow(client: Client, jobs: dict[str, str], console: Console, server: LocalServer) -> None:
     """Progress bars until both jobs are final."""
     columns = (
         TextColumn("{task.fields[name]:12}"),
@@ -109,56 +129,38 @@ def _follow(client: httpx.Client, jobs: dict[str, str], console: Console, server
                 raise DemoFailed(f"not finished within {JOBS_LIMIT_S:.0f} s: {', '.join(open_jobs)}")
             server.check()
             for name, job_id in list(open_jobs.items()):
-                job = client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
-                done = job.get("progress") or {}
-                note = job["state"] if not done.get("loss") else f"{job['state']} loss {done['loss']:.3f}"
-                if job["state"] == "QUEUED" and job.get("message"):
-                    note = f"QUEUED: {job['message']}"
-                progress.update(
-                    tasks[name], total=done.get("steps"), completed=done.get("step") or 0, note=note[:90]
-                )
-                if job["state"] in FINAL_STATES:
+                job = client.job(job_id)
+                done = job.progress
+                note = f"{job.state} loss {done.loss:.3f}" if done.loss else str(job.state)
+                if job.state is JobState.QUEUED and job.message:
+                    note = f"QUEUED: {job.message}"
+                progress.update(tasks[name], total=done.steps, completed=done.step, note=note[:90])
+                if job.state.final:
                     del open_jobs[name]
-                    if job["state"] != "SUCCEEDED":
-                        raise DemoFailed(
-                            f"job {name} {job['state']}: {job.get('reason')}: {job.get('message')}"
-                        )
+                    if job.state is not JobState.SUCCEEDED:
+                        raise DemoFailed(f"job {name} {job.state}: {job.reason}: {job.message}")
             time.sleep(0.3)
 
 
-def _result(client: httpx.Client, job_id: str, out: Path) -> dict[str, Any]:
-    """The row of one finished job; its Chrome trace is written below `out`."""
-    job = client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
-    plan = client.get(f"/api/v1/jobs/{job_id}/plan").raise_for_status().json()["plan"]
-    steps = _all_steps(client, job_id)
-    trace = out / f"{job['name']}.trace.json"
-    response = client.get(f"/api/v1/jobs/{job_id}/timeline", params={"format": "chrome"}).raise_for_status()
-    trace.write_bytes(response.content)
+def _result(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
+    """The row of one finished job; its Chrome trace is written below `folder`."""
+    job, plan = client.job(job_id), client.plan(job_id).plan
+    steps = list(client.steps(job_id))
+    trace = folder / f"{job.name}.trace.json"
+    trace.write_bytes(client.chrome_trace(job_id))
     settled = steps[len(steps) // 5 :]
     return {
         "id": job_id,
-        "first_loss": steps[0]["loss"],
-        "last_loss": _mean([s["loss"] for s in steps[-5:]]),
-        "step_s": _median([s["step_s"] for s in settled]),
+        "first_loss": steps[0].loss,
+        "last_loss": _mean([step.loss for step in steps[-5:]]),
+        "step_s": _median([step.step_s for step in settled]),
         "planned_makespan_s": plan["makespan_s"],
-        "measured_makespan_s": _median([s["makespan_s"] for s in settled]),
+        "measured_makespan_s": _median([step.makespan_s for step in settled]),
         "planned_bubble": plan["bubble_ratio"],
-        "measured_bubble": _median([s["bubble_ratio"] for s in settled]),
+        "measured_bubble": _median([step.bubble_ratio for step in settled]),
         "chosen": plan["chosen"],
         "trace": str(trace),
     }
-
-
-def _all_steps(client: httpx.Client, job_id: str) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    token: str | None = None
-    while True:
-        parameters = {"limit": 500} | ({"page_token": token} if token else {})
-        page = client.get(f"/api/v1/jobs/{job_id}/steps", params=parameters).raise_for_status().json()
-        steps += page["items"]
-        token = page.get("next_page_token")
-        if not token:
-            return steps
 
 
 def _print_table(console: Console, rows: dict[str, dict[str, Any]], url: str) -> None:

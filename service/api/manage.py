@@ -15,9 +15,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
-from service.api.schemas import JobPage, JobView, job_summary, job_view
-from service.jobs import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
+from service.api.schemas import JobPage, JobView
+from service.api.views import job_summary, job_view
+from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
 from service.store import jobs as store
+from service.store.attempts import attempts_of
 from service.store.database import utc_now
 from service.store.jobs import PageKey
 from service.store.packages import find_package
@@ -48,7 +50,7 @@ async def submit(
         raise ProblemError(
             422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
         )
-    service.orchestrator.wake()
+    service.wake()
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
     return await _view(service, job)
 
@@ -74,7 +76,7 @@ async def read(job_id: JobId, service: Current) -> JobView:
     """State, reason, attempts and progress of a job."""
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
-        return job_view(job, list(await store.attempts_of(session, job_id)))
+        return job_view(job, list(await attempts_of(session, job_id)))
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=responses(404, 409, 422))
@@ -82,7 +84,7 @@ async def cancel(job_id: JobId, service: Current) -> JobView:
     """End a job: at once when it waits, else by way of its driver."""
     async with service.database.write() as session:
         job = found(await store.cancel_job(session, job_id, at=utc_now()), job_id)
-    service.orchestrator.wake()
+    service.wake()
     return await _view(service, job)
 
 
@@ -91,7 +93,7 @@ async def retry(job_id: JobId, service: Current) -> JobView:
     """Queue a failed or cancelled job again, with its retries as new, from its last checkpoint."""
     async with service.database.write() as session:
         job = found(await store.retry_job(session, job_id, at=utc_now()), job_id)
-    service.orchestrator.wake()
+    service.wake()
     return await _view(service, job)
 
 
@@ -108,7 +110,7 @@ def found(job: Job | None, job_id: str) -> Job:
 
 async def _view(service: Service, job: Job) -> JobView:
     async with service.database.read() as session:
-        return job_view(job, list(await store.attempts_of(session, job.id)))
+        return job_view(job, list(await attempts_of(session, job.id)))
 
 
 async def _check_references(service: Service, spec: JobSpec) -> None:

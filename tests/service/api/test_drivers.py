@@ -7,9 +7,9 @@ import math
 import sys
 from datetime import datetime
 
-from service.store.attempts import find_plan
+from service.store.plans import find_plan
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.api.test_jobs_api import problem
+from tests.service.api.test_manage import problem
 
 SLOTS = [
     {
@@ -266,8 +266,9 @@ async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker):
 
 
 async def _store_plan(api: Api, job_id: str, plan: dict) -> None:
-    from service.store.attempts import find_attempt, record_plan
+    from service.store.attempts import find_attempt
     from service.store.database import utc_now
+    from service.store.plans import record_plan
 
     async with api.service.database.write() as session:
         attempt = await find_attempt(session, f"{job_id}-1")

@@ -12,23 +12,20 @@ from fastapi import APIRouter, Query, Response
 
 from service.api.auth import DriverAttempt
 from service.api.context import Current, Service
+from service.api.driver_schemas import AttemptGiven, PlanRequest, ReportAnswer, ReportIn
 from service.api.errors import ProblemError, responses
-from service.api.schemas import (
-    AttemptGiven,
-    JobPlanView,
-    PlanRequest,
-    ReportAnswer,
-    ReportIn,
-    checkpoint_view,
-)
-from service.jobs import Arguments, AttemptState
+from service.api.schemas import JobPlanView
+from service.api.views import checkpoint_view
+from service.jobspec import Arguments, AttemptState
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
-from service.store import attempts as store
-from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import utc_now
 from service.store.jobs import find_job
+from service.store.plans import record_plan
+from service.store.profiles import find_profile, record_profile
+from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
+from service.store.timelines import SlotRecord
 
 router = APIRouter(
     prefix="/api/v1/attempts/{attempt_id}", tags=["attempts"], responses=responses(401, 409, 422)
@@ -56,7 +53,7 @@ async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey
     """The layer profile that an earlier attempt stored under `key`."""
     await _current_job(service, attempt)
     async with service.database.read() as session:
-        profile = await store.find_profile(session, key)
+        profile = await find_profile(session, key)
     if profile is None:
         raise ProblemError(404, f"no profile is stored under {key}: measure one and PUT it here")
     return profile
@@ -69,7 +66,7 @@ async def write_profile(
     """Store a layer profile for later attempts."""
     await _current_job(service, attempt)
     async with service.database.write() as session:
-        await store.record_profile(session, key, profile, at=utc_now())
+        await record_profile(session, key, profile, at=utc_now())
     return Response(status_code=204)
 
 
@@ -85,7 +82,7 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
     async with service.database.write() as session:
         await _check_current(session, attempt)
-        await store.record_plan(session, attempt, planned, at=utc_now())
+        await record_plan(session, attempt, planned, at=utc_now())
     return Response(planned, media_type="application/json")
 
 
@@ -102,7 +99,7 @@ async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> Re
             keep=service.settings.timelines_kept,
         )
     if body.state is not None:
-        service.orchestrator.wake()
+        service.wake()
     return ReportAnswer(command=command)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import httpx
+from service.client import Client
 
 _READY_LIMIT_S = 240.0
 _STOP_LIMIT_S = 60.0
@@ -95,14 +95,11 @@ class LocalServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _READY_LIMIT_S
-        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
+        with Client(self.url, timeout_s=5.0) as client:
             while time.monotonic() < deadline:
                 self.check()
-                try:
-                    if client.get("/readyz").is_success:
-                        return
-                except httpx.HTTPError:
-                    pass
+                if client.ready():
+                    return
                 time.sleep(0.2)
         raise ServerFailed(
             f"no answer from {self.url}/readyz in {_READY_LIMIT_S:.0f} s; its log:\n{self.tail()}"

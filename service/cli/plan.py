@@ -1,4 +1,4 @@
-"""`slotline plan`: a spec file in, a plan out; needs no server. Mounted by cli.py."""
+"""`slotline plan`: a spec file in, a plan out; needs no server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import typer
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
 
+
 app = typer.Typer()
 
 
+@app.command()
 def plan(
     spec: Annotated[Path, typer.Argument(help="PipelineSpec as JSON or YAML; - reads standard input.")],
     output: Annotated[
@@ -102,10 +104,3 @@ def _read_spec(path: Path, schedule: str | None, orders: Path | None) -> Pipelin
     if schedule not in (None, "csv"):
         raise ValueError(f"--orders and --schedule {schedule} contradict each other: give one of them")
     return spec.model_copy(update={"schedule": "csv", "orders": orders_from_csv(spec, orders.read_text())})
-
-
-app.command()(plan)
-
-
-if __name__ == "__main__":
-    app()

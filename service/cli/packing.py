@@ -6,7 +6,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from service.cli_client import CliError
+from service.cli.output import CliError
 
 _SKIPPED = {".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", "node_modules"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)

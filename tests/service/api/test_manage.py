@@ -8,7 +8,7 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
-from service.jobs import JobSpec
+from service.jobspec import JobSpec
 from service.store.states import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.conftest import job_body
@@ -263,11 +263,11 @@ async def test_a_waiting_job_is_cancelled_and_retried(api: Api):
 
 async def test_health_readiness_and_version_are_told(api: Api):
     assert (await api.client.get("/healthz")).json() == {"status": "ok"}
-    await api.service.orchestrator.refresh()
+    await api.service.cluster.refresh()
     assert (await api.client.get("/readyz")).json() == {"status": "ok"}
     assert (await api.client.get("/api/v1/version")).json()["api"] == "v1"
     api.cluster.away = True
-    await api.service.orchestrator.refresh()
+    await api.service.cluster.refresh()
     assert "away" in problem(await api.client.get("/readyz"), 503)["detail"]
     assert (await api.client.get("/healthz")).status_code == 200
 
@@ -360,9 +360,8 @@ async def test_a_page_of_another_site_changes_nothing_on_a_server_without_tokens
 
 
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
-    from service.api.auth import new_token, token_digest
     from service.store.database import utc_now
-    from service.store.packages import delete_token, store_token
+    from service.store.tokens import delete_token, new_token, store_token, token_digest
 
     async with make_api(require_token=True) as api:
         token = new_token()

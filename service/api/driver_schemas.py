@@ -1,0 +1,121 @@
+"""What drivers ask and report. Unknown fields are ignored: a driver may be newer than we are.
+
+Text comes out as every database takes it; numbers that JSON has not are refused or left out.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from service.api.schemas import CheckpointView, Integer
+from service.jobspec import Arguments
+from service.store.states import printable
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+Number = Annotated[float | None, AfterValidator(_finite_or_none)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Sequence64 = Annotated[int, Field(ge=1, lt=2**63)]
+UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+Clean = AfterValidator(printable)
+CleanLabel = AfterValidator(lru_cache(10_000)(printable))  # thousands of slots name the same few things
+Label = Annotated[str, Field(max_length=100), CleanLabel]
+
+
+class AttemptGiven(BaseModel):
+    """`job` is the job's JobSpec as it was stored."""
+
+    attempt_id: str
+    job_id: str
+    number: int
+    job: dict[str, Any]
+    device: str
+    resume: CheckpointView | None
+
+
+class _FromDriver(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class ReportedStep(_FromDriver):
+    step: Integer
+    loss: Number = None
+    step_s: Number = None
+    makespan_s: Number = None
+    bubble_ratio: Number = None
+    exposed_transfer_s: Number = None
+    overlap_ratio: Number = None
+    grad_norm: Number = None
+    started_at: Number = None
+
+
+class ReportedSlot(_FromDriver):
+    mesh: Label
+    lane: Annotated[str, Field(max_length=120), CleanLabel]
+    action: Annotated[str, Field(max_length=20), CleanLabel]
+    stage: Label | None = None
+    peer_stage: Label | None = None
+    peer_mesh: Label | None = None
+    edge: Integer | None = None
+    microbatch: Integer | None = None
+    start_s: Finite
+    end_s: Finite
+
+
+class ReportedTimeline(_FromDriver):
+    step: Integer
+    started_at: UnixTime
+    uncertainty_s: Number = None
+    slots: Annotated[list[ReportedSlot], Field(max_length=200_000)]
+
+
+class ReportedEvent(_FromDriver):
+    at: UnixTime
+    kind: Label
+    message: str
+
+
+class ReportedCheckpoint(_FromDriver):
+    step: Integer
+    uri: Annotated[str, Clean]
+
+
+class ReportIn(_FromDriver):
+    sequence: Sequence64
+    state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
+    reason: Label | None = None
+    message: str | None = None
+    steps: Annotated[list[ReportedStep], Field(max_length=100_000)] = []
+    timelines: Annotated[list[ReportedTimeline], Field(max_length=100)] = []
+    events: Annotated[list[ReportedEvent], Field(max_length=10_000)] = []
+    metrics_endpoint: Annotated[str, Field(max_length=300), Clean] | None = None
+    checkpoint: ReportedCheckpoint | None = None
+
+
+class ReportAnswer(BaseModel):
+    command: Literal["continue", "cancel"]
+
+
+class Network(_FromDriver):
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class PlacedWorker(_FromDriver):
+    mesh: Label
+    worker: Integer
+    node: str | None = None
+    device: str | None = None
+
+
+class PlanRequest(_FromDriver):
+    profile: Arguments
+    network: Network = Network()
+    workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []

@@ -1,0 +1,51 @@
+"""Rows of the store as the API shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.api.schemas import (
+    AttemptView,
+    CheckpointView,
+    EventView,
+    JobSummary,
+    JobView,
+    Progress,
+    StepView,
+)
+from service.jobspec import stored
+from service.store.tables import Attempt, Event, Job, Step
+
+
+def job_summary(job: Job) -> JobSummary:
+    return JobSummary(**_summary(job))
+
+
+def job_view(job: Job, attempts: list[Attempt]) -> JobView:
+    return JobView(
+        **_summary(job),
+        spec=job.spec,
+        attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
+        checkpoint=checkpoint_view(job),
+    )
+
+
+def checkpoint_view(job: Job) -> CheckpointView | None:
+    if job.checkpoint_step is None or job.checkpoint_uri is None:
+        return None
+    return CheckpointView(step=job.checkpoint_step, uri=job.checkpoint_uri)
+
+
+def _summary(job: Job) -> dict[str, Any]:
+    columns = JobSummary.model_fields.keys() - {"progress"}
+    steps = stored(job.spec, "training", "steps", 0)
+    progress = Progress(step=job.step or 0, steps=steps, loss=job.loss, step_s=job.step_s)
+    return {**{name: getattr(job, name) for name in columns}, "progress": progress}
+
+
+def event_view(event: Event) -> EventView:
+    return EventView.model_validate(event, from_attributes=True)
+
+
+def step_view(step: Step) -> StepView:
+    return StepView.model_validate(step, from_attributes=True)

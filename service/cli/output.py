@@ -1,0 +1,48 @@
+"""What the verbs share: where they print, how they refuse, output as JSON or for eyes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+
+from service.jobspec import JOB_ID_PATTERN
+
+out = Console()
+err = Console(stderr=True)
+
+
+class CliError(Exception):
+    """Something that the user must hear; the command ends with exit code 1."""
+
+
+def checked(pattern: str, what: str) -> Callable[[str | None], str | None]:
+    """A typer callback that lets through what the server would: text of `pattern`, or nothing."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(pattern.removeprefix("^").removesuffix("$"), value):
+            raise typer.BadParameter(f"{value!r} is not {what}: it looks like {pattern}")
+        return value
+
+    return check
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", callback=checked(JOB_ID_PATTERN, "a job's id"), help="A job's id")
+]
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output, never wrapped or coloured."""
+    print(json.dumps(value, indent=2))
+
+
+def to_json(models: Iterable[BaseModel]) -> list[Any]:
+    """Answers of the API as the values that JSON has."""
+    return [model.model_dump(mode="json") for model in models]

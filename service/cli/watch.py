@@ -1,0 +1,126 @@
+"""The verbs that look at jobs and change nothing: jobs, job, events, logs, timeline, top."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from service.cli.output import CliError, JobArgument, Json, out, print_json, to_json
+from service.cli.tables import jobs_table, overview_table, show_job, timeline_table
+from service.client import Client
+from service.jobspec import JobState
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
+_TOP_JOBS = 20
+app = typer.Typer()
+
+
+@app.command("jobs")
+def list_jobs(
+    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state")] = None,
+    queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    jobs = list(Client().jobs(state=state, queue=queue, limit=limit))
+    if as_json:
+        print_json(to_json(jobs))
+    else:
+        out.print(jobs_table(jobs) if jobs else "no jobs")
+
+
+@app.command("job")
+def read_job(job: JobArgument, as_json: Json = False) -> None:
+    """State, reason, attempts and progress of a job."""
+    client = Client()
+    show_job(client.job(job), client.url, as_json=as_json)
+
+
+@app.command()
+def events(job: JobArgument, follow: Follow = False, as_json: Json = False) -> None:
+    """The job's event log; --json prints one event a line."""
+    for event in Client().events(job, follow=follow):
+        if as_json:
+            print(json.dumps(event.model_dump(mode="json")), flush=True)
+        else:
+            clock = event.at.astimezone().strftime("%H:%M:%S")
+            out.print(
+                f"{clock} {event.kind:10} {event.message}", highlight=False, markup=False, soft_wrap=True
+            )
+
+
+@app.command()
+def logs(
+    job: JobArgument,
+    follow: Follow = False,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt")] = None,
+    as_json: Json = False,
+) -> None:
+    """The logs of the job's drivers; --json prints one line as one object."""
+    for line in Client().logs(job, attempt=attempt, follow=follow):
+        print(json.dumps(line.model_dump(mode="json")) if as_json else line.text, flush=True)
+
+
+@app.command()
+def timeline(
+    job: JobArgument,
+    step: Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a Chrome trace here")] = None,
+    as_json: Json = False,
+) -> None:
+    """Planned and measured time of a step: a short table, or with -o a trace for Perfetto."""
+    client = Client()
+    if output is not None:
+        trace = client.chrome_trace(job, step)
+        try:
+            output.write_bytes(trace)
+        except OSError as error:
+            raise CliError(f"cannot write {output}: {error.strerror}") from None
+    view = client.timeline(job, step)
+    if as_json:
+        print_json(view.model_dump(mode="json"))
+        return
+    out.print(timeline_table(view))
+    where = f"trace: {output} (open it in Perfetto)" if output else f"{client.url}/jobs/{job}"
+    out.print(where, soft_wrap=True)
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False, as_json: Json = False
+) -> None:
+    """Accelerators, queues and running jobs, renewed every second; Ctrl-C ends it."""
+    client = Client()
+    if as_json:
+        print_json(_overview(client))
+        return
+    if once or not sys.stdout.isatty():
+        out.print(_overview_table(client))
+        return
+    with Live(_overview_table(client), console=out, screen=True) as live:
+        try:
+            while True:
+                time.sleep(1.0)
+                live.update(_overview_table(client))
+        except KeyboardInterrupt:
+            return
+
+
+def _overview(client: Client) -> dict[str, Any]:
+    return {
+        "cluster": client.cluster().model_dump(mode="json"),
+        "queues": to_json(client.queues()),
+        "jobs": to_json(client.jobs(limit=_TOP_JOBS)),
+    }
+
+
+def _overview_table(client: Client) -> Table:
+    return overview_table(client.cluster(), client.queues(), list(client.jobs(limit=_TOP_JOBS)))

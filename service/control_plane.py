@@ -1,0 +1,96 @@
+"""One control plane in this process: its parts put together, started and ended in order.
+
+The only place that knows both the API and the orchestrator; either could run without the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from service.api.app import create_app
+from service.api.context import Service
+from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.local_ray import LocalRay
+from service.orchestrator.logs import LogReader
+from service.orchestrator.loop import Orchestrator
+from service.orchestrator.planning import Planner
+from service.orchestrator.ray_jobs import Cluster, RayCluster
+from service.settings import Settings
+from service.store.database import Database
+from service.store.leader import sole_user
+
+_STOP_LIMIT_S = 10.0
+
+
+@dataclass
+class ControlPlane(Service):
+    """What the API works with, and the orchestrator beside it."""
+
+    orchestrator: Orchestrator
+
+
+def control_plane_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
+    """The API with its orchestrator. With no `cluster` given it uses `settings.ray_address`, else a local Ray."""
+    return create_app(settings, lambda: run_control_plane(settings, cluster))
+
+
+@contextlib.asynccontextmanager
+async def run_control_plane(
+    settings: Settings, cluster: Cluster | None = None
+) -> AsyncIterator[ControlPlane]:
+    """A control plane that works until the context is left."""
+    async with contextlib.AsyncExitStack() as stack:
+        database = Database(settings.sqlalchemy_url)
+        stack.push_async_callback(database.close)
+        await stack.enter_async_context(sole_user(database))
+        await database.start()
+        local = cluster is None and settings.ray_address is None
+        served_for_real = cluster is None
+        if cluster is None:
+            cluster = await _cluster(settings, stack)
+        stack.push_async_callback(cluster.close)
+        planner = Planner(
+            processes=settings.plan_processes, queue=settings.plan_queue, timeout_s=settings.plan_timeout_s
+        )
+        stack.callback(planner.close)
+        if served_for_real:
+            planner.warm()
+        watcher = ClusterWatcher(
+            cluster, refresh_s=settings.cluster_refresh_s, workers_per_gpu=settings.workers_per_gpu
+        )
+        orchestrator = Orchestrator(settings, database, cluster, watcher, local=local)
+        watcher.start()
+        stack.push_async_callback(watcher.stop)
+        loop = asyncio.create_task(orchestrator.run())
+        stack.push_async_callback(_end, orchestrator, loop)
+        yield ControlPlane(
+            settings=settings,
+            database=database,
+            planner=planner,
+            cluster=watcher,
+            logs=LogReader(cluster),
+            wake=orchestrator.wake,
+            orchestrator=orchestrator,
+        )
+
+
+async def _cluster(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:
+    if settings.ray_address is not None:
+        return RayCluster(settings.ray_address, timeout_s=settings.ray_timeout_s, token=settings.ray_token)
+    local = LocalRay(settings)
+    stack.push_async_callback(local.stop)
+    await local.start()
+    settings.driver_ray_address = local.gcs_address
+    return RayCluster(local.address, timeout_s=settings.ray_timeout_s, token=local.token)
+
+
+async def _end(orchestrator: Orchestrator, running: asyncio.Task[None]) -> None:
+    """In order: a round that is cut off in the middle of a query leaves a connection behind."""
+    orchestrator.stop()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(running, _STOP_LIMIT_S)

@@ -1,0 +1,91 @@
+"""Jobs that wait: those that may start get an attempt, the others an explanation. decide.admit decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from service.jobspec import JobState
+from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.decide import Holder, Start, Wait, WaitingJob, admit
+from service.store.attempts import create_attempt
+from service.store.database import Database, utc_now
+from service.store.states import explain_wait, lock_job, lock_jobs
+from service.store.tables import Attempt, Job
+
+T = TypeVar("T")
+_EXPLAINED_AT_ONCE = 200
+
+
+class Admission:
+    """Makes attempts for what the cluster has, under the quotas of the queues; `started` is called after each."""
+
+    def __init__(
+        self,
+        database: Database,
+        watcher: ClusterWatcher,
+        *,
+        quotas: Mapping[str, int | None],
+        started: Callable[[], None],
+    ) -> None:
+        self._database, self._watcher, self._quotas = database, watcher, quotas
+        self._started = started
+
+    async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
+        """Start or explain every waiting job."""
+        answers = admit(
+            [_waiting_job(job) for job in waiting],
+            [Holder(job.id, job.queue, a.accelerators, a.device) for a, job in active],
+            capacity=self._watcher.capacity,
+            quotas=self._quotas,
+            now=time.time(),
+        )
+        for answer in answers:
+            if isinstance(answer, Start):
+                await self._start(answer)
+        known = {job.id: job for job in waiting}
+        waits = [(known[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)]
+        await explain_waits(self._database, waits)
+
+    async def _start(self, start: Start) -> None:
+        async with self._database.write() as session:
+            job = await lock_job(session, start.job_id)
+            if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
+                return
+            await create_attempt(session, job, device=start.device, at=utc_now())
+        self._started()
+
+
+async def explain_waits(database: Database, waits: Sequence[tuple[Job, Wait]]) -> None:
+    """Tell jobs why they wait, where that is news: one start or end is news to all that wait for it."""
+    news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
+    for ids in _batched(sorted(news), _EXPLAINED_AT_ONCE):
+        async with database.write() as session:
+            for fresh in await lock_jobs(session, ids):
+                job, wait = news[fresh.id]
+                if fresh.job_state == job.job_state:
+                    explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
+
+
+def _is_news(job: Job, wait: Wait) -> bool:
+    if job.job_state is JobState.RECOVERING and wait.reason == "BACKING_OFF":
+        return False  # the failure that it recovers from says more
+    return (job.reason, job.message) != (wait.reason, wait.message)
+
+
+def _batched(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]
+
+
+def _waiting_job(job: Job) -> WaitingJob:
+    return WaitingJob(
+        id=job.id,
+        queue=job.queue,
+        priority=job.priority,
+        queued_at=job.queued_at.timestamp(),
+        accelerators=job.accelerators,
+        device=job.device,
+        not_before=None if job.not_before is None else job.not_before.timestamp(),
+    )

@@ -1,0 +1,80 @@
+"""What Ray is told to start for an attempt: the driver, its environment, the user's code."""
+
+from __future__ import annotations
+
+import shlex
+
+from service.jobspec import PACKAGE_PREFIX, AttemptState, stored
+from service.orchestrator.admission import explain_waits
+from service.orchestrator.decide import End, Wait
+from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError, Submission
+from service.settings import Settings
+from service.store.attempts import find_attempt
+from service.store.database import Database, utc_now
+from service.store.packages import package_content
+from service.store.states import lock_job
+from service.store.tables import Attempt, Job
+
+_NOT_TAKEN = "WAITS_FOR_CLUSTER"
+
+
+class Submitter:
+    """Gives attempts to Ray; `python` is the one that runs drivers in the cluster."""
+
+    def __init__(self, settings: Settings, database: Database, cluster: Cluster, *, python: str) -> None:
+        self._settings, self._database, self._cluster = settings, database, cluster
+        self._python = python
+
+    async def submit(self, attempt: Attempt, job: Job) -> End | None:
+        """Start the driver; the end of an attempt that Ray refuses. Where Ray cannot now, the job says so.
+
+        Repeating it after a lost answer is safe: the id is the attempt's.
+        """
+        try:
+            await self._cluster.submit(await self._submission(attempt, job))
+        except ClusterUnreachableError as error:
+            wait = Wait(job.id, _NOT_TAKEN, f"not started yet: {error}")
+            await explain_waits(self._database, [(job, wait)])
+            return None
+        except ClusterError as error:
+            return End(AttemptState.FAILED, "START_REFUSED", str(error))
+        async with self._database.write() as session:
+            fresh = await find_attempt(session, attempt.id)
+            if fresh is not None and fresh.submitted_at is None:
+                fresh.submitted_at = utc_now()
+            starting = await lock_job(session, job.id)
+            if starting is not None and starting.reason == _NOT_TAKEN:
+                starting.reason = starting.message = None
+        return None
+
+    async def _submission(self, attempt: Attempt, job: Job) -> Submission:
+        return Submission(
+            id=attempt.id,
+            entrypoint=f"{shlex.quote(self._python)} -m worker.driver",
+            env=self._address_of_the_cluster()
+            | {
+                "SLOTLINE_CONTROL_URL": self._settings.url,
+                "SLOTLINE_ATTEMPT_ID": attempt.id,
+                "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
+                "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
+                "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
+            },
+            metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
+            working_dir=await self._working_dir(stored(job.spec, "code", "working_dir", "")),
+            pip=tuple(stored(job.spec, "code", "pip", [])),
+        )
+
+    def _address_of_the_cluster(self) -> dict[str, str]:
+        address = self._settings.driver_ray_address
+        return {"SLOTLINE_DRIVER_RAY_ADDRESS": address} if address else {}
+
+    async def _working_dir(self, place: str) -> str | None:
+        """What Ray is told to unpack for a job's code.working_dir; None for an empty one."""
+        if not place.startswith(PACKAGE_PREFIX):
+            return place or None
+        digest = place.removeprefix(PACKAGE_PREFIX)
+        async with self._database.read() as session:
+            content = await package_content(session, digest)
+        if content is None:
+            raise ClusterError(f"package {digest} is gone from the store: upload it again")
+        return await self._cluster.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)

@@ -1,0 +1,173 @@
+"""Attempts that are not final: asked about, submitted, stopped, ended. decide.watch decides.
+
+A result is applied only to an attempt that is still the job's current one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from service.jobspec import AttemptState
+from service.orchestrator.decide import End, RayJob, Stop, Submit, WatchedAttempt, WatchLimits, watch
+from service.orchestrator.logs import LogKeeper
+from service.orchestrator.outcome import Backoff, end_attempt
+from service.orchestrator.ray_jobs import Cluster, ClusterError
+from service.orchestrator.submission import Submitter
+from service.settings import Settings
+from service.store.attempts import find_attempt
+from service.store.database import Database, utc_now
+from service.store.states import add_event, lock_job
+from service.store.tables import Attempt, Job
+
+logger = logging.getLogger(__name__)
+
+_ASK_EVERY_S = 1.5
+_STOP_EVERY_S = 5.0
+
+
+@dataclass
+class _Watched:
+    """What this process knows about an attempt beside the store; lost at a restart, harmlessly."""
+
+    ray: RayJob | None = None
+    asked_at: float = 0.0
+    stopped_at: float = 0.0
+    busy: bool = False
+    silence_reported: bool = False
+
+
+class AttemptWatcher:
+    """Looks after attempts, one call each a round; `ended` is called after the end of one."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        cluster: Cluster,
+        *,
+        submitter: Submitter,
+        logs: LogKeeper,
+        ended: Callable[[], None],
+    ) -> None:
+        self.limits = WatchLimits(
+            silence_limit_s=settings.silence_limit_s,
+            start_timeout_s=settings.start_timeout_s,
+            cancel_grace_s=settings.cancel_grace_s,
+        )
+        self.since = time.time()
+        self._heartbeat_timeout_s = settings.heartbeat_timeout_s
+        self._backoff = Backoff(settings.retry_backoff_s, settings.retry_backoff_limit_s)
+        self._database, self._cluster = database, cluster
+        self._submitter, self._logs, self._ended = submitter, logs, ended
+        self._watched: dict[str, _Watched] = {}
+
+    def forget_all_but(self, attempt_ids: Collection[str]) -> None:
+        self._watched = {one: self._watched.get(one, _Watched()) for one in attempt_ids}
+
+    def ask_at_once(self) -> None:
+        """Have the next look at every attempt ask Ray, however short ago it was asked (tests)."""
+        for watched in self._watched.values():
+            watched.asked_at = 0.0
+
+    async def look_after(self, attempt: Attempt, job: Job) -> None:
+        """Ask Ray when it is time, decide, act; never twice at once for one attempt."""
+        watched = self._watched.setdefault(attempt.id, _Watched())
+        if watched.busy:
+            return
+        watched.busy = True
+        try:
+            now = time.time()
+            if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
+                watched.asked_at = now
+                watched.ray = await self._ask(attempt.id, watched.ray)
+            decision = watch(
+                _watched_attempt(attempt, job, watched.ray),
+                watching_since=self.since,
+                now=time.time(),
+                limits=self.limits,
+            )
+            if isinstance(decision, Submit):
+                if refusal := await self._submitter.submit(attempt, job):
+                    await self._end(attempt.id, refusal)
+            elif isinstance(decision, Stop) and time.time() - watched.stopped_at >= _STOP_EVERY_S:
+                watched.stopped_at = time.time()
+                logger.info("stopping the driver of attempt %s: %s", attempt.id, decision.why)
+                await self._cluster.stop(attempt.id)
+            elif isinstance(decision, End):
+                await self._end(attempt.id, decision)
+            else:
+                await self._report_silence(attempt, watched)
+        except ClusterError as error:
+            logger.warning("attempt %s: %s", attempt.id, error)
+        finally:
+            watched.busy = False
+
+    async def _report_silence(self, attempt: Attempt, watched: _Watched) -> None:
+        """One event when a driver falls silent, long before it is given up."""
+        last = max(_seconds(attempt.heartbeat_at) or time.time(), self.since)
+        silent = time.time() - last >= self._heartbeat_timeout_s
+        if silent and not watched.silence_reported:
+            ray_says = "nothing" if watched.ray is None else str(watched.ray.state)
+            message = f"no report for {self._heartbeat_timeout_s:g} s; Ray says: {ray_says}"
+            async with self._database.write() as session:
+                if job := await lock_job(session, attempt.job_id):
+                    add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
+        watched.silence_reported = silent
+
+    async def _ask(self, attempt_id: str, before: RayJob | None) -> RayJob | None:
+        try:
+            ray = await self._cluster.job(attempt_id)
+        except ClusterError:
+            return None
+        if not ray.state.ended:
+            return ray
+        seen = before.ended_seen_at if before is not None and before.ended_seen_at else time.time()
+        return replace(ray, ended_seen_at=seen)
+
+    async def _end(self, attempt_id: str, end: End) -> None:
+        message = end.message
+        log = await self._logs.last_log(attempt_id)
+        if end.state is AttemptState.FAILED and log is not None and (tail := _tail(log.text)):
+            message = f"{message}; its log ends: {tail}"
+        async with self._database.write() as session:
+            attempt = await find_attempt(session, attempt_id)
+            assert attempt is not None, attempt_id
+            job = await lock_job(session, attempt.job_id)
+            await session.refresh(attempt)
+            if job is None or job.current_attempt != attempt_id or attempt.attempt_state.final:
+                return
+            if log is not None:
+                attempt.log_first_line, attempt.log = log
+            await end_attempt(
+                session,
+                job,
+                attempt,
+                end.state,
+                reason=end.reason,
+                message=message,
+                at=utc_now(),
+                backoff=self._backoff,
+            )
+        self._ended()
+
+
+def _tail(log: str, lines: int = 5) -> str:
+    return " | ".join([line.strip() for line in log.splitlines() if line.strip()][-lines:])[-1000:]
+
+
+def _seconds(time_: datetime | None) -> float | None:
+    return None if time_ is None else time_.timestamp()
+
+
+def _watched_attempt(attempt: Attempt, job: Job, ray: RayJob | None) -> WatchedAttempt:
+    return WatchedAttempt(
+        created_at=attempt.created_at.timestamp(),
+        submitted_at=_seconds(attempt.submitted_at),
+        heartbeat_at=_seconds(attempt.heartbeat_at),
+        cancel_requested_at=_seconds(job.cancel_requested_at),
+        ray=ray,
+    )

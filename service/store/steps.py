@@ -1,0 +1,47 @@
+"""Steps in the store: loss and times of each, as drivers reported them.
+
+The latest report of a step wins: an attempt that goes on from a checkpoint repeats steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.store.tables import Attempt, Step
+from service.store.upsert import upsert
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step as the driver saw it; `started_at` is Unix time in seconds."""
+
+    step: int
+    loss: float | None
+    step_s: float | None
+    makespan_s: float | None
+    bubble_ratio: float | None
+    exposed_transfer_s: float | None
+    overlap_ratio: float | None
+    grad_norm: float | None
+    started_at: float | None
+
+
+async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[StepRecord]) -> None:
+    rows = [{"job_id": attempt.job_id, "attempt": attempt.number, **vars(step)} for step in steps]
+    await upsert(session, Step, rows)
+
+
+async def steps_of(
+    session: AsyncSession, job_id: str, *, after: int = -1, limit: int = 1000
+) -> Sequence[Step]:
+    """Steps numbered above `after`, in order."""
+    query = select(Step).where(Step.job_id == job_id, Step.step > after).order_by(Step.step).limit(limit)
+    return (await session.execute(query)).scalars().all()
+
+
+async def find_step(session: AsyncSession, job_id: str, step: int) -> Step | None:
+    return await session.get(Step, (job_id, step))

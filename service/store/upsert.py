@@ -1,0 +1,21 @@
+"""Rows that replace those of the same primary key, on SQLite as on PostgreSQL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.store.tables import Base
+
+
+async def upsert(session: AsyncSession, table: type[Base], rows: list[dict[str, Any]]) -> None:
+    """Insert `rows` (all with the same columns), or update those whose key is there."""
+    if not rows:
+        return
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    key = [column.name for column in table.__table__.primary_key]
+    statement = dialect.insert(table)
+    others = {name: statement.excluded[name] for name in rows[0] if name not in key}
+    await session.execute(statement.on_conflict_do_update(index_elements=key, set_=others), rows)
