@@ -23,10 +23,13 @@ from service.scheduler.schedules.csv_orders import fused_of_orders
 from service.scheduler.search.auto import SEARCHED, Found, attains, search
 from service.scheduler.search.bounds import lower_bound, lower_bounds, settle
 from service.scheduler.search.memory_saving import save_memory
+from service.scheduler.search.transfer_order import improve_transfers
 from worker.program import Instruction
 
 # What a proven plan may spend of the budget on each try to hold fewer microbatches.
 _LESS_MEMORY_SHARE = 0.05
+# The share of the budget that a named schedule may spend on the order of its transfers.
+_TRANSFERS_SHARE = 0.1
 
 
 def make_plan(
@@ -95,12 +98,19 @@ def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
 
 def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
     check_spec(spec)
-    return _auto(spec, budget_s, expired) if spec.schedule == AUTO else _named(spec)
+    return _auto(spec, budget_s, expired) if spec.schedule == AUTO else _named(spec, budget_s, expired)
 
 
-def _named(spec: PipelineSpec) -> Found:
-    timeline = named_timeline(spec, spec.schedule)
-    bounds, notes = settle(lower_bounds(timeline.problem), timeline.makespan)
+def _named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
+    greedy = named_timeline(spec, spec.schedule)
+    timeline, notes = greedy, []
+    try:
+        timeline = improve_transfers(
+            greedy, effort=min(budget_s * _TRANSFERS_SHARE, 1.0), stop=expired or (lambda: False)
+        )
+    except Exception as error:
+        notes.append(_failed("the search for an order of transfers", error))
+    bounds, dropped = settle(lower_bounds(timeline.problem), timeline.makespan)
     bound = max(bounds.values(), default=0.0)
     return Found(
         timeline=timeline,
@@ -108,7 +118,8 @@ def _named(spec: PipelineSpec) -> Found:
         lower_bound_s=bound,
         proven_optimal=attains(timeline.makespan, bound),
         truncated=False,
-        notes=tuple(notes),
+        notes=(*notes, *dropped),
+        others=((spec.schedule, greedy),),
     )
 
 

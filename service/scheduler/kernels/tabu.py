@@ -32,6 +32,7 @@ class Disjunctive(NamedTuple):
 
     microbatches: int
     resource_count: int
+    fixed_kinds: int  # kinds below this number never change places with each other
     tasks: np.ndarray  # TASK[tasks]
     dependents: Rows  # of tasks
     needs: Rows  # of tasks
@@ -265,7 +266,7 @@ def _may_exchange(problem, orders, first, second, side):
     """Whether two neighbours may change places: no dependency, lead or memory limit is against it."""
     microbatches = problem.microbatches
     kind, first_kind = second // microbatches, first // microbatches
-    if kind == first_kind:
+    if kind == first_kind or max(kind, first_kind) < problem.fixed_kinds:
         return False
     m, first_m = second % microbatches, first % microbatches
     if problem.precedes[first_kind, kind] and first_m <= m:

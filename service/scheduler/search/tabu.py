@@ -28,13 +28,14 @@ def tabu_search(
     iterations: int,
     seed: int,
     stop: Callable[[], bool],
+    keep_compute: bool = False,
 ) -> Timeline:
     """A timeline at least as short; rounds of the search, each from the best so far.
 
     Keeps the activation limits and max_in_flight, not the limits of receive buffers. Ends at `goal_s`, when
-    `stop` says so, or after `iterations`.
+    `stop` says so, or after `iterations`. With `keep_compute` the compute orders stay and only transfers move.
     """
-    disjunctive = _disjunctive(problem)
+    disjunctive = _disjunctive(problem, keep_compute)
     generator = np.random.default_rng(seed)
     while iterations > 0 and timeline.makespan > goal_s and not stop():
         start, order, used = kernels.tabu_round(
@@ -53,7 +54,7 @@ def tabu_search(
     return timeline
 
 
-def _disjunctive(problem: Problem) -> kernels.Disjunctive:
+def _disjunctive(problem: Problem, keep_compute: bool) -> kernels.Disjunctive:
     causes, effects = problem.dependency_edges
     exists = problem.exists.reshape(-1)
     limit = np.full(problem.resource_count, -1, dtype=np.int64)
@@ -74,6 +75,7 @@ def _disjunctive(problem: Problem) -> kernels.Disjunctive:
     return kernels.Disjunctive(
         microbatches=problem.microbatches,
         resource_count=problem.resource_count,
+        fixed_kinds=problem.compute_kinds if keep_compute else 0,
         tasks=tasks,
         dependents=compress_edges(problem.tasks, causes, effects),
         needs=compress_edges(problem.tasks, effects, causes),

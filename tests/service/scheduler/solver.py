@@ -4,22 +4,29 @@ scheduler and assumes nothing about the order of microbatches, but for the forwa
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 from ortools.sat.python import cp_model
 
 
-def optimum(spec: dict[str, Any], *, limit_s: float = 20.0) -> int | None:
-    """The least makespan of a spec with whole costs; None where it was not proven in time."""
+def optimum(
+    spec: dict[str, Any], *, orders: dict[str, list[str]] | None = None, limit_s: float = 20.0
+) -> int | None:
+    """The least makespan of a spec with whole costs; None where it was not proven in time.
+
+    `orders` (torch's actions of each mesh) fix the compute orders, so that only transfers are free.
+    """
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = limit_s
-    model = _model(spec)
+    model = _model(spec, orders or {})
     status = solver.solve(model)
     return round(solver.objective_value) if status == cp_model.OPTIMAL else None
 
 
-def _model(spec: dict[str, Any]) -> cp_model.CpModel:
+def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpModel:
     model = cp_model.CpModel()
     stages, microbatches = spec["stages"], range(spec["microbatches"])
     split, overlap = bool(spec.get("split_backward")), spec.get("overlap", True)
@@ -91,6 +98,13 @@ def _model(spec: dict[str, Any]) -> cp_model.CpModel:
                 model.add(start[after] >= end[back])
     for intervals in exclusive.values():
         model.add_no_overlap(intervals)
+    for actions in orders.values():
+        keys = []
+        for action in actions:
+            stage, op, m = re.fullmatch(r"(\d+)([FBIW])(\d+)", action).groups()
+            keys.append(("B" if op == "I" else op, stages[int(stage)]["name"], int(m)))
+        for before, after in pairwise(keys):
+            model.add(start[after] >= end[before])
     sources_of = {e["target"] for e in spec["edges"]}
     feeding = {e["source"] for e in spec["edges"]}
     cap = spec.get("max_in_flight")
