@@ -46,14 +46,14 @@ from worker.failure import (
     as_failure,
     fails_as,
 )
-from worker.links import Link, measure_links, neighbour_lanes
-from worker.mesh import WorkerAddress, own_node_address
 from worker.model import TracedModel, build_model, call_factory, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT
+from worker.node import WorkerAddress, own_node_address
 from worker.program import program_from_json
 from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import ConnectError, Topology
+from worker.transport.links import Link, measure_links, neighbour_lanes
 
 PROFILE_REPEATS = 5
 

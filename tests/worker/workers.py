@@ -12,7 +12,7 @@ from service.scheduler import MeshSpec, make_plan
 from service.scheduler.partition import partition
 from service.scheduler.spec import NetworkSpec
 from worker.actor import Worker
-from worker.driver import planned_seconds
+from worker.driver.planning import planned_seconds
 from worker.model.profile import LayerProfile
 from worker.transport import Topology
 from worker.transport.rendezvous import host_store

@@ -4,7 +4,7 @@ A transfer starts where the last thing that it waits for ends, on the thread tha
 thread: gloo moves the bytes. It takes one to see it end. A compute lane that has nothing else to do waits for the
 transfer that it needs by itself; while it computes, a watcher thread of the lane waits instead, so that a
 received tensor's slot ends when the tensor is there. Sends are watched in bundles: nothing waits
-for their ends, and the receiver's end is the transfer's (worker/timing.py).
+for their ends, and the receiver's end is the transfer's (worker/driver/timing.py).
 
 Why so: a thread a lane, woken for each transfer, cost 8.9 voluntary context switches an action of an empty stage
 on a mesh with two neighbours, this way 5.2; torch's runtime, which has no lanes, 2.4 (torch 2.13, four workers on two

@@ -11,7 +11,8 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from worker import mesh
+from worker.driver import gang as gang_module
+from worker.driver.gang import Gang
 from worker.failure import (
     SLOT_STALLED,
     START_TIMEOUT,
@@ -20,7 +21,7 @@ from worker.failure import (
     AttemptFailure,
     fails_as,
 )
-from worker.mesh import Gang, WorkerAddress
+from worker.node import WorkerAddress
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -181,7 +182,7 @@ def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
 
 
 def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monkeypatch):
-    monkeypatch.setattr(mesh, "CAUSE_GRACE_S", 60.0)
+    monkeypatch.setattr(gang_module, "CAUSE_GRACE_S", 60.0)
     with make_gang() as gang:
         start(gang)
         stalled, raised = gang.workers

@@ -1,6 +1,6 @@
 """When an attempt's workers save and from which checkpoint they go on: the driver's side of checkpoints.
 
-What a checkpoint is stands in checkpoint.py; how the workers are called in mesh.py.
+What a checkpoint is stands in worker/checkpoint.py; how the workers are called in gang.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from worker import checkpoint
+from worker.driver.gang import Gang
+from worker.driver.report import Reporter
 from worker.failure import CHECKPOINT_FAILED, AttemptFailure, fails_as
-from worker.mesh import Gang
-from worker.report import Reporter
 
 log = logging.getLogger(__name__)
 

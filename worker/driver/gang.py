@@ -26,6 +26,7 @@ from worker.failure import (
     as_failure,
     first_cause,
 )
+from worker.node import WorkerAddress
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +41,6 @@ _LOST = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """Where one worker runs; JSON of it goes to the control plane with the request for a plan."""
-
-    mesh: str
-    worker: int
-    node: str
-    node_id: str
-    process_id: int
-    device: str
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,7 @@ class Gang:
                 [w.address.remote() for w in self.workers],
                 what="start",
                 limit_s=max(1.0, deadline - time.monotonic()),
-                late=START_TIMEOUT,
+                timeout_reason=START_TIMEOUT,
                 interrupted=interrupted,
             )
         )
@@ -149,12 +138,12 @@ class Gang:
         *,
         what: str,
         limit_s: float,
-        late: str = SLOT_STALLED,
+        timeout_reason: str = SLOT_STALLED,
         interrupted: Callable[[], None] | None = None,
     ) -> list[Any]:
         """The results of one call a worker, in order.
 
-        Raises AttemptFailure: with `late` naming the workers that did not answer within `limit_s`,
+        Raises AttemptFailure: with `timeout_reason` naming the workers that did not answer within `limit_s`,
         WORKER_LOST when one died, or what a worker raised. After a first failure the others get
         CAUSE_GRACE_S to say theirs, and the one that explains the rest is raised. `interrupted` is
         called about four times a second and may raise.
@@ -177,7 +166,7 @@ class Gang:
                 if failures:
                     break
                 names = ", ".join(self.name(refs.index(ref)) for ref in waiting)
-                raise AttemptFailure(late, f"{what}: no answer from {names} within {limit_s:.0f} s")
+                raise AttemptFailure(timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s")
         if failures:
             raise first_cause(failures)
         return ray.get(list(refs))
@@ -274,12 +263,6 @@ def _alive(process_id: int) -> bool:
     except OSError:
         return False
     return b"ray::" in command or b"default_worker.py" in command
-
-
-def own_node_address() -> str:
-    """The address under which the cluster knows the node of this process."""
-    own = ray.get_runtime_context().get_node_id()
-    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
 
 def _living_nodes() -> set[str]:

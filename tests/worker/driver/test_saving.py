@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from worker import checkpoint
+from worker.driver.saving import Checkpoints
 from worker.failure import CHECKPOINT_FAILED, WORKER_LOST, AttemptFailure, fails_as
-from worker.saving import Checkpoints
 
 
 class Worker:

@@ -1,0 +1,186 @@
+"""One attempt of a job, from its placement group to its last checkpoint: the order of things, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+
+from worker.actor import Worker
+from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.gang import Gang
+from worker.driver.limits import Limits
+from worker.driver.metrics import JobMetrics
+from worker.driver.planning import PlannedJob, Planner, planned_seconds
+from worker.driver.report import Reporter
+from worker.driver.saving import Checkpoints
+from worker.driver.step_loop import run_steps
+from worker.driver.termination import Termination
+from worker.failure import CANCELLED_BY_USER, INTERNAL, START_TIMEOUT, AttemptFailure, as_failure
+from worker.node import own_node_address
+from worker.transport import Topology
+from worker.transport.rendezvous import host_store
+
+log = logging.getLogger(__name__)
+
+
+class Cancelled(Exception):
+    """The control plane asked to stop, or wants no more of this attempt."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the control plane says of the attempt, and how long it may wait for what."""
+
+    job_id: str
+    number: int
+    job: Mapping[str, Any]
+    device: str
+    limits: Limits
+    resume: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The final state of an attempt, as it is reported."""
+
+    state: str
+    reason: str | None = None
+    message: str | None = None
+
+
+def run_attempt(
+    attempt: Attempt,
+    control: ControlPlane,
+    reporter: Reporter,
+    metrics: JobMetrics,
+    termination: Termination,
+) -> Outcome:
+    """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
+    try:
+        address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
+        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+        termination.listen()  # ray.init puts a handler of its own in place
+        try:
+            reporter.metrics_endpoint(_serve_metrics(metrics))
+            _train(attempt, control, reporter, metrics)
+        finally:
+            ray.shutdown()
+        return Outcome("SUCCEEDED")
+    except Cancelled:
+        return Outcome("CANCELLED", CANCELLED_BY_USER, "cancelled on request")
+    except (KeyboardInterrupt, SystemExit):
+        return Outcome("CANCELLED", CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
+    except Refused as refused:
+        if refused.final:
+            return Outcome(
+                "CANCELLED", CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
+            )
+        log.exception("the control plane refused what the driver asked")
+        return Outcome("FAILED", INTERNAL, f"the control plane answered {refused.status}: {refused.detail}")
+    except AttemptFailure as failure:
+        if failure.details:
+            log.error("%s", failure.details)
+        return Outcome("FAILED", failure.reason, failure.message)
+    except Exception as error:
+        log.exception("the driver itself failed")
+        return Outcome("FAILED", INTERNAL, as_failure(error, INTERNAL).message)
+
+
+def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics: JobMetrics) -> None:
+    resources, limits = attempt.job["resources"], attempt.limits
+
+    def raise_if_cancelled() -> None:
+        if reporter.cancelled.is_set() or reporter.fenced.is_set():
+            raise Cancelled
+
+    gang = Gang(
+        meshes=resources["meshes"],
+        workers_per_mesh=resources["workers_per_mesh"],
+        device=attempt.device,
+        start_timeout_s=limits.start_s,
+        workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
+    )
+    with gang:
+        gang.start(
+            ray.remote(Worker),
+            lambda mesh, worker: {
+                "job": attempt.job,
+                "mesh": mesh,
+                "worker": worker,
+                "device": attempt.device,
+            },
+            raise_if_cancelled,
+        )
+        reporter.event(
+            "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
+        )
+        checkpoints = Checkpoints(
+            attempt.job.get("checkpoint"),
+            attempt.job_id,
+            gang=gang,
+            reporter=reporter,
+            limit_s=limits.checkpoint_s,
+            interrupted=raise_if_cancelled,
+        )
+        checkpoints.try_place()
+        planner = Planner(
+            control=control,
+            reporter=reporter,
+            gang=gang,
+            device=attempt.device,
+            limits=limits,
+            interrupted=raise_if_cancelled,
+        )
+        planned = planner.plan(resources["workers_per_mesh"])
+        metrics.set_plan(planned.plan)
+        store = host_store("0.0.0.0")
+        gang.call(
+            _load(attempt, gang, planned, (own_node_address(), store.port)),
+            what="loading the stages",
+            limit_s=limits.prepare_s,
+            timeout_reason=START_TIMEOUT,
+            interrupted=raise_if_cancelled,
+        )
+        done = checkpoints.restore((attempt.resume or {}).get("uri"))
+        reporter.state("RUNNING")
+        run_steps(
+            done + 1,
+            attempt.job["training"]["steps"],
+            planned=planned,
+            gang=gang,
+            reporter=reporter,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            limits=limits,
+            interrupted=raise_if_cancelled,
+        )
+
+
+def _load(attempt: Attempt, gang: Gang, planned: PlannedJob, store: tuple[str, int]) -> list[ray.ObjectRef]:
+    """Give every worker its stages and program."""
+    resources, limits = attempt.job["resources"], asdict(attempt.limits)
+    planned_s = planned_seconds(planned.plan, planned.stage_names)
+    topology = Topology(tuple(mesh.name for mesh in gang.meshes), resources["workers_per_mesh"])
+    return [
+        worker.load.remote(
+            begins=planned.begins,
+            mesh_of_stage=planned.mesh_of_stage,
+            program=planned.plan["programs"][address.mesh],
+            planned_s=planned_s[address.mesh],
+            topology=topology,
+            store=store,
+            host=address.node,
+            limits=limits,
+        )
+        for worker, address in zip(gang.workers, gang.addresses, strict=True)
+    ]
+
+
+def _serve_metrics(metrics: JobMetrics) -> str:
+    """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
+    return metrics.serve(host=os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address(), port=0)
