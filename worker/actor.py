@@ -31,26 +31,13 @@ from worker.engine import (
     StageError,
     StallError,
 )
-from worker.failure import (
-    CHECKPOINT_FAILED,
-    CHECKPOINT_UNWRITABLE,
-    CUT_IMPOSSIBLE,
-    DATA_FAILED,
-    INTERNAL,
-    MODEL_BUILD_FAILED,
-    NAN_LOSS,
-    SLOT_STALLED,
-    START_TIMEOUT,
-    USER_CODE_RAISED,
-    AttemptFailure,
-    as_failure,
-    fails_as,
-)
+from worker.failure import AttemptFailure, as_failure, attributed_to
 from worker.model import TracedModel, build_model, call_factory, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT
 from worker.node import WorkerAddress, own_node_address
 from worker.program import program_from_json
+from worker.reasons import Reason
 from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import ConnectError, Topology
 from worker.transport.links import Link, measure_links, neighbour_lanes
@@ -98,7 +85,7 @@ class Worker:
         self._build_model()
         return self._profile_key()
 
-    @fails_as(START_TIMEOUT)
+    @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
         self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
     ) -> Link | None:
@@ -118,7 +105,7 @@ class Worker:
         finally:
             transport.close()
 
-    @fails_as(USER_CODE_RAISED)
+    @attributed_to(Reason.USER_CODE_RAISED)
     def profile(self) -> dict[str, Any]:
         """Measure every layer on this device; JSON of a LayerProfile."""
         profile = self._trace().profile(
@@ -182,9 +169,9 @@ class Worker:
         try:
             self._engine.connect()
         except ConnectError as error:
-            raise as_failure(error, START_TIMEOUT) from None
+            raise as_failure(error, Reason.START_TIMEOUT) from None
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
         own = self._engine.state()
@@ -202,7 +189,7 @@ class Worker:
         except EngineError as error:
             raise _engine_failure(error) from None
         except Exception as error:
-            raise as_failure(error, INTERNAL) from None
+            raise as_failure(error, Reason.INTERNAL) from None
         return {
             "losses": result.losses,
             "grad_norm": result.grad_norm,
@@ -213,18 +200,18 @@ class Worker:
             "slots": result.slots,
         }
 
-    @fails_as(CHECKPOINT_UNWRITABLE)
+    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
     def try_checkpoints(self, uri: str) -> None:
         """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
         checkpoint.try_writing(uri)
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> None:
         """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
 
-    @fails_as(DATA_FAILED)
+    @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
         data, training = self._job["data"], self._job["training"]
         self._dataset = call_factory(data["factory"], data.get("args"))
@@ -245,7 +232,7 @@ class Worker:
         )
         self._sample = self._microbatch(0, 0)
 
-    @fails_as(MODEL_BUILD_FAILED)
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _build_model(self) -> None:
         self._loss = make_loss(self._job["loss"], self._device)
         for part in (self._job["optimizer"], self._job["optimizer"].get("schedule")):
@@ -260,14 +247,14 @@ class Worker:
         self._optimizer = make_optimizer(self._job["optimizer"], parameters)
         return self._optimizer
 
-    @fails_as(MODEL_BUILD_FAILED)
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _trace(self) -> TracedModel:
         if self._traced is None:
             bf16 = self._job["training"].get("precision") == "bf16"
             self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
         return self._traced
 
-    @fails_as(CUT_IMPOSSIBLE)
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
     def _cut(self, begins: Sequence[str], keep: Sequence[int]) -> Any:
         graph = self._trace().cut(begins, keep=keep)
         del self._model
@@ -280,7 +267,7 @@ class Worker:
         pairs = [self._microbatch(step, m) for m in range(count)]
         return [inputs for inputs, _ in pairs], [target for _, target in pairs]
 
-    @fails_as(DATA_FAILED)
+    @attributed_to(Reason.DATA_FAILED)
     def _microbatch(self, step: int, microbatch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
         indices = self._sampler.indices(step, microbatch)
@@ -318,9 +305,9 @@ class Worker:
 
 def _engine_failure(error: EngineError) -> AttemptFailure:
     if isinstance(error, StageError):
-        return as_failure(error, USER_CODE_RAISED)
+        return as_failure(error, Reason.USER_CODE_RAISED)
     if isinstance(error, NonFiniteError):
-        return as_failure(error, NAN_LOSS)
+        return as_failure(error, Reason.NAN_LOSS)
     if isinstance(error, (StallError, PeerLostError, AbortedError)):
-        return as_failure(error, SLOT_STALLED)
-    return as_failure(error, INTERNAL)
+        return as_failure(error, Reason.SLOT_STALLED)
+    return as_failure(error, Reason.INTERNAL)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.failure import USER_CODE_RAISED, fails_as
+from worker.failure import attributed_to
 from worker.model.errors import FactoryError
 from worker.model.factory import call_factory, resolve
+from worker.reasons import Reason
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -53,7 +54,7 @@ def _one_number(
     raise TypeError(f"loss {path!r} returned {found}, not one number: return the mean over the samples")
 
 
-@fails_as(USER_CODE_RAISED)
+@attributed_to(Reason.USER_CODE_RAISED)
 def make_optimizer(spec: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The job's optimizer; for parameters on CUDA the fused one of torch, unless its arguments choose."""
     path, arguments = spec["factory"], dict(spec.get("args") or {})
@@ -84,7 +85,7 @@ def without_implementation(groups: Sequence[Mapping[str, Any]]) -> list[dict[str
     return [{key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups]
 
 
-@fails_as(USER_CODE_RAISED)
+@attributed_to(Reason.USER_CODE_RAISED)
 def make_schedule(spec: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate schedule of `optimizer`: an object with step(), state_dict() and load_state_dict().
 

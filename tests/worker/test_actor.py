@@ -10,8 +10,9 @@ from tests.reference import accumulate, dataset_batches
 from worker import checkpoint
 from worker.actor import Worker
 from worker.data.sampler import BatchSampler, collate
-from worker.failure import DATA_FAILED, MODEL_BUILD_FAILED, USER_CODE_RAISED, AttemptFailure
+from worker.failure import AttemptFailure
 from worker.model import build_model, call_factory
+from worker.reasons import Reason
 
 SCHEDULES = {
     "none": None,
@@ -138,10 +139,10 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
 @pytest.mark.parametrize(
     ("changes", "reason", "told"),
     [
-        ({"data": {"factory": "builtins:iter", "args": {}}}, DATA_FAILED, "iter expected|takes"),
-        ({"data": {"factory": "builtins:object"}}, DATA_FAILED, "cannot tell how many samples"),
-        ({"data": {"factory": "builtins:set"}}, DATA_FAILED, "cannot tell a sample by its index"),
-        ({"data": {"factory": "builtins:list"}}, DATA_FAILED, "the data set is empty"),
+        ({"data": {"factory": "builtins:iter", "args": {}}}, Reason.DATA_FAILED, "iter expected|takes"),
+        ({"data": {"factory": "builtins:object"}}, Reason.DATA_FAILED, "cannot tell how many samples"),
+        ({"data": {"factory": "builtins:set"}}, Reason.DATA_FAILED, "cannot tell a sample by its index"),
+        ({"data": {"factory": "builtins:list"}}, Reason.DATA_FAILED, "the data set is empty"),
         (
             {
                 "optimizer": {
@@ -149,7 +150,7 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
                     "schedule": {"factory": "torch.optim.lr_scheduler:No"},
                 }
             },
-            MODEL_BUILD_FAILED,
+            Reason.MODEL_BUILD_FAILED,
             "lr_scheduler has no 'No'",
         ),
     ],
@@ -164,7 +165,7 @@ def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
     schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"steps": 3}}
     with pytest.raises(AttemptFailure, match=r"StepLR.*steps=3.*correct optimizer\.schedule\.args") as caught:
         Workers(job(schedule, stages=1, meshes=1))
-    assert caught.value.reason == USER_CODE_RAISED
+    assert caught.value.reason == Reason.USER_CODE_RAISED
 
 
 def test_a_profile_is_used_again_for_the_same_work_only():

@@ -12,8 +12,9 @@ from torch import nn
 
 from worker import training
 from worker.engine.update import ModelUpdate, UpdateSettings
-from worker.failure import USER_CODE_RAISED, AttemptFailure
+from worker.failure import AttemptFailure
 from worker.model.errors import FactoryError
+from worker.reasons import Reason
 from worker.training import make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
@@ -59,7 +60,7 @@ def test_an_optimizer_gets_the_parameters_and_its_arguments() -> None:
 def test_a_wrong_optimizer_is_blamed_on_the_user(spec: dict, told: str) -> None:
     with pytest.raises(AttemptFailure, match=told) as caught:
         make_optimizer(spec, [torch.nn.Parameter(torch.ones(2))])
-    assert caught.value.reason == USER_CODE_RAISED
+    assert caught.value.reason == Reason.USER_CODE_RAISED
 
 
 class WeightedError(nn.Module):
@@ -177,7 +178,7 @@ class Remembers(torch.optim.lr_scheduler.StepLR):
 def test_a_wrong_schedule_is_blamed_on_the_user(factory, arguments, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
         make_schedule({"factory": factory, "args": arguments}, sgd())
-    assert caught.value.reason == USER_CODE_RAISED
+    assert caught.value.reason == Reason.USER_CODE_RAISED
 
 
 def test_a_schedule_whose_state_no_checkpoint_can_store_is_refused_at_once(monkeypatch):

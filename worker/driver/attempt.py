@@ -20,8 +20,9 @@ from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
 from worker.driver.termination import Termination
-from worker.failure import CANCELLED_BY_USER, INTERNAL, START_TIMEOUT, AttemptFailure, as_failure
+from worker.failure import AttemptFailure, as_failure
 from worker.node import own_node_address
+from worker.reasons import Reason
 from worker.transport import Topology
 from worker.transport.rendezvous import host_store
 
@@ -49,7 +50,7 @@ class Outcome:
     """The final state of an attempt, as it is reported."""
 
     state: str
-    reason: str | None = None
+    reason: Reason | None = None
     message: str | None = None
 
 
@@ -72,23 +73,25 @@ def run_attempt(
             ray.shutdown()
         return Outcome("SUCCEEDED")
     except Cancelled:
-        return Outcome("CANCELLED", CANCELLED_BY_USER, "cancelled on request")
+        return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
     except (KeyboardInterrupt, SystemExit):
-        return Outcome("CANCELLED", CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
+        return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
     except Refused as refused:
         if refused.final:
             return Outcome(
-                "CANCELLED", CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
+                "CANCELLED", Reason.CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
             )
         log.exception("the control plane refused what the driver asked")
-        return Outcome("FAILED", INTERNAL, f"the control plane answered {refused.status}: {refused.detail}")
+        return Outcome(
+            "FAILED", Reason.INTERNAL, f"the control plane answered {refused.status}: {refused.detail}"
+        )
     except AttemptFailure as failure:
         if failure.details:
             log.error("%s", failure.details)
         return Outcome("FAILED", failure.reason, failure.message)
     except Exception as error:
         log.exception("the driver itself failed")
-        return Outcome("FAILED", INTERNAL, as_failure(error, INTERNAL).message)
+        return Outcome("FAILED", Reason.INTERNAL, as_failure(error, Reason.INTERNAL).message)
 
 
 def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics: JobMetrics) -> None:
@@ -143,7 +146,7 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
             _load(attempt, gang, planned, (own_node_address(), store.port)),
             what="loading the stages",
             limit_s=limits.prepare_s,
-            timeout_reason=START_TIMEOUT,
+            timeout_reason=Reason.START_TIMEOUT,
             interrupted=raise_if_cancelled,
         )
         done = checkpoints.restore((attempt.resume or {}).get("uri"))

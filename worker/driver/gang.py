@@ -17,16 +17,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from worker.failure import (
-    INTERNAL,
-    SLOT_STALLED,
-    START_TIMEOUT,
-    WORKER_LOST,
-    AttemptFailure,
-    as_failure,
-    first_cause,
-)
+from worker.failure import AttemptFailure, as_failure, first_cause
 from worker.node import WorkerAddress
+from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +92,7 @@ class Gang:
                 interrupted()
             if time.monotonic() > deadline:
                 raise AttemptFailure(
-                    START_TIMEOUT,
+                    Reason.START_TIMEOUT,
                     f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
                     f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
                 )
@@ -127,7 +120,7 @@ class Gang:
                 [w.address.remote() for w in self.workers],
                 what="start",
                 limit_s=max(1.0, deadline - time.monotonic()),
-                timeout_reason=START_TIMEOUT,
+                timeout_reason=Reason.START_TIMEOUT,
                 interrupted=interrupted,
             )
         )
@@ -138,7 +131,7 @@ class Gang:
         *,
         what: str,
         limit_s: float,
-        timeout_reason: str = SLOT_STALLED,
+        timeout_reason: Reason = Reason.SLOT_STALLED,
         interrupted: Callable[[], None] | None = None,
     ) -> list[Any]:
         """The results of one call a worker, in order.
@@ -235,12 +228,12 @@ def failure_of(error: Exception, worker: str, what: str) -> AttemptFailure:
     """Why a call of an actor failed: what it raised, or that `worker` is lost while it did `what`."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
-        return cause if isinstance(cause, AttemptFailure) else as_failure(cause, INTERNAL)
+        return cause if isinstance(cause, AttemptFailure) else as_failure(cause, Reason.INTERNAL)
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return AttemptFailure(SLOT_STALLED, f"{what}: no answer from {worker}")
+        return AttemptFailure(Reason.SLOT_STALLED, f"{what}: no answer from {worker}")
     if isinstance(error, _LOST):
-        return AttemptFailure(WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
-    return as_failure(error, INTERNAL)
+        return AttemptFailure(Reason.WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
+    return as_failure(error, Reason.INTERNAL)
 
 
 @ray.remote(max_retries=0)

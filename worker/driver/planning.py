@@ -13,9 +13,10 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.report import Reporter
-from worker.failure import PLAN_INFEASIBLE, START_TIMEOUT, AttemptFailure
+from worker.failure import AttemptFailure
 from worker.model.profile import LayerProfile, mean_profile
 from worker.node import own_node_address
+from worker.reasons import Reason
 from worker.transport import Topology
 from worker.transport.links import Link, slowest
 from worker.transport.rendezvous import host_store
@@ -131,12 +132,16 @@ class Planner:
         except Refused as refused:
             if refused.final:
                 raise
-            raise AttemptFailure(PLAN_INFEASIBLE, refused.detail) from None
+            raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
         return PlannedJob(tuple(answer["begins"]), answer["spec"], answer["plan"])
 
     def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
         return self._gang.call(
-            refs, what=what, limit_s=limit_s, timeout_reason=START_TIMEOUT, interrupted=self._interrupted
+            refs,
+            what=what,
+            limit_s=limit_s,
+            timeout_reason=Reason.START_TIMEOUT,
+            interrupted=self._interrupted,
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from worker.driver.control_plane import REQUEST_TIMEOUT_S, ControlPlane, Refused
+from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Reporter:
         self._thread.start()
         return self
 
-    def state(self, state: str, *, reason: str | None = None, message: str | None = None) -> None:
+    def state(self, state: str, *, reason: Reason | None = None, message: str | None = None) -> None:
         """Report a change of the attempt's state, soon."""
         self._add("states", {"state": state, "reason": reason, "message": message})
         self._wake.set()

@@ -12,7 +12,8 @@ from typing import Any
 from worker import checkpoint
 from worker.driver.gang import Gang
 from worker.driver.report import Reporter
-from worker.failure import CHECKPOINT_FAILED, AttemptFailure, fails_as
+from worker.failure import AttemptFailure, attributed_to
+from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Checkpoints:
                 return self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
             except AttemptFailure as failure:
                 older = candidates[position + 1 :]
-                if failure.reason != CHECKPOINT_FAILED or not older:
+                if failure.reason != Reason.CHECKPOINT_FAILED or not older:
                     raise
                 log.warning("%s cannot be restored: %s", uri, failure.message)
                 self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
@@ -71,7 +72,7 @@ class Checkpoints:
         if every and (step % every == 0 or last):
             self._save(step)
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def _complete(self) -> list[str]:
         return checkpoint.complete(self._settings["uri"], self._job_id) if self._settings else []
 
@@ -80,7 +81,8 @@ class Checkpoints:
         self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
         shards = [mesh.name for mesh in self._gang.meshes]
         keep = self._settings.get("keep", 2)
-        fails_as(CHECKPOINT_FAILED)(checkpoint.finish)(uri, step=step, shards=shards, keep=keep)
+        with attributed_to(Reason.CHECKPOINT_FAILED):
+            checkpoint.finish(uri, step=step, shards=shards, keep=keep)
         self._reporter.checkpoint(step, uri)
         self._reporter.event("checkpoint", f"after step {step}: {uri}")
 

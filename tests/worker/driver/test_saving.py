@@ -12,7 +12,8 @@ import torch
 
 from worker import checkpoint
 from worker.driver.saving import Checkpoints
-from worker.failure import CHECKPOINT_FAILED, WORKER_LOST, AttemptFailure, fails_as
+from worker.failure import AttemptFailure, attributed_to
+from worker.reasons import Reason
 
 
 class Worker:
@@ -22,11 +23,11 @@ class Worker:
         self.mesh = mesh
         self.restored = []
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri, step):
         checkpoint.save_shard(uri, step=step, shard=self.mesh, state={"parameters": {"p": torch.ones(step)}})
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri):
         _, step = checkpoint.load(uri)
         self.restored.append(step)
@@ -132,7 +133,7 @@ def test_when_none_can_be_read_the_oldest_is_named(make):
         Path(uri, "m0.pt").write_bytes(b"")
     with pytest.raises(AttemptFailure, match=f"{found[-1]}/m0.pt has 0 bytes") as caught:
         kept.restore(found[0])
-    assert caught.value.reason == CHECKPOINT_FAILED
+    assert caught.value.reason == Reason.CHECKPOINT_FAILED
 
 
 def test_a_checkpoint_that_the_control_plane_knows_and_nobody_finds_does_not_start_the_job_anew(
@@ -148,7 +149,7 @@ def test_a_lost_worker_is_no_damaged_checkpoint(make):
     kept, gang, _ = make()
 
     def call(refs, **_):
-        raise AttemptFailure(WORKER_LOST, "worker 0 of mesh m1 is gone")
+        raise AttemptFailure(Reason.WORKER_LOST, "worker 0 of mesh m1 is gone")
 
     gang.call = call
     with pytest.raises(AttemptFailure, match="is gone"):
@@ -171,4 +172,4 @@ def test_a_cancel_while_saving_is_a_cancel_and_a_place_that_is_full_a_failed_che
     monkeypatch.setattr(checkpoint, "finish", full)
     with pytest.raises(AttemptFailure, match="disk full") as caught:
         make()[0].after(2, last=False)
-    assert caught.value.reason == CHECKPOINT_FAILED
+    assert caught.value.reason == Reason.CHECKPOINT_FAILED
