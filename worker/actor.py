@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from worker.engine import (
     StallError,
 )
 from worker.failure import AttemptFailure, as_failure, attributed_to
+from worker.job import Job
 from worker.model import TracedModel, build_model, call_factory, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT
@@ -48,7 +50,7 @@ PROFILE_REPEATS = 5
 class Worker:
     """One accelerator of one mesh. The driver calls the methods in the order in which they stand here."""
 
-    def __init__(self, *, job: Mapping[str, Any], mesh: str, worker: int, device: str):
+    def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
         torch.set_num_threads(1)
         self._job = job
         self._mesh = mesh
@@ -123,10 +125,11 @@ class Worker:
         topology: Topology,
         store: tuple[str, int],
         host: str,
-        limits: Mapping[str, float],
+        connect_s: float,
+        slot_limits: SlotLimits,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer."""
-        training, schedule = self._job["training"], self._job["optimizer"].get("schedule")
+        training, schedule = self._job.training, self._job.optimizer.schedule
         here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
         graph = self._cut(begins, here)
         stages = {i: graph.stages[i].to(self._device) for i in here}
@@ -140,7 +143,7 @@ class Worker:
             worker=self._worker,
             store=store,
             host=host,
-            connect_s=limits["connect_s"],
+            connect_s=connect_s,
         )
         self._engine = Engine(
             mesh=self._mesh,
@@ -150,17 +153,17 @@ class Worker:
             edges=graph.edges,
             mesh_of_stage=tuple(mesh_of_stage),
             tied=graph.tied,
-            microbatches=training["microbatches"],
+            microbatches=training.microbatches,
             loss=self._loss,
             optimizer=self._make_optimizer,
             lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
             transport=transport,
             options=RunOptions(
-                precision=training.get("precision", "fp32"),
-                clip_grad_norm=training.get("clip_grad_norm"),
-                non_finite=training.get("non_finite", "stop"),
-                seed=training.get("seed", 0),
-                limits=SlotLimits(factor=limits["slot_factor"], floor_s=limits["slot_floor_s"]),
+                precision=training.precision,
+                clip_grad_norm=training.clip_grad_norm,
+                non_finite=training.non_finite,
+                seed=training.seed,
+                limits=slot_limits,
                 device=self._device,
             ),
             planned_s=planned_s,
@@ -213,44 +216,42 @@ class Worker:
 
     @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
-        data, training = self._job["data"], self._job["training"]
-        self._dataset = call_factory(data["factory"], data.get("args"))
+        data, training = self._job.data, self._job.training
+        self._dataset = call_factory(data.factory, data.args)
         for method, means in (
             ("__len__", "how many samples it has"),
             ("__getitem__", "a sample by its index"),
         ):
             if not hasattr(self._dataset, method):
                 raise FactoryError(
-                    f"data {data['factory']!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
+                    f"data {data.factory!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
                     f"({method}): return a map-style data set"
                 )
         self._sampler = BatchSampler(
             len(self._dataset),
-            training["global_batch"],
-            training["microbatches"],
-            seed=training.get("seed", 0),
+            training.global_batch,
+            training.microbatches,
+            seed=training.seed,
         )
         self._sample = self._microbatch(0, 0)
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _build_model(self) -> None:
-        self._loss = make_loss(self._job["loss"], self._device)
-        for part in (self._job["optimizer"], self._job["optimizer"].get("schedule")):
+        self._loss = make_loss(self._job.loss, self._device)
+        for part in (self._job.optimizer, self._job.optimizer.schedule):
             if part:
-                resolve(part["factory"])  # a wrong name is told before anything is measured
-        model = self._job["model"]
-        self._model = build_model(
-            model["factory"], model.get("args"), seed=self._job["training"].get("seed", 0)
-        )
+                resolve(part.factory)  # a wrong name is told before anything is measured
+        model = self._job.model
+        self._model = build_model(model.factory, model.args, seed=self._job.training.seed)
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        self._optimizer = make_optimizer(self._job["optimizer"], parameters)
+        self._optimizer = make_optimizer(self._job.optimizer, parameters)
         return self._optimizer
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _trace(self) -> TracedModel:
         if self._traced is None:
-            bf16 = self._job["training"].get("precision") == "bf16"
+            bf16 = self._job.training.precision == "bf16"
             self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
         return self._traced
 
@@ -261,7 +262,7 @@ class Worker:
         return graph
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        count = self._job["training"]["microbatches"]
+        count = self._job.training.microbatches
         if not self._needs_data:
             return [()] * count, None
         pairs = [self._microbatch(step, m) for m in range(count)]
@@ -278,7 +279,7 @@ class Worker:
         try:
             return self._dataset[index]
         except Exception as error:
-            factory = self._job["data"]["factory"]
+            factory = self._job.data.factory
             raise RuntimeError(
                 f"sample {index} of data {factory} raised {type(error).__name__}: {error}"
             ) from error
@@ -286,17 +287,16 @@ class Worker:
     def _profile_key(self) -> str:
         """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch, and
         on CPU the workers that share the cores."""
-        training, resources = self._job["training"], self._job["resources"]
         inputs, target = self._sample
         parts = {
-            "model": self._job["model"],
-            "code": self._job.get("code"),
-            "loss": self._job["loss"],
+            "model": asdict(self._job.model),
+            "code": asdict(self._job.code),
+            "loss": asdict(self._job.loss),
             "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
-            "precision": training.get("precision", "fp32"),
+            "precision": self._job.training.precision,
             "device": self._device,
             "device_name": torch.cuda.get_device_name() if self._device == "cuda" else socket.gethostname(),
-            "workers": resources["meshes"] * self._workers_per_mesh if self._device == "cpu" else 1,
+            "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,
             "torch": torch.__version__,
             "format": PROFILE_FORMAT,
         }

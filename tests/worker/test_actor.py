@@ -11,6 +11,7 @@ from worker import checkpoint
 from worker.actor import Worker
 from worker.data.sampler import BatchSampler, collate
 from worker.failure import AttemptFailure
+from worker.job import Job
 from worker.model import build_model, call_factory
 from worker.reasons import Reason
 
@@ -157,7 +158,7 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
 )
 def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
-        Worker(job=job(**changes), mesh="m0", worker=0, device="cpu").prepare(1)
+        Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(1)
     assert caught.value.reason == reason
 
 
@@ -170,7 +171,9 @@ def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
 
 def test_a_profile_is_used_again_for_the_same_work_only():
     def key(workers_per_mesh=1, **changes):
-        return Worker(job=job(**changes), mesh="m0", worker=0, device="cpu").prepare(workers_per_mesh)
+        return Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(
+            workers_per_mesh
+        )
 
     smaller = job()["training"] | {"global_batch": 4}
     keys = [key(), key(meshes=3), key(2), key(training=smaller)]

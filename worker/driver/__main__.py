@@ -44,7 +44,12 @@ def main() -> int:
         log.error("the control plane wants nothing of this attempt: %s", refused.detail)
         return 1
     attempt = Attempt(
-        given["job_id"], given["number"], given["job"], given["device"], limits, resume=given.get("resume")
+        job_id=given["job_id"],
+        number=given["number"],
+        spec=given["job"],
+        device=given["device"],
+        limits=limits,
+        resume_uri=(given.get("resume") or {}).get("uri"),
     )
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,7 +20,9 @@ from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
 from worker.driver.termination import Termination
+from worker.engine.results import SlotLimits
 from worker.failure import AttemptFailure, as_failure
+from worker.job import Job
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
@@ -35,14 +37,14 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the control plane says of the attempt, and how long it may wait for what."""
+    """What the control plane says of the attempt (`spec`: JSON of the job), and how long it may wait for what."""
 
     job_id: str
     number: int
-    job: Mapping[str, Any]
+    spec: Mapping[str, Any]
     device: str
     limits: Limits
-    resume: Mapping[str, Any] | None = None
+    resume_uri: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,13 @@ def run_attempt(
 ) -> Outcome:
     """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
     try:
+        job = Job.from_json(attempt.spec)
         address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
         ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
         termination.listen()  # ray.init puts a handler of its own in place
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
-            _train(attempt, control, reporter, metrics)
+            _train(attempt, job, control, reporter, metrics)
         finally:
             ray.shutdown()
         return Outcome("SUCCEEDED")
@@ -94,16 +97,18 @@ def run_attempt(
         return Outcome("FAILED", Reason.INTERNAL, as_failure(error, Reason.INTERNAL).message)
 
 
-def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics: JobMetrics) -> None:
-    resources, limits = attempt.job["resources"], attempt.limits
+def _train(
+    attempt: Attempt, job: Job, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
+) -> None:
+    workers_per_mesh, limits = job.resources.workers_per_mesh, attempt.limits
 
     def raise_if_cancelled() -> None:
         if reporter.cancelled.is_set() or reporter.fenced.is_set():
             raise Cancelled
 
     gang = Gang(
-        meshes=resources["meshes"],
-        workers_per_mesh=resources["workers_per_mesh"],
+        meshes=job.meshes,
+        workers_per_mesh=workers_per_mesh,
         device=attempt.device,
         start_timeout_s=limits.start_s,
         workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
@@ -112,7 +117,7 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
         gang.start(
             ray.remote(Worker),
             lambda mesh, worker: {
-                "job": attempt.job,
+                "job": job,
                 "mesh": mesh,
                 "worker": worker,
                 "device": attempt.device,
@@ -123,7 +128,7 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
             "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
         )
         checkpoints = Checkpoints(
-            attempt.job.get("checkpoint"),
+            job.checkpoint,
             attempt.job_id,
             gang=gang,
             reporter=reporter,
@@ -139,21 +144,21 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
             limits=limits,
             interrupted=raise_if_cancelled,
         )
-        planned = planner.plan(resources["workers_per_mesh"])
+        planned = planner.plan(workers_per_mesh)
         metrics.set_plan(planned.plan)
         store = host_store("0.0.0.0")
         gang.call(
-            _load(attempt, gang, planned, (own_node_address(), store.port)),
+            _load(gang, planned, workers_per_mesh, (own_node_address(), store.port), limits),
             what="loading the stages",
             limit_s=limits.prepare_s,
             timeout_reason=Reason.START_TIMEOUT,
             interrupted=raise_if_cancelled,
         )
-        done = checkpoints.restore((attempt.resume or {}).get("uri"))
+        done = checkpoints.restore(attempt.resume_uri)
         reporter.state("RUNNING")
         run_steps(
             done + 1,
-            attempt.job["training"]["steps"],
+            job.training.steps,
             planned=planned,
             gang=gang,
             reporter=reporter,
@@ -164,11 +169,12 @@ def _train(attempt: Attempt, control: ControlPlane, reporter: Reporter, metrics:
         )
 
 
-def _load(attempt: Attempt, gang: Gang, planned: PlannedJob, store: tuple[str, int]) -> list[ray.ObjectRef]:
+def _load(
+    gang: Gang, planned: PlannedJob, workers_per_mesh: int, store: tuple[str, int], limits: Limits
+) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
-    resources, limits = attempt.job["resources"], asdict(attempt.limits)
     planned_s = planned_seconds(planned.plan, planned.stage_names)
-    topology = Topology(tuple(mesh.name for mesh in gang.meshes), resources["workers_per_mesh"])
+    topology = Topology(tuple(mesh.name for mesh in gang.meshes), workers_per_mesh)
     return [
         worker.load.remote(
             begins=planned.begins,
@@ -178,7 +184,8 @@ def _load(attempt: Attempt, gang: Gang, planned: PlannedJob, store: tuple[str, i
             topology=topology,
             store=store,
             host=address.node,
-            limits=limits,
+            connect_s=limits.connect_s,
+            slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]

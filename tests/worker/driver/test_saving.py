@@ -13,6 +13,7 @@ import torch
 from worker import checkpoint
 from worker.driver.saving import Checkpoints
 from worker.failure import AttemptFailure, attributed_to
+from worker.job import CheckpointPolicy
 from worker.reasons import Reason
 
 
@@ -68,8 +69,8 @@ class Reports:
 
 @pytest.fixture
 def make(tmp_path):
-    def make(every=2, keep=3, interrupted=lambda: None, settings=True):
-        given = {"uri": str(tmp_path), "every_steps": every, "keep": keep} if settings else None
+    def make(every=2, keep=3, interrupted=lambda: None, policy=True):
+        given = CheckpointPolicy(str(tmp_path), every, keep) if policy else None
         gang, reports = Gang(), Reports()
         kept = Checkpoints(given, "job", gang=gang, reporter=reports, limit_s=60, interrupted=interrupted)
         return kept, gang, reports
@@ -89,7 +90,7 @@ def test_checkpoints_are_taken_when_they_are_due_and_after_the_last_step(make):
 
 
 def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(make):
-    kept, gang, reports = make(settings=False)
+    kept, gang, reports = make(policy=False)
     train(kept, 3)
     assert kept.restore(None) == 0
     assert reports.checkpoints == [] and gang.plain[0].restored == []
@@ -98,8 +99,8 @@ def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(mak
 def test_a_checkpoint_that_was_never_reported_is_found(make):
     train(make()[0], 6)
     kept, gang, reports = make()
-    told = checkpoint.complete(kept._settings["uri"], "job")[-1]
-    assert kept.restore(told) == 6
+    reported = checkpoint.complete(kept._policy.uri, "job")[-1]
+    assert kept.restore(reported) == 6
     assert [worker.restored for worker in gang.plain] == [[6], [6]]
     assert reports.events == []
 
@@ -108,7 +109,7 @@ def test_a_checkpoint_that_was_never_reported_is_found(make):
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage):
     train(make()[0], 6)
     kept, gang, reports = make()
-    newest = checkpoint.complete(kept._settings["uri"], "job")[0]
+    newest = checkpoint.complete(kept._policy.uri, "job")[0]
     shard = Path(newest, "m1.pt")
     match damage:
         case "cut short":
@@ -128,7 +129,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage)
 def test_when_none_can_be_read_the_oldest_is_named(make):
     train(make()[0], 4)
     kept, _, _ = make()
-    found = checkpoint.complete(kept._settings["uri"], "job")
+    found = checkpoint.complete(kept._policy.uri, "job")
     for uri in found:
         Path(uri, "m0.pt").write_bytes(b"")
     with pytest.raises(AttemptFailure, match=f"{found[-1]}/m0.pt has 0 bytes") as caught:
