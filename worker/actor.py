@@ -34,7 +34,7 @@ from worker.engine import (
 )
 from worker.failure import AttemptFailure, as_failure, attributed_to
 from worker.job import Job
-from worker.model import TracedModel, build_model, call_factory, resolve, trace
+from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT
 from worker.node import WorkerAddress, own_node_address
@@ -110,8 +110,8 @@ class Worker:
     @attributed_to(Reason.USER_CODE_RAISED)
     def profile(self) -> dict[str, Any]:
         """Measure every layer on this device; JSON of a LayerProfile."""
-        profile = self._trace().profile(
-            self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
+        profile = measure_layers(
+            self._trace(), self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
         )
         return profile.to_json()
 

@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
-
-if TYPE_CHECKING:
-    from worker.model.tracing import TracedModel
+from worker.model.tracing import TracedModel
 
 # Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
 BUDGET_S = 2.0
@@ -36,14 +34,14 @@ class _Times:
 
 
 def measure_layers(
-    traced: TracedModel, loss: Loss, target: Tensor, device: torch.device, repeats: int
+    traced: TracedModel, loss: Loss, target: Tensor, *, device: torch.device | str = "cpu", repeats: int = 5
 ) -> LayerProfile:
     """The profile of `traced` for its example inputs; `target` belongs to them.
 
     Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
     autograd keeps. The loss counts as a part of the last layer.
     """
-    placed = traced.placed
+    device, placed = torch.device(device), traced.placed
     builder = traced.builder(range(len(placed.layers)))
     edges = builder.edges()
     tensors: dict[str, Tensor] = {input_name(k): value for k, value in enumerate(traced.example_inputs)}
