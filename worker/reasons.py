@@ -95,7 +95,7 @@ class Reason(StrEnum):
     def read(cls, code: str | None, message: str | None) -> tuple[Reason | None, str | None]:
         """`parse` for a code with its message, either of which may be absent: an unknown code stays readable
         in the message."""
-        if code is None:
+        if not code:
             return None, message
         reason = cls.parse(code)
         return reason, message if reason == code else f"{code}: {message or 'no message was given'}"

@@ -29,6 +29,7 @@ from service.store.attempts import SlotRecord, StepRecord
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.tables import Attempt, Job
+from worker.reasons import Reason
 
 router = APIRouter(
     prefix="/api/v1/attempts/{attempt_id}", tags=["attempts"], responses=responses(401, 409, 422)
@@ -119,11 +120,12 @@ async def _check_current(session: Any, attempt: Attempt) -> Job:
 
 
 def _report(body: ReportIn) -> outcome.Report:
+    reason, message = Reason.read(body.reason, body.message)  # a driver may be newer than this control plane
     return outcome.Report(
         sequence=body.sequence,
         state=None if body.state is None else AttemptState(body.state),
-        reason=body.reason,
-        message=body.message,
+        reason=reason,
+        message=message,
         steps=[StepRecord(**vars(step)) for step in body.steps],
         timelines=[
             outcome.TimelineRecord(

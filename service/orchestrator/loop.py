@@ -51,6 +51,7 @@ from service.store.packages import package_content
 from service.store.retention import Keep, remove_old
 from service.store.states import add_event, explain_wait, lock_job, lock_jobs
 from service.store.tables import Attempt, Job
+from worker.reasons import Reason
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,7 +63,7 @@ _LOG_SETTLES_S = 2.0
 _LOG_GIVEN_UP_S = 600.0
 _TIDY_EVERY_S = 3600.0
 _EXPLAINED_AT_ONCE = 200
-_NOT_TAKEN = "WAITS_FOR_CLUSTER"
+_NOT_TAKEN = Reason.WAITS_FOR_CLUSTER
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ class Orchestrator:
             await self._explain([(job, Wait(job.id, _NOT_TAKEN, f"not started yet: {error}"))])
             return
         except ClusterError as error:
-            await self._end(attempt.id, End(AttemptState.FAILED, "START_REFUSED", str(error)))
+            await self._end(attempt.id, End(AttemptState.FAILED, Reason.START_REFUSED, str(error)))
             return
         async with self._database.write() as session:
             fresh = await attempt_store.find_attempt(session, attempt.id)
@@ -427,7 +428,7 @@ def clip_log(text: str, limit: int) -> tuple[int, str]:
 
 
 def _is_news(job: Job, wait: Wait) -> bool:
-    if job.job_state is JobState.RECOVERING and wait.reason == "BACKING_OFF":
+    if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
         return False  # the failure that it recovers from says more
     return (job.reason, job.message) != (wait.reason, wait.message)
 

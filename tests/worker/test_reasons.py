@@ -30,7 +30,7 @@ def test_every_reason_that_a_worker_fails_with_has_a_rank():
 
 def test_a_known_code_is_read_with_its_cause_and_message():
     assert Reason.read("NAN_LOSS", "it is NaN") == (Reason.NAN_LOSS, "it is NaN")
-    assert Reason.read(None, None) == (None, None)
+    assert Reason.read(None, None) == Reason.read("", None) == (None, None)
     assert cause_of("NAN_LOSS") is Cause.USER
     assert cause_of("PREEMPTED") is Cause.PREEMPTION
     assert cause_of("WORKER_LOST") is cause_of(None) is Cause.INFRASTRUCTURE
@@ -67,7 +67,7 @@ def test_a_failure_reaches_the_driver_with_its_reason():
     assert kept.value.reason is Reason.DATA_FAILED
 
 
-@pytest.mark.parametrize("room", ["worker"])
+@pytest.mark.parametrize("room", ["worker", "service"])
 def test_nobody_writes_a_reason_as_a_free_string(room):
     found = []
     for path in sorted((TREE / room).rglob("*.py")):
