@@ -1,4 +1,4 @@
-"""What a job is: its specification as users type it, its states, and the causes of an end.
+"""What a job is: its specification as users type it, and its states.
 
 Values only: no database, no HTTP, no Ray.
 """
@@ -67,35 +67,6 @@ class AttemptState(StrEnum):
     @property
     def final(self) -> bool:
         return self not in (AttemptState.STARTING, AttemptState.RUNNING)
-
-
-class Cause(StrEnum):
-    """Who is to blame for a failed attempt; each has its own number of retries."""
-
-    INFRASTRUCTURE = "infrastructure"
-    USER = "user"
-    PREEMPTION = "preemption"
-
-
-_USER_REASONS = frozenset(
-    {
-        "MODEL_BUILD_FAILED",
-        "DATA_FAILED",
-        "CUT_IMPOSSIBLE",
-        "PLAN_INFEASIBLE",
-        "USER_CODE_RAISED",
-        "NAN_LOSS",
-        "CHECKPOINT_UNWRITABLE",
-        "CODE_SETUP_FAILED",
-    }
-)
-
-
-def cause_of(reason: str | None) -> Cause:
-    """The cause behind a reason code; a code that nobody blames on the user is infrastructure's."""
-    if reason in _USER_REASONS:
-        return Cause.USER
-    return Cause.PREEMPTION if reason == "PREEMPTED" else Cause.INFRASTRUCTURE
 
 
 def _printable(value: str) -> str:

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,29 +32,17 @@ from worker.engine import (
     StageError,
     StallError,
 )
-from worker.failure import (
-    CHECKPOINT_FAILED,
-    CHECKPOINT_UNWRITABLE,
-    CUT_IMPOSSIBLE,
-    DATA_FAILED,
-    INTERNAL,
-    MODEL_BUILD_FAILED,
-    NAN_LOSS,
-    SLOT_STALLED,
-    START_TIMEOUT,
-    USER_CODE_RAISED,
-    AttemptFailure,
-    as_failure,
-    fails_as,
-)
-from worker.links import Link, measure_links, neighbour_lanes
-from worker.mesh import WorkerAddress, own_node_address
-from worker.model import TracedModel, build_model, call_factory, resolve, trace
+from worker.failure import AttemptFailure, as_failure, attributed_to
+from worker.job import Job
+from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT
+from worker.node import WorkerAddress, own_node_address
 from worker.program import program_from_json
+from worker.reasons import Reason
 from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import ConnectError, Topology
+from worker.transport.links import Link, measure_links, neighbour_lanes
 
 PROFILE_REPEATS = 5
 
@@ -61,7 +50,7 @@ PROFILE_REPEATS = 5
 class Worker:
     """One accelerator of one mesh. The driver calls the methods in the order in which they stand here."""
 
-    def __init__(self, *, job: Mapping[str, Any], mesh: str, worker: int, device: str):
+    def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
         torch.set_num_threads(1)
         self._job = job
         self._mesh = mesh
@@ -98,7 +87,7 @@ class Worker:
         self._build_model()
         return self._profile_key()
 
-    @fails_as(START_TIMEOUT)
+    @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
         self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
     ) -> Link | None:
@@ -118,11 +107,11 @@ class Worker:
         finally:
             transport.close()
 
-    @fails_as(USER_CODE_RAISED)
+    @attributed_to(Reason.USER_CODE_RAISED)
     def profile(self) -> dict[str, Any]:
         """Measure every layer on this device; JSON of a LayerProfile."""
-        profile = self._trace().profile(
-            self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
+        profile = measure_layers(
+            self._trace(), self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
         )
         return profile.to_json()
 
@@ -136,10 +125,11 @@ class Worker:
         topology: Topology,
         store: tuple[str, int],
         host: str,
-        limits: Mapping[str, float],
+        connect_s: float,
+        slot_limits: SlotLimits,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer."""
-        training, schedule = self._job["training"], self._job["optimizer"].get("schedule")
+        training, schedule = self._job.training, self._job.optimizer.schedule
         here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
         graph = self._cut(begins, here)
         stages = {i: graph.stages[i].to(self._device) for i in here}
@@ -153,7 +143,7 @@ class Worker:
             worker=self._worker,
             store=store,
             host=host,
-            connect_s=limits["connect_s"],
+            connect_s=connect_s,
         )
         self._engine = Engine(
             mesh=self._mesh,
@@ -163,17 +153,17 @@ class Worker:
             edges=graph.edges,
             mesh_of_stage=tuple(mesh_of_stage),
             tied=graph.tied,
-            microbatches=training["microbatches"],
+            microbatches=training.microbatches,
             loss=self._loss,
             optimizer=self._make_optimizer,
             lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
             transport=transport,
             options=RunOptions(
-                precision=training.get("precision", "fp32"),
-                clip_grad_norm=training.get("clip_grad_norm"),
-                non_finite=training.get("non_finite", "stop"),
-                seed=training.get("seed", 0),
-                limits=SlotLimits(factor=limits["slot_factor"], floor_s=limits["slot_floor_s"]),
+                precision=training.precision,
+                clip_grad_norm=training.clip_grad_norm,
+                non_finite=training.non_finite,
+                seed=training.seed,
+                limits=slot_limits,
                 device=self._device,
             ),
             planned_s=planned_s,
@@ -182,9 +172,9 @@ class Worker:
         try:
             self._engine.connect()
         except ConnectError as error:
-            raise as_failure(error, START_TIMEOUT) from None
+            raise as_failure(error, Reason.START_TIMEOUT) from None
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
         own = self._engine.state()
@@ -202,7 +192,7 @@ class Worker:
         except EngineError as error:
             raise _engine_failure(error) from None
         except Exception as error:
-            raise as_failure(error, INTERNAL) from None
+            raise as_failure(error, Reason.INTERNAL) from None
         return {
             "losses": result.losses,
             "grad_norm": result.grad_norm,
@@ -213,74 +203,72 @@ class Worker:
             "slots": result.slots,
         }
 
-    @fails_as(CHECKPOINT_UNWRITABLE)
+    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
     def try_checkpoints(self, uri: str) -> None:
         """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
         checkpoint.try_writing(uri)
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> None:
         """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
 
-    @fails_as(DATA_FAILED)
+    @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
-        data, training = self._job["data"], self._job["training"]
-        self._dataset = call_factory(data["factory"], data.get("args"))
+        data, training = self._job.data, self._job.training
+        self._dataset = call_factory(data.factory, data.args)
         for method, means in (
             ("__len__", "how many samples it has"),
             ("__getitem__", "a sample by its index"),
         ):
             if not hasattr(self._dataset, method):
                 raise FactoryError(
-                    f"data {data['factory']!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
+                    f"data {data.factory!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
                     f"({method}): return a map-style data set"
                 )
         self._sampler = BatchSampler(
             len(self._dataset),
-            training["global_batch"],
-            training["microbatches"],
-            seed=training.get("seed", 0),
+            training.global_batch,
+            training.microbatches,
+            seed=training.seed,
         )
         self._sample = self._microbatch(0, 0)
 
-    @fails_as(MODEL_BUILD_FAILED)
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _build_model(self) -> None:
-        self._loss = make_loss(self._job["loss"], self._device)
-        for part in (self._job["optimizer"], self._job["optimizer"].get("schedule")):
+        self._loss = make_loss(self._job.loss, self._device)
+        for part in (self._job.optimizer, self._job.optimizer.schedule):
             if part:
-                resolve(part["factory"])  # a wrong name is told before anything is measured
-        model = self._job["model"]
-        self._model = build_model(
-            model["factory"], model.get("args"), seed=self._job["training"].get("seed", 0)
-        )
+                resolve(part.factory)  # a wrong name is told before anything is measured
+        model = self._job.model
+        self._model = build_model(model.factory, model.args, seed=self._job.training.seed)
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        self._optimizer = make_optimizer(self._job["optimizer"], parameters)
+        self._optimizer = make_optimizer(self._job.optimizer, parameters)
         return self._optimizer
 
-    @fails_as(MODEL_BUILD_FAILED)
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _trace(self) -> TracedModel:
         if self._traced is None:
-            bf16 = self._job["training"].get("precision") == "bf16"
+            bf16 = self._job.training.precision == "bf16"
             self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
         return self._traced
 
-    @fails_as(CUT_IMPOSSIBLE)
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
     def _cut(self, begins: Sequence[str], keep: Sequence[int]) -> Any:
         graph = self._trace().cut(begins, keep=keep)
         del self._model
         return graph
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        count = self._job["training"]["microbatches"]
+        count = self._job.training.microbatches
         if not self._needs_data:
             return [()] * count, None
         pairs = [self._microbatch(step, m) for m in range(count)]
         return [inputs for inputs, _ in pairs], [target for _, target in pairs]
 
-    @fails_as(DATA_FAILED)
+    @attributed_to(Reason.DATA_FAILED)
     def _microbatch(self, step: int, microbatch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
         indices = self._sampler.indices(step, microbatch)
@@ -291,7 +279,7 @@ class Worker:
         try:
             return self._dataset[index]
         except Exception as error:
-            factory = self._job["data"]["factory"]
+            factory = self._job.data.factory
             raise RuntimeError(
                 f"sample {index} of data {factory} raised {type(error).__name__}: {error}"
             ) from error
@@ -299,17 +287,16 @@ class Worker:
     def _profile_key(self) -> str:
         """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch, and
         on CPU the workers that share the cores."""
-        training, resources = self._job["training"], self._job["resources"]
         inputs, target = self._sample
         parts = {
-            "model": self._job["model"],
-            "code": self._job.get("code"),
-            "loss": self._job["loss"],
+            "model": asdict(self._job.model),
+            "code": asdict(self._job.code),
+            "loss": asdict(self._job.loss),
             "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
-            "precision": training.get("precision", "fp32"),
+            "precision": self._job.training.precision,
             "device": self._device,
             "device_name": torch.cuda.get_device_name() if self._device == "cuda" else socket.gethostname(),
-            "workers": resources["meshes"] * self._workers_per_mesh if self._device == "cpu" else 1,
+            "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,
             "torch": torch.__version__,
             "format": PROFILE_FORMAT,
         }
@@ -318,9 +305,9 @@ class Worker:
 
 def _engine_failure(error: EngineError) -> AttemptFailure:
     if isinstance(error, StageError):
-        return as_failure(error, USER_CODE_RAISED)
+        return as_failure(error, Reason.USER_CODE_RAISED)
     if isinstance(error, NonFiniteError):
-        return as_failure(error, NAN_LOSS)
+        return as_failure(error, Reason.NAN_LOSS)
     if isinstance(error, (StallError, PeerLostError, AbortedError)):
-        return as_failure(error, SLOT_STALLED)
-    return as_failure(error, INTERNAL)
+        return as_failure(error, Reason.SLOT_STALLED)
+    return as_failure(error, Reason.INTERNAL)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.failure import USER_CODE_RAISED, fails_as
+from worker.failure import attributed_to
+from worker.job import Factory
 from worker.model.errors import FactoryError
 from worker.model.factory import call_factory, resolve
+from worker.reasons import Reason
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -26,9 +28,9 @@ _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
-def make_loss(spec: Mapping[str, Any], device: str = "cpu") -> Loss:
+def make_loss(spec: Factory, device: str = "cpu") -> Loss:
     """A loss module of a class, on `device`, or a function with its keyword arguments bound."""
-    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    path, arguments = spec.factory, dict(spec.args)
     target = resolve(path)
     if not isinstance(target, type):
         return functools.partial(_one_number, path, functools.partial(target, **arguments))
@@ -53,10 +55,10 @@ def _one_number(
     raise TypeError(f"loss {path!r} returned {found}, not one number: return the mean over the samples")
 
 
-@fails_as(USER_CODE_RAISED)
-def make_optimizer(spec: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+@attributed_to(Reason.USER_CODE_RAISED)
+def make_optimizer(spec: Factory, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The job's optimizer; for parameters on CUDA the fused one of torch, unless its arguments choose."""
-    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    path, arguments = spec.factory, dict(spec.args)
     try:
         target = resolve(path)
         optimizer = target(parameters, **arguments, **_implementation(target, arguments, parameters))
@@ -84,14 +86,14 @@ def without_implementation(groups: Sequence[Mapping[str, Any]]) -> list[dict[str
     return [{key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups]
 
 
-@fails_as(USER_CODE_RAISED)
-def make_schedule(spec: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+@attributed_to(Reason.USER_CODE_RAISED)
+def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate schedule of `optimizer`: an object with step(), state_dict() and load_state_dict().
 
     The engine calls step() once after each optimizer step; a step that is skipped because its gradients
     are not finite does not count, neither here nor in the optimizer's own state.
     """
-    path, arguments = spec["factory"], dict(spec.get("args") or {})
+    path, arguments = spec.factory, dict(spec.args)
     call = f"schedule {path!r}({_shown('optimizer', arguments)})"
     try:
         schedule = resolve(path)(optimizer, **arguments)

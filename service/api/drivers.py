@@ -26,6 +26,7 @@ from service.store.profiles import find_profile, record_profile
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
+from worker.reasons import Reason
 
 router = APIRouter(
     prefix="/api/v1/attempts/{attempt_id}", tags=["attempts"], responses=responses(401, 409, 422)
@@ -116,11 +117,12 @@ async def _check_current(session: Any, attempt: Attempt) -> Job:
 
 
 def _report(body: ReportIn) -> outcome.Report:
+    reason, message = Reason.read(body.reason, body.message)  # a driver may be newer than this control plane
     return outcome.Report(
         sequence=body.sequence,
         state=None if body.state is None else AttemptState(body.state),
-        reason=body.reason,
-        message=body.message,
+        reason=reason,
+        message=message,
         steps=[StepRecord(**vars(step)) for step in body.steps],
         timelines=[
             outcome.TimelineRecord(

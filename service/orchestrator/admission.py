@@ -13,6 +13,7 @@ from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.states import explain_wait, lock_job, lock_jobs
 from service.store.tables import Attempt, Job
+from worker.reasons import Reason
 
 T = TypeVar("T")
 _EXPLAINED_AT_ONCE = 200
@@ -69,7 +70,7 @@ async def explain_waits(database: Database, waits: Sequence[tuple[Job, Wait]]) -
 
 
 def _is_news(job: Job, wait: Wait) -> bool:
-    if job.job_state is JobState.RECOVERING and wait.reason == "BACKING_OFF":
+    if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
         return False  # the failure that it recovers from says more
     return (job.reason, job.message) != (wait.reason, wait.message)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from service.jobspec import AttemptState, Cause, Retry, cause_of
+from service.jobspec import AttemptState, Retry
+from worker.reasons import Cause, Reason, cause_of
 
 Device = Literal["cpu", "cuda"]
 
@@ -61,7 +62,7 @@ class Start:
 @dataclass(frozen=True)
 class Wait:
     job_id: str
-    reason: str
+    reason: Reason
     message: str
 
 
@@ -85,7 +86,7 @@ def admit(
         answers.append(answer)
         if isinstance(answer, Start):
             running.append(Holder(job.id, job.queue, job.accelerators, answer.device))
-        elif answer.reason == "WAITS_FOR_ACCELERATORS" and capacity is not None:
+        elif answer.reason is Reason.WAITS_FOR_ACCELERATORS and capacity is not None:
             first_in_line.setdefault(_device(job, capacity), job.id)
     return answers
 
@@ -99,17 +100,17 @@ def _answer(
     now: float,
 ) -> Start | Wait:
     if job.not_before is not None and now < job.not_before:
-        return Wait(job.id, "BACKING_OFF", "waits a little before the next attempt")
+        return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
     if message := _over_quota(job, running, quotas):
-        return Wait(job.id, "WAITS_FOR_QUOTA", message)
+        return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
     if capacity is None:
-        return Wait(job.id, "WAITS_FOR_CLUSTER", "waits for the Ray cluster, which does not answer")
+        return Wait(job.id, Reason.WAITS_FOR_CLUSTER, "waits for the Ray cluster, which does not answer")
     device = _device(job, capacity)
     total, resource = capacity.total.get(device, 0), RESOURCES[device]
     if job.accelerators > total:
         return Wait(
             job.id,
-            "CLUSTER_TOO_SMALL",
+            Reason.CLUSTER_TOO_SMALL,
             f"needs {job.accelerators} accelerators of {resource}; the cluster has {total}: add nodes, "
             f"or submit with {'fewer resources.meshes' if total else 'another resources.device'}",
         )
@@ -117,10 +118,10 @@ def _answer(
     free = total - sum(holder.accelerators for holder in users)
     wanted = f"waits for {job.accelerators} accelerators of {resource}; {max(free, 0)} of {total} free"
     if free < job.accelerators:
-        return Wait(job.id, "WAITS_FOR_ACCELERATORS", wanted + _used_by(users))
+        return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + _used_by(users))
     if device in first_in_line:
         return Wait(
-            job.id, "WAITS_BEHIND", f"{wanted}, kept for job {first_in_line[device]}, which is before it"
+            job.id, Reason.WAITS_BEHIND, f"{wanted}, kept for job {first_in_line[device]}, which is before it"
         )
     return Start(job.id, device)
 
@@ -228,7 +229,7 @@ class End:
     """The attempt is over without a final report."""
 
     state: AttemptState
-    reason: str
+    reason: Reason
     message: str
 
 
@@ -247,7 +248,7 @@ def watch(
         if waited < limits.start_timeout_s:
             return Submit()
         message = f"Ray has not taken the driver in {limits.start_timeout_s:g} s"
-        return End(AttemptState.FAILED, "START_TIMEOUT", message)
+        return End(AttemptState.FAILED, Reason.START_TIMEOUT, message)
     problem = _problem(attempt, watching_since=watching_since, now=now, limits=limits)
     if attempt.ray is not None and attempt.ray.state.ended:
         seen = attempt.ray.ended_seen_at
@@ -271,12 +272,14 @@ def _problem(
         if waited < limits.start_timeout_s:
             return None
         message = f"the driver has not reported in {limits.start_timeout_s:g} s since its start"
-        return End(AttemptState.FAILED, "START_TIMEOUT", message)
+        return End(AttemptState.FAILED, Reason.START_TIMEOUT, message)
     silent = now - max(attempt.heartbeat_at, watching_since)
     if silent < limits.silence_limit_s:
         return None
     return End(
-        AttemptState.FAILED, "DRIVER_LOST", f"the driver has said nothing for {limits.silence_limit_s:g} s"
+        AttemptState.FAILED,
+        Reason.DRIVER_LOST,
+        f"the driver has said nothing for {limits.silence_limit_s:g} s",
     )
 
 
@@ -284,12 +287,12 @@ def _lost(ray: RayJob) -> End:
     if ray.state is RayState.MISSING:
         message = "Ray no longer knows the attempt: the cluster was restarted"
     elif ray.message and ray.message.startswith("runtime_env setup failed"):
-        return End(AttemptState.FAILED, "CODE_SETUP_FAILED", _setup_message(ray.message))
+        return End(AttemptState.FAILED, Reason.CODE_SETUP_FAILED, _setup_message(ray.message))
     else:
         code = "" if ray.exit_code is None else f" with exit code {ray.exit_code}"
         detail = f": {ray.message.split(', last available logs')[0]}" if ray.message else ""
         message = f"the driver ended ({ray.state}){code} and sent no final report{detail}"
-    return End(AttemptState.FAILED, "DRIVER_LOST", message)
+    return End(AttemptState.FAILED, Reason.DRIVER_LOST, message)
 
 
 def _setup_message(text: str) -> str:
@@ -300,7 +303,7 @@ def _setup_message(text: str) -> str:
 
 
 def _cancelled_end() -> End:
-    return End(AttemptState.CANCELLED, "CANCELLED_BY_USER", "cancelled by the user")
+    return End(AttemptState.CANCELLED, Reason.CANCELLED_BY_USER, "cancelled by the user")
 
 
 # After a failure

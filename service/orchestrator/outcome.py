@@ -18,6 +18,7 @@ from service.store.states import add_event, lock_job, move_attempt, move_job
 from service.store.steps import StepRecord, record_steps
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord, record_timeline
+from worker.reasons import Reason
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Report:
 
     sequence: int
     state: AttemptState | None = None
-    reason: str | None = None
+    reason: Reason | None = None
     message: str | None = None
     steps: Sequence[StepRecord] = ()
     timelines: Sequence[TimelineRecord] = ()
@@ -121,10 +122,10 @@ async def end_attempt(
     """Make the attempt final and move its (locked) job on: to an end, or to RECOVERING."""
     number = attempt.number
     if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
-        state, reason = AttemptState.FAILED, "DRIVER_LOST"
+        state, reason = AttemptState.FAILED, Reason.DRIVER_LOST
         message = "the driver was told to end by somebody else than Slotline"
     if state is AttemptState.FAILED:
-        reason, message = reason or "INTERNAL", message or "no message was given"
+        reason, message = reason or Reason.INTERNAL, message or "no message was given"
     move_attempt(attempt, state, at=at, reason=reason, message=message)
     if state is AttemptState.SUCCEEDED:
         move_job(session, job, JobState.SUCCEEDED, at=at, message=message, attempt=number)
@@ -136,18 +137,18 @@ async def end_attempt(
             job,
             JobState.CANCELLED,
             at=at,
-            reason="CANCELLED_BY_USER",
+            reason=Reason.CANCELLED_BY_USER,
             message=message,
             attempt=number,
         )
         return
     before = [
-        one.reason or "INTERNAL"
+        one.reason or Reason.INTERNAL
         for one in await attempts_of(session, job.id)
         if job.attempts_forgiven < one.number < number and one.state == AttemptState.FAILED
     ]
     decision = after_failure(
-        reason or "INTERNAL",
+        reason or Reason.INTERNAL,
         message or "",
         allowed=stored_retry(job.spec),
         failures_before=before,

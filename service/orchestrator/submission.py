@@ -14,8 +14,9 @@ from service.store.database import Database, utc_now
 from service.store.packages import package_content
 from service.store.states import lock_job
 from service.store.tables import Attempt, Job
+from worker.reasons import Reason
 
-_NOT_TAKEN = "WAITS_FOR_CLUSTER"
+_NOT_TAKEN = Reason.WAITS_FOR_CLUSTER
 
 
 class Submitter:
@@ -37,7 +38,7 @@ class Submitter:
             await explain_waits(self._database, [(job, wait)])
             return None
         except ClusterError as error:
-            return End(AttemptState.FAILED, "START_REFUSED", str(error))
+            return End(AttemptState.FAILED, Reason.START_REFUSED, str(error))
         async with self._database.write() as session:
             fresh = await find_attempt(session, attempt.id)
             if fresh is not None and fresh.submitted_at is None:

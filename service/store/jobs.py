@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.jobspec import WAITING_STATES, JobSpec, JobState
 from service.store.states import add_event, lock_job, move_job
 from service.store.tables import Job
+from worker.reasons import Reason
 
 _ALPHABET = string.ascii_lowercase + string.digits
 
@@ -111,7 +112,7 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job
             job,
             JobState.CANCELLED,
             at=at,
-            reason="CANCELLED_BY_USER",
+            reason=Reason.CANCELLED_BY_USER,
             message="cancelled by the user",
         )
     else:
@@ -120,7 +121,7 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job
             job,
             JobState.CANCELLING,
             at=at,
-            reason="CANCELLED_BY_USER",
+            reason=Reason.CANCELLED_BY_USER,
             message="the driver is asked to end",
         )
     return job

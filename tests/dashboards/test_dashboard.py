@@ -15,7 +15,7 @@ import pytest
 
 from tests.dashboards.live import ROOT, Server, dashboard_queries, prometheus, wait_for_data
 from tests.service.api.pages.seed import STAGES, Site, seeded_site
-from worker.metrics import JobMetrics
+from worker.driver.metrics import JobMetrics
 
 
 @dataclass

@@ -10,8 +10,10 @@ from tests.reference import accumulate, dataset_batches
 from worker import checkpoint
 from worker.actor import Worker
 from worker.data.sampler import BatchSampler, collate
-from worker.failure import DATA_FAILED, MODEL_BUILD_FAILED, USER_CODE_RAISED, AttemptFailure
+from worker.failure import AttemptFailure
+from worker.job import Job
 from worker.model import build_model, call_factory
+from worker.reasons import Reason
 
 SCHEDULES = {
     "none": None,
@@ -138,10 +140,10 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
 @pytest.mark.parametrize(
     ("changes", "reason", "told"),
     [
-        ({"data": {"factory": "builtins:iter", "args": {}}}, DATA_FAILED, "iter expected|takes"),
-        ({"data": {"factory": "builtins:object"}}, DATA_FAILED, "cannot tell how many samples"),
-        ({"data": {"factory": "builtins:set"}}, DATA_FAILED, "cannot tell a sample by its index"),
-        ({"data": {"factory": "builtins:list"}}, DATA_FAILED, "the data set is empty"),
+        ({"data": {"factory": "builtins:iter", "args": {}}}, Reason.DATA_FAILED, "iter expected|takes"),
+        ({"data": {"factory": "builtins:object"}}, Reason.DATA_FAILED, "cannot tell how many samples"),
+        ({"data": {"factory": "builtins:set"}}, Reason.DATA_FAILED, "cannot tell a sample by its index"),
+        ({"data": {"factory": "builtins:list"}}, Reason.DATA_FAILED, "the data set is empty"),
         (
             {
                 "optimizer": {
@@ -149,14 +151,14 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
                     "schedule": {"factory": "torch.optim.lr_scheduler:No"},
                 }
             },
-            MODEL_BUILD_FAILED,
+            Reason.MODEL_BUILD_FAILED,
             "lr_scheduler has no 'No'",
         ),
     ],
 )
 def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
-        Worker(job=job(**changes), mesh="m0", worker=0, device="cpu").prepare(1)
+        Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(1)
     assert caught.value.reason == reason
 
 
@@ -164,12 +166,14 @@ def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
     schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"steps": 3}}
     with pytest.raises(AttemptFailure, match=r"StepLR.*steps=3.*correct optimizer\.schedule\.args") as caught:
         Workers(job(schedule, stages=1, meshes=1))
-    assert caught.value.reason == USER_CODE_RAISED
+    assert caught.value.reason == Reason.USER_CODE_RAISED
 
 
 def test_a_profile_is_used_again_for_the_same_work_only():
     def key(workers_per_mesh=1, **changes):
-        return Worker(job=job(**changes), mesh="m0", worker=0, device="cpu").prepare(workers_per_mesh)
+        return Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(
+            workers_per_mesh
+        )
 
     smaller = job()["training"] | {"global_batch": 4}
     keys = [key(), key(meshes=3), key(2), key(training=smaller)]

@@ -12,8 +12,10 @@ from torch import nn
 
 from worker import training
 from worker.engine.update import ModelUpdate, UpdateSettings
-from worker.failure import USER_CODE_RAISED, AttemptFailure
+from worker.failure import AttemptFailure
+from worker.job import Factory
 from worker.model.errors import FactoryError
+from worker.reasons import Reason
 from worker.training import make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
@@ -21,27 +23,27 @@ from worker.transport.local import LocalTransport
 
 @pytest.mark.parametrize("factory", ["torch.nn.functional:mse_loss", "torch.nn:MSELoss"])
 def test_a_loss_is_a_function_or_a_class_of_modules(factory: str) -> None:
-    loss = make_loss({"factory": factory, "args": {"reduction": "sum"}})
+    loss = make_loss(Factory(factory, {"reduction": "sum"}))
     assert loss(torch.ones(2, 3), torch.zeros(2, 3)) == 6.0
 
 
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        ({"factory": "torch.nn.functional:mse_loss", "args": {"reduction": "none"}}, r"shape \(2, 3\)"),
-        ({"factory": "builtins:min"}, "a tuple"),
+        (Factory("torch.nn.functional:mse_loss", {"reduction": "none"}), r"shape \(2, 3\)"),
+        (Factory("builtins:min"), "a tuple"),
     ],
 )
-def test_a_loss_that_is_no_single_number_is_refused_by_name(spec: dict, found: str) -> None:
+def test_a_loss_that_is_no_single_number_is_refused_by_name(spec: Factory, found: str) -> None:
     loss = make_loss(spec)
-    values = (torch.ones(2, 3), torch.zeros(2, 3)) if "torch" in spec["factory"] else ((1, 2), (3, 4))
-    with pytest.raises(TypeError, match=f"loss '{spec['factory']}' returned {found}, not one number"):
+    values = (torch.ones(2, 3), torch.zeros(2, 3)) if "torch" in spec.factory else ((1, 2), (3, 4))
+    with pytest.raises(TypeError, match=f"loss '{spec.factory}' returned {found}, not one number"):
         loss(*values)
 
 
 def test_an_optimizer_gets_the_parameters_and_its_arguments() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer({"factory": "torch.optim:SGD", "args": {"lr": 0.5}}, [parameter])
+    optimizer = make_optimizer(Factory("torch.optim:SGD", {"lr": 0.5}), [parameter])
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["params"] == [parameter]
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -50,16 +52,16 @@ def test_an_optimizer_gets_the_parameters_and_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ({"factory": "torch.optim:SGD", "args": {"lrr": 1}}, "lrr=1.*unexpected keyword argument 'lrr'"),
-        ({"factory": "torch.optim:SGD", "args": {"lr": -1}}, "lr=-1.*Invalid learning rate"),
-        ({"factory": "torch.optim:Nope"}, "module torch.optim has no 'Nope'"),
-        ({"factory": "builtins:list"}, "returned list, not a torch optimizer"),
+        (Factory("torch.optim:SGD", {"lrr": 1}), "lrr=1.*unexpected keyword argument 'lrr'"),
+        (Factory("torch.optim:SGD", {"lr": -1}), "lr=-1.*Invalid learning rate"),
+        (Factory("torch.optim:Nope"), "module torch.optim has no 'Nope'"),
+        (Factory("builtins:list"), "returned list, not a torch optimizer"),
     ],
 )
-def test_a_wrong_optimizer_is_blamed_on_the_user(spec: dict, told: str) -> None:
+def test_a_wrong_optimizer_is_blamed_on_the_user(spec: Factory, told: str) -> None:
     with pytest.raises(AttemptFailure, match=told) as caught:
         make_optimizer(spec, [torch.nn.Parameter(torch.ones(2))])
-    assert caught.value.reason == USER_CODE_RAISED
+    assert caught.value.reason == Reason.USER_CODE_RAISED
 
 
 class WeightedError(nn.Module):
@@ -75,11 +77,11 @@ class WeightedError(nn.Module):
 def test_the_tensors_of_a_loss_go_to_the_device_of_the_model(monkeypatch):
     monkeypatch.setattr(training, "resolve", lambda path: WeightedError)
     monkeypatch.setattr(training, "call_factory", lambda path, arguments: WeightedError(**arguments))
-    loss = make_loss({"factory": "mine:WeightedError"}, "meta")
+    loss = make_loss(Factory("mine:WeightedError"), "meta")
     assert loss(torch.ones(2, device="meta"), torch.zeros(2, device="meta")).device.type == "meta"
-    assert make_loss({"factory": "mine:WeightedError"})(torch.ones(2), torch.zeros(2)) == 2.0
+    assert make_loss(Factory("mine:WeightedError"))(torch.ones(2), torch.zeros(2)) == 2.0
     with pytest.raises(FactoryError, match=r"parameters of its own \(scale\)"):
-        make_loss({"factory": "mine:WeightedError", "args": {"trained": True}})
+        make_loss(Factory("mine:WeightedError", {"trained": True}))
 
 
 # Optimizers on CUDA
@@ -147,7 +149,7 @@ def sgd():
 def test_a_schedule_gets_the_optimizer_and_its_arguments():
     optimizer = sgd()
     schedule = make_schedule(
-        {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 2, "gamma": 0.5}}, optimizer
+        Factory("torch.optim.lr_scheduler:StepLR", {"step_size": 2, "gamma": 0.5}), optimizer
     )
     rates = []
     for _ in range(4):
@@ -176,14 +178,14 @@ class Remembers(torch.optim.lr_scheduler.StepLR):
 )
 def test_a_wrong_schedule_is_blamed_on_the_user(factory, arguments, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
-        make_schedule({"factory": factory, "args": arguments}, sgd())
-    assert caught.value.reason == USER_CODE_RAISED
+        make_schedule(Factory(factory, arguments), sgd())
+    assert caught.value.reason == Reason.USER_CODE_RAISED
 
 
 def test_a_schedule_whose_state_no_checkpoint_can_store_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(training, "resolve", lambda path: Remembers)
     with pytest.raises(AttemptFailure, match="objects that a checkpoint cannot store"):
-        make_schedule({"factory": "mine:Remembers", "args": {"step_size": 1}}, sgd())
+        make_schedule(Factory("mine:Remembers", {"step_size": 1}), sgd())
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_a_schedule_whose_state_no_checkpoint_can_store_is_refused_at_once(monke
 def test_schedules_of_torch_go_on_from_their_saved_state(name, arguments, tmp_path):
     from worker import checkpoint
 
-    spec = {"factory": f"torch.optim.lr_scheduler:{name}", "args": arguments}
+    spec = Factory(f"torch.optim.lr_scheduler:{name}", arguments)
 
     def rates(optimizer, schedule, count):
         found = []
@@ -230,12 +232,12 @@ def test_schedules_of_torch_go_on_from_their_saved_state(name, arguments, tmp_pa
 def test_a_step_that_is_skipped_does_not_count_for_the_schedule_nor_for_the_optimizer():
     topology = Topology(("m0",))
     stage = nn.Linear(2, 2)
-    spec = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 1, "gamma": 0.5}}
+    spec = Factory("torch.optim.lr_scheduler:StepLR", {"step_size": 1, "gamma": 0.5})
     update = ModelUpdate(
         stages={0: stage},
         tied={},
         mesh_of_stage=["m0"],
-        optimizer=functools.partial(make_optimizer, {"factory": "torch.optim:Adam", "args": {"lr": 1.0}}),
+        optimizer=functools.partial(make_optimizer, Factory("torch.optim:Adam", {"lr": 1.0})),
         lr_schedule=functools.partial(make_schedule, spec),
         transport=LocalTransport.group(topology)["m0", 0],
         settings=UpdateSettings(None, "skip"),

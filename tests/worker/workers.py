@@ -12,7 +12,9 @@ from service.scheduler import MeshSpec, make_plan
 from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
 from worker.actor import Worker
-from worker.driver import planned_seconds
+from worker.driver.planning import planned_seconds
+from worker.engine import SlotLimits
+from worker.job import Job
 from worker.model.profile import LayerProfile
 from worker.transport import Topology
 from worker.transport.rendezvous import host_store
@@ -29,9 +31,6 @@ class NanInStep(torch.nn.Module):
         self._calls += 1
         bad = (self._calls - 1) // self._microbatches == self._step - 1
         return torch.nn.functional.cross_entropy(output, target) * (float("nan") if bad else 1.0)
-
-
-LIMITS = {"connect_s": 60.0, "slot_factor": 20.0, "slot_floor_s": 60.0}
 
 
 def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +59,9 @@ class Workers:
         meshes = [f"m{i}" for i in range(resources["meshes"])]
         per_mesh = resources.get("workers_per_mesh", 1)
         self.workers = [
-            Worker(job=job, mesh=mesh, worker=w, device="cpu") for mesh in meshes for w in range(per_mesh)
+            Worker(job=Job.from_json(job), mesh=mesh, worker=w, device="cpu")
+            for mesh in meshes
+            for w in range(per_mesh)
         ]
         for worker in self.workers:  # one after the other: torch seeds and traces for a whole process
             worker.prepare(per_mesh)
@@ -78,7 +79,8 @@ class Workers:
                 topology=Topology(tuple(meshes), per_mesh),
                 store=("127.0.0.1", self.store.port),
                 host="127.0.0.1",
-                limits=LIMITS,
+                connect_s=60.0,
+                slot_limits=SlotLimits(factor=20.0, floor_s=60.0),
             )
         )
 

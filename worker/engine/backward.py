@@ -53,7 +53,8 @@ class WeightBackward:
             torch.autograd.backward(self._free_roots, self._free_gradients, retain_graph=bool(self._groups))
         for group in self._groups:
             self._run_group(group)
-        self.__init__()
+        for used_up in (self._gradients, self._groups, self._free_roots, self._free_gradients):
+            used_up.clear()
 
     def _run_group(self, group: _Group) -> None:
         roots, gradients, hooks = [], [], []

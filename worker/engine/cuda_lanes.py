@@ -52,7 +52,7 @@ class CudaLanes:
         self._enqueued = 0
         self._host_since_s = 0.0
         self._running = False
-        self.stopped = False
+        self._stopped = False
         self._starts: queue.SimpleQueue = queue.SimpleQueue()
         self._ended: queue.SimpleQueue = queue.SimpleQueue()
         self._device = torch.cuda.current_device() if cuda is torch.cuda else None
@@ -120,7 +120,7 @@ class CudaLanes:
 
     def stop(self) -> None:
         """Make the host enqueue nothing more. What waits on the device ends when its communicator does."""
-        self.stopped = True
+        self._stopped = True
 
     def measured(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, monotonic seconds."""
@@ -150,7 +150,7 @@ class CudaLanes:
     def _enqueue(self) -> None:
         cuda, streams, begin, end, waits = self._cuda, self._streams, self._begin, self._end, self._waits
         for index, action in enumerate(self._actions):
-            if self.stopped:
+            if self._stopped:
                 return
             stream = streams[self._lane_of[index]]
             for earlier in waits[index]:

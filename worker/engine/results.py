@@ -1,4 +1,4 @@
-"""What an engine is told and what it returns: options, limits, slots, step results. Light values only."""
+"""What an engine is told and what it returns: options, limits, step results. Light values only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.program import COMPUTE_LANE, TRANSFER_OPS, Program
+from worker.slots import MeasuredSlot
 
 PRECISIONS = ("fp32", "bf16")
 NON_FINITE = ("stop", "skip")
@@ -69,21 +70,6 @@ class RunOptions:
             raise ValueError(f"non_finite {self.non_finite!r} is unknown: use one of {', '.join(NON_FINITE)}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; give a positive norm or none")
-
-
-@dataclass(frozen=True)
-class MeasuredSlot:
-    """One instruction as it ran; times are this process's time.monotonic() in seconds."""
-
-    lane: str
-    action: str
-    stage: int | None
-    microbatch: int | None
-    edge: int | None
-    peer_mesh: str | None
-    peer_stage: int | None
-    start_s: float
-    end_s: float
 
 
 @dataclass

@@ -83,6 +83,11 @@ class StageWiring:
     inputs: tuple[ModelInput | LocalInput | RemoteInput, ...]
     outputs: tuple[OutputWiring, ...]
 
+    @property
+    def model_output(self) -> int | None:
+        """Which of `outputs` is the model's, if it is made here."""
+        return next((i for i, output in enumerate(self.outputs) if output.is_model_output), None)
+
 
 def find_routes(edges: Sequence[Edge], mesh_of_stage: Sequence[str]) -> dict[int, Route]:
     """The routes of a stage graph, by the index of their first edge. Edges inside a mesh make none."""

@@ -6,6 +6,7 @@ Takes tensors from the exchange and leaves tensors there. Must not know lanes, e
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.errors import StageError
 from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
+from worker.engine.stage_run import Source, gather, run_forward
 
 
 @dataclass
@@ -47,7 +49,19 @@ class Exchange:
         targets: Sequence[torch.Tensor] | None,
     ) -> None:
         """Forget the last step."""
-        self.__init__(step=step, inputs=inputs, targets=targets)
+        self.step, self.inputs, self.targets = step, inputs, targets
+        for left in (
+            self.received,
+            self.received_gradients,
+            self.to_send,
+            self.gradients_to_send,
+            self.local,
+            self.local_gradients,
+            self.gradient_parts,
+            self.losses,
+            self.outputs,
+        ):
+            left.clear()
 
 
 @dataclass
@@ -101,16 +115,32 @@ class StageRunner:
     def forward(self, microbatch: int) -> None:
         """F: run the module, check its outputs, hand them on; the loss if the model's output is here."""
         with self._reported("F", microbatch):
-            leaves, sources, arguments = self._gather(microbatch)
-            grad = torch.enable_grad() if self._settings.training else torch.no_grad()
-            with grad, self._autocast(), self._random_state(microbatch):
-                results = self._module(*arguments)
-                if isinstance(results, torch.Tensor):
-                    results = (results,)
-                saved = _Saved(leaves, sources, {}, None)
-                for wiring, result in zip(self._wiring.outputs, results, strict=True):
-                    self._hand_on(wiring, result, microbatch, saved)
-            if self._settings.training:
+            exchange, settings = self._exchange, self._settings
+            arguments = gather(
+                self._wiring.inputs,
+                functools.partial(self._fetch, microbatch=microbatch),
+                training=settings.training,
+            )
+            loss = None
+            if exchange.targets is not None:
+                loss = functools.partial(self._loss, microbatch=microbatch)
+            with self._random_state(microbatch):
+                run = run_forward(
+                    self._module,
+                    arguments.values,
+                    device_type=settings.device.type,
+                    training=settings.training,
+                    autocast_dtype=settings.autocast_dtype,
+                    accept=self._accept,
+                    loss_of=self._wiring.model_output,
+                    loss=loss,
+                )
+            if run.loss is not None:
+                exchange.losses[microbatch] = run.loss.detach()
+            saved = _Saved(arguments.leaves, arguments.sources, {}, run.loss)
+            for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
+                self._hand_on(wiring, output, microbatch, saved)
+            if settings.training:
                 self._saved[microbatch] = saved
 
     def backward(self, microbatch: int) -> None:
@@ -133,43 +163,38 @@ class StageRunner:
         with self._reported("W", microbatch):
             self._weights.pop(microbatch).run()
 
-    def _gather(self, microbatch: int):
-        """Arguments of the module; the leaves among them that take a gradient, and where those came from."""
-        exchange, training = self._exchange, self._settings.training
-        leaves, sources, arguments = [], [], []
-        for source in self._wiring.inputs:
-            if isinstance(source, ModelInput):
-                arguments.append(exchange.inputs[microbatch][source.position])
-                continue
-            if isinstance(source, LocalInput):
-                tensor = exchange.local[source.source, source.tensor, microbatch].detach()
-                differentiable = tensor.is_floating_point() or tensor.is_complex()
-            else:
-                tensor = exchange.received[source.route.index, microbatch].detach()
-                differentiable = source.route.differentiable
-            if training and differentiable:
-                tensor.requires_grad_()
-                leaves.append(tensor)
-                sources.append(source)
-            arguments.append(tensor)
-        return leaves, sources, arguments
+    def _fetch(self, source: Source, microbatch: int) -> torch.Tensor:
+        exchange = self._exchange
+        if isinstance(source, ModelInput):
+            return exchange.inputs[microbatch][source.position]
+        if isinstance(source, LocalInput):
+            return exchange.local[source.source, source.tensor, microbatch]
+        return exchange.received[source.route.index, microbatch]
 
-    def _hand_on(self, wiring: OutputWiring, result: torch.Tensor, microbatch: int, saved: _Saved) -> None:
-        exchange, settings = self._exchange, self._settings
-        if wiring.shape is not None and tuple(result.shape) != wiring.shape:
-            raise ValueError(
-                f"output {wiring.tensor!r} has shape {tuple(result.shape)}, traced as {wiring.shape}: "
-                "every microbatch must have the shape of the traced one"
-            )
-        if settings.is_pooled(result):
+    def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs as they may be handed on. ValueError for another shape than the traced one."""
+        outputs = []
+        for wiring, result in zip(self._wiring.outputs, results, strict=True):
+            if wiring.shape is not None and tuple(result.shape) != wiring.shape:
+                raise ValueError(
+                    f"output {wiring.tensor!r} has shape {tuple(result.shape)}, traced as {wiring.shape}: "
+                    "every microbatch must have the shape of the traced one"
+                )
             # An input handed through: its buffer may be taken again while others still use this output.
-            result = result.clone()
-        if wiring.is_model_output:
-            self._finish(result, microbatch, saved)
+            outputs.append(result.clone() if self._settings.is_pooled(result) else result)
+        return outputs
+
+    def _loss(self, output: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return self._settings.loss(output, self._exchange.targets[microbatch])
+
+    def _hand_on(self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
+        exchange, settings = self._exchange, self._settings
+        if wiring.is_model_output and exchange.targets is None:
+            exchange.outputs[microbatch] = output.detach()
         if wiring.local_consumers:
-            exchange.local[self._stage, wiring.tensor, microbatch] = result
+            exchange.local[self._stage, wiring.tensor, microbatch] = output
         for route in wiring.routes:
-            wire = result.detach()
+            wire = output.detach()
             dtype = settings.transfer_dtype(route)
             if wire.dtype != dtype:
                 if settings.autocast_dtype is None:
@@ -177,15 +202,7 @@ class StageRunner:
                 wire = wire.to(dtype)
             exchange.to_send[route.index, microbatch] = wire.contiguous()
         if wiring.local_consumers or wiring.routes:
-            saved.outputs[wiring.tensor] = result
-
-    def _finish(self, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
-        exchange = self._exchange
-        if exchange.targets is None:
-            exchange.outputs[microbatch] = output.detach()
-            return
-        saved.loss = self._settings.loss(output, exchange.targets[microbatch])
-        exchange.losses[microbatch] = saved.loss.detach()
+            saved.outputs[wiring.tensor] = output
 
     def _roots(self, saved: _Saved, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
@@ -236,12 +253,6 @@ class StageRunner:
         if total is None:
             total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
         self._exchange.gradients_to_send[route.index, microbatch] = total.contiguous()
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        dtype = self._settings.autocast_dtype
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._settings.device.type, dtype=dtype)
 
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:

@@ -7,7 +7,7 @@ for its sender it would wait for ever. Must not know lanes or transports.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from worker.engine.backward import backward, backward_input
 from worker.engine.errors import StageError
 from worker.engine.routes import LocalInput, ModelInput, StageWiring
 from worker.engine.stage import ComputeSettings
+from worker.engine.stage_run import Source, gather, run_forward
 
 
 def warm_up(
@@ -54,64 +55,36 @@ def _warm_up_stage(
     made: dict[tuple[int, str], torch.Tensor],
 ) -> None:
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    leaves, arguments = _arguments(wiring, inputs, made, settings)
-    results = _run(module, arguments, settings)
-    for output, result in zip(wiring.outputs, results, strict=True):
+
+    def fetch(source: Source) -> torch.Tensor:
+        if isinstance(source, ModelInput):
+            return inputs[source.position]
+        if isinstance(source, LocalInput):
+            return made[source.source, source.tensor].clone()
+        dtype = settings.transfer_dtype(source.route)
+        return torch.zeros(source.route.shape, dtype=dtype, device=settings.device)
+
+    arguments = gather(wiring.inputs, fetch, training=settings.training)
+    run = run_forward(
+        module,
+        arguments.values,
+        device_type=settings.device.type,
+        training=settings.training,
+        autocast_dtype=settings.autocast_dtype,
+        loss_of=wiring.model_output,
+        loss=None if target is None else lambda output: settings.loss(output, target),
+    )
+    for output, result in zip(wiring.outputs, run.outputs, strict=True):
         made[index, output.tensor] = result.detach()
     if settings.training:
-        roots = _roots(wiring, results, target, settings.loss)
+        roots = run.roots(wiring.model_output)
         gradients = [torch.ones_like(root) for root in roots]
         if split:
-            backward_input(roots, gradients, leaves)[1].run()
+            backward_input(roots, gradients, arguments.leaves)[1].run()
         else:
-            backward(roots, gradients, leaves)
+            backward(roots, gradients, arguments.leaves)
     for parameter in module.parameters():
         parameter.grad = None
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(before[name])
-
-
-def _arguments(
-    wiring: StageWiring,
-    inputs: tuple[torch.Tensor, ...],
-    made: Mapping[tuple[int, str], torch.Tensor],
-    settings: ComputeSettings,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    leaves, arguments = [], []
-    for source in wiring.inputs:
-        if isinstance(source, ModelInput):
-            arguments.append(inputs[source.position])
-            continue
-        if isinstance(source, LocalInput):
-            tensor = made[source.source, source.tensor].clone()
-            differentiable = tensor.is_floating_point()
-        else:
-            route = source.route
-            tensor = torch.zeros(route.shape, dtype=settings.transfer_dtype(route), device=settings.device)
-            differentiable = route.differentiable
-        if settings.training and differentiable:
-            leaves.append(tensor.requires_grad_())
-        arguments.append(tensor)
-    return leaves, arguments
-
-
-def _run(module: nn.Module, arguments: Sequence[torch.Tensor], settings: ComputeSettings):
-    dtype = settings.autocast_dtype
-    autocast = torch.autocast(settings.device.type, dtype=dtype, enabled=dtype is not None)
-    with torch.set_grad_enabled(settings.training), autocast:
-        results = module(*arguments)
-    return (results,) if isinstance(results, torch.Tensor) else results
-
-
-def _roots(
-    wiring: StageWiring,
-    results: Sequence[torch.Tensor],
-    target: torch.Tensor | None,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> list[torch.Tensor]:
-    roots = [
-        loss(result, target) if output.is_model_output and target is not None else result
-        for output, result in zip(wiring.outputs, results, strict=True)
-    ]
-    return [root for root in roots if root.requires_grad]

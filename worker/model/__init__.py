@@ -15,6 +15,7 @@ _HOMES = {
     "StageGraph": "stages",
     "StageModule": "stages",
     "LayerProfile": "profile",
+    "measure_layers": "measure",
     "build_model": "factory",
     "call_factory": "factory",
     "resolve": "factory",

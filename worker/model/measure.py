@@ -8,18 +8,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from worker.engine.backward import backward
+from worker.engine.stage_run import run_forward
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
-
-if TYPE_CHECKING:
-    from worker.model.tracing import TracedModel
+from worker.model.tracing import TracedModel
 
 # Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
 BUDGET_S = 2.0
@@ -36,14 +36,14 @@ class _Times:
 
 
 def measure_layers(
-    traced: TracedModel, loss: Loss, target: Tensor, device: torch.device, repeats: int
+    traced: TracedModel, loss: Loss, target: Tensor, *, device: torch.device | str = "cpu", repeats: int = 5
 ) -> LayerProfile:
     """The profile of `traced` for its example inputs; `target` belongs to them.
 
     Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
     autograd keeps. The loss counts as a part of the last layer.
     """
-    placed = traced.placed
+    device, placed = torch.device(device), traced.placed
     builder = traced.builder(range(len(placed.layers)))
     edges = builder.edges()
     tensors: dict[str, Tensor] = {input_name(k): value for k, value in enumerate(traced.example_inputs)}
@@ -61,6 +61,7 @@ def measure_layers(
                 {key: tensors[key].to(device) for key in stage.inputs},
                 differentiable,
                 loss=(lambda output: loss(output, target.to(device))) if OUTPUT in stage.outputs else None,
+                device_type=device.type,
                 autocast=placed.autocast,
             )
             saved = run.keep_count()
@@ -123,6 +124,7 @@ class _LayerRun:
         differentiable: set[str],
         *,
         loss: Callable[[Tensor], Tensor] | None,
+        device_type: str,
         autocast: torch.dtype | None,
     ) -> None:
         self.stage = stage
@@ -131,20 +133,23 @@ class _LayerRun:
         }
         self.leaves = [value for value in self.inputs.values() if value.requires_grad]
         self.loss = loss
+        self.device_type = device_type
         self.autocast = autocast
         self.outputs: dict[str, Tensor] = {}
 
     def forward(self) -> None:
-        device = next(
-            (value.device.type for value in [*self.inputs.values(), *self.stage.parameters()]), "cpu"
+        position = self.stage.outputs.index(OUTPUT) if self.loss is not None else None
+        run = run_forward(
+            self.stage,
+            list(self.inputs.values()),
+            device_type=self.device_type,
+            training=True,
+            autocast_dtype=self.autocast,
+            loss_of=position,
+            loss=self.loss,
         )
-        context = torch.autocast(device, dtype=self.autocast) if self.autocast else nullcontext()
-        with torch.enable_grad(), context:
-            self.outputs = dict(zip(self.stage.outputs, self.stage(*self.inputs.values()), strict=True))
-            self.roots = [value for name, value in self.outputs.items() if name != OUTPUT]
-            if self.loss is not None:
-                self.roots.append(self.loss(self.outputs[OUTPUT]))
-        self.roots = [root for root in self.roots if root.requires_grad]
+        self.outputs = dict(zip(self.stage.outputs, run.outputs, strict=True))
+        self.roots = run.roots(position)
         self.gradients = [torch.ones_like(root) for root in self.roots]
 
     def backward_input(self) -> None:
@@ -152,10 +157,9 @@ class _LayerRun:
             torch.autograd.grad(self.roots, self.leaves, self.gradients, retain_graph=True, allow_unused=True)
 
     def backward(self) -> None:
-        for value in [*self.leaves, *self.stage.parameters()]:
-            value.grad = None
-        if self.roots:
-            torch.autograd.backward(self.roots, self.gradients)
+        for parameter in self.stage.parameters():
+            parameter.grad = None
+        backward(self.roots, self.gradients, self.leaves)
 
     def keep_count(self) -> _Saved:
         """One run to warm up, counting what is saved; shared memory once, parameters and buffers never."""

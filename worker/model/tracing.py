@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from worker.model.errors import CutError, TraceError
 from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
-from worker.model.profile import LayerProfile, check_stage_count, resolve_begins
+from worker.model.profile import check_stage_count, resolve_begins
 from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
 
 
@@ -68,18 +68,6 @@ class TracedModel:
         layers = self.layers
         check_stage_count(layers, stages)
         return self.cut([layers[len(layers) * stage // stages] for stage in range(stages)])
-
-    def profile(
-        self,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        target: Tensor,
-        device: torch.device | str = "cpu",
-        repeats: int = 5,
-    ) -> LayerProfile:
-        """Measured costs of every layer for one microbatch (see `measure.measure_layers`)."""
-        from worker.model.measure import measure_layers
-
-        return measure_layers(self, loss, target, torch.device(device), repeats)
 
 
 def trace(

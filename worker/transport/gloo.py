@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from worker.transport.base import ConnectError, PeerLostError, Topology
-from worker.transport.rendezvous import STORE_TIMEOUT, Member, first_line, host_store
+from worker.transport.rendezvous import STORE_TIMEOUT, RendezvousTransport, first_line, host_store
 
 # Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
 _NEVER = timedelta(days=7)
@@ -26,7 +26,7 @@ _ABORT_TAG = 2**31 - 1
 __all__ = ["GlooTransport", "host_store"]
 
 
-class GlooTransport(Member):
+class GlooTransport(RendezvousTransport):
     """One worker's end of all its transfers, over TCP.
 
     `host` is the address of this worker that its peers connect to (default: that of its host name).

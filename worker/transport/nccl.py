@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from worker.transport.base import ConnectError, Failure, PeerLostError, Topology
-from worker.transport.rendezvous import Member, first_line
+from worker.transport.rendezvous import RendezvousTransport, first_line
 
 # ncclDataType_t and ncclRedOp_t of nccl.h. Only sums need to know types: transfers move bytes.
 _BYTES = 1
@@ -54,7 +54,7 @@ class NcclSettings:
                 environment.setdefault(name, str(value))
 
 
-class NcclTransport(Member):
+class NcclTransport(RendezvousTransport):
     """One GPU's end of all its transfers. Construct it after the device has been chosen.
 
     `nccl`, `torch_version` and `stream_pointer` are cupy.cuda.nccl, torch's NCCL version and torch's
@@ -112,14 +112,14 @@ class NcclTransport(Member):
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
         """The tensor's memory is kept from reuse until the send has ended on the stream."""
         stream = self._stream_pointer()
-        with _told(f"sending to {peer}", peer):
+        with _peer_lost_if_it_fails(f"sending to {peer}", peer):
             self._sends[peer].send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
         stream = self._stream_pointer()
-        with _told(f"receiving from {peer}", peer):
+        with _peer_lost_if_it_fails(f"receiving from {peer}", peer):
             self._receives[peer].recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class NcclTransport(Member):
         if tensor.dtype not in _SUMMED_TYPES:
             raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
         pointer, count, kind = tensor.data_ptr(), tensor.numel(), _SUMMED_TYPES[tensor.dtype]
-        with _told(f"the all-reduce over {group}", group):
+        with _peer_lost_if_it_fails(f"the all-reduce over {group}", group):
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
 
     def failure(self) -> Failure | None:
@@ -138,7 +138,7 @@ class NcclTransport(Member):
         if (failure := super().failure()) is not None:
             return failure
         for peer, communicator in [*self._sends.items(), *self._receives.items(), *self._groups.items()]:
-            with _told("NCCL's connection", peer):
+            with _peer_lost_if_it_fails("NCCL's connection", peer):
                 communicator.check_async_error()
         return None
 
@@ -159,10 +159,9 @@ class NcclTransport(Member):
         key = f"nccl/{name}"
         try:
             if rank == 0:
-                store.set(key, json.dumps(self._nccl.get_unique_id()))
+                store.set(key, _identity_to_text(self._nccl.get_unique_id()))
             store.wait([key], timedelta(seconds=timeout_s))
-            # as cupy gave it: C chars, which are signed on x86 and unsigned on ARM
-            identity = tuple(json.loads(store.get(key)))
+            identity = _identity_from_text(store.get(key))
             return self._nccl.NcclCommunicator(len(ranks), identity, rank)
         except Exception as error:
             raise ConnectError(
@@ -173,11 +172,23 @@ class NcclTransport(Member):
         return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _identity_to_text(identity: bytes | tuple[int, ...]) -> str:
+    """What makes a communicator one, as cupy gave it: bytes, or before cupy 14 a tuple of C chars, which are
+    signed on x86 and unsigned on ARM."""
+    return json.dumps(identity.hex() if isinstance(identity, bytes) else identity)
+
+
+def _identity_from_text(text: bytes) -> bytes | tuple[int, ...]:
+    identity = json.loads(text)
+    return bytes.fromhex(identity) if isinstance(identity, str) else tuple(identity)
+
+
 @contextlib.contextmanager
-def _told(what: str, peer: str) -> Iterator[None]:
+def _peer_lost_if_it_fails(what: str, peer: str) -> Iterator[None]:
+    """Whatever cupy raises becomes a PeerLostError that says what failed and on the way to whom."""
     try:
         yield
-    except KeyError as error:  # cupy looks NCCL's status up in a table that ends before these
+    except KeyError as error:  # cupy looks NCCL's status up in a table that ends before 6, or before 7
         status = error.args[0] if error.args else None
         raise PeerLostError(
             f"{what} failed: NCCL status {_LATER_STATUS.get(status, status)}", peer

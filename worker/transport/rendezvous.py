@@ -102,10 +102,10 @@ class Rendezvous:
         return dist.PrefixStore(self._prefix, store) if self._prefix else store
 
 
-class Member:
-    """One worker among its peers: the part of a transport that passes words, not tensors.
+class RendezvousTransport:
+    """The part of a transport between processes that passes words, not tensors, over the rendezvous.
 
-    A transport between processes is a Member that adds connect, send, receive, all_reduce and abort.
+    A subclass adds connect, send, receive, all_reduce, abort and close.
     """
 
     def __init__(

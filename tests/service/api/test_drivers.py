@@ -10,6 +10,7 @@ from datetime import datetime
 from service.store.plans import find_plan
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.test_manage import problem
+from worker import reasons
 
 SLOTS = [
     {
@@ -113,7 +114,8 @@ async def test_a_loss_that_is_no_number_is_stored_as_none(api: Api):
     assert (step["loss"], step["grad_norm"]) == (None, None)
 
 
-async def test_text_that_postgresql_cannot_hold_is_stored_all_the_same(api: Api):
+async def test_text_that_postgresql_cannot_hold_is_stored_all_the_same(api: Api, monkeypatch):
+    monkeypatch.setattr(reasons, "strict", False)
     job_id = await api.started()
     slots = [{**SLOTS[0], "stage": "a\x00b"}]
     answer = await api.report(
@@ -226,6 +228,14 @@ async def test_a_replaced_driver_is_refused_everywhere(api: Api):
         refused = await api.driver(job_id, method, path, json=body)
         assert "replaced by attempt 2" in problem(refused, 409)["detail"]
     assert (await api.report(job_id, 1, number=2)).status_code == 200
+
+
+async def test_a_reason_of_a_newer_driver_is_internal_and_stays_in_the_message(api: Api, monkeypatch):
+    monkeypatch.setattr(reasons, "strict", False)
+    job_id = await api.started()
+    await api.report(job_id, 1, state="FAILED", reason="GPU_ON_FIRE", message="call help")
+    attempt = (await api.job(job_id))["attempts"][0]
+    assert (attempt["reason"], attempt["message"]) == ("INTERNAL", "GPU_ON_FIRE: call help")
 
 
 async def test_a_final_report_ends_the_attempt_and_its_repetition_is_acknowledged(api: Api):

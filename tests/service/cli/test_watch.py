@@ -56,7 +56,7 @@ def test_a_timeline_is_shown_and_written_as_a_trace(run: Run, served: Served, jo
 def test_top_shows_accelerators_and_why_jobs_wait(run: Run, served: Served, job_file: Path):
     for _ in range(2):
         run("submit", job_file)
-    until(lambda: "0 of 4 free" in run("top", "--once").out)
+    until(lambda: "0 of 4 slotline_worker free" in run("top", "--once").out)
     state = run("top", "--json").json
     assert state["cluster"]["accelerators"][0]["used"] == 4 and len(state["jobs"]) == 2
 

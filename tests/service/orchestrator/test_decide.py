@@ -29,6 +29,7 @@ from service.orchestrator.decide import (
     after_failure,
     watch,
 )
+from worker import reasons
 
 FOUR = Capacity({"cpu": 4, "cuda": 0})
 
@@ -257,6 +258,10 @@ def test_each_cause_has_its_own_retries():
     assert isinstance(after("USER_CODE_RAISED", ["NAN_LOSS"], user=2), TryAgain)
     assert isinstance(after("USER_CODE_RAISED", ["NAN_LOSS", "DATA_FAILED"], user=2), GiveUp)
     assert isinstance(after("PREEMPTED", ["PREEMPTED"] * 99), TryAgain)
+
+
+def test_a_code_of_a_newer_driver_counts_as_infrastructure(monkeypatch):
+    monkeypatch.setattr(reasons, "strict", False)
     assert isinstance(after("SOMETHING_NEW", ["DRIVER_LOST"] * 3), GiveUp)
 
 

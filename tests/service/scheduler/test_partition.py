@@ -12,7 +12,7 @@ from torch import nn
 from service.scheduler import MeshSpec, SpecError, make_plan
 from service.scheduler.model.spec import NetworkSpec, check_spec
 from service.scheduler.partition import partition, place
-from worker.model import CutError, gpt, trace, unet
+from worker.model import CutError, gpt, measure_layers, trace, unet
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 
 
@@ -215,7 +215,7 @@ def measured():
     models = {}
     for name, (model, (inputs, target), loss) in _built().items():
         traced = trace(model, (inputs,))
-        profile = traced.profile(loss, target, repeats=2)
+        profile = measure_layers(traced, loss, target, repeats=2)
         models[name] = traced, LayerProfile.from_json(json.loads(json.dumps(profile.to_json())))
     return models
 

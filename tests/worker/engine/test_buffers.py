@@ -25,10 +25,10 @@ def test_a_buffer_that_is_overwritten_early_is_found_by_the_backward_that_needs_
         engine = pipeline.engines["m1", 0]
         for index, instruction in enumerate(engine._program):
             if instruction.op == "RECV_F":  # all forwards into one buffer: the second overwrites the first
-                engine._buffer_of = [0 if i == index else b for i, b in enumerate(engine._buffer_of)]
+                engine._buffers.of[index] = 0
                 lane = engine._lanes._lanes[instruction.lane]
                 lane.entries = [
-                    replace(entry, action=engine._action(index)) if entry.index == index else entry
+                    replace(entry, action=engine._actions.of(index)) if entry.index == index else entry
                     for entry in lane.entries
                 ]
         with pytest.raises((StageError, RuntimeError), match="modified by an inplace operation"):
@@ -38,7 +38,7 @@ def test_a_buffer_that_is_overwritten_early_is_found_by_the_backward_that_needs_
 
 def test_buffers_are_as_few_as_microbatches_in_flight():
     with make_pipeline(microbatches=16) as pipeline:
-        counts = [len(pipeline.engines[f"m{k}", 0]._buffers) for k in range(4)]
+        counts = [len(pipeline.engines[f"m{k}", 0]._buffers.tensors) for k in range(4)]
     # 1f1b keeps 3, 2 and 1 microbatches on these meshes; one more of each direction may be on its way.
     assert counts[1] <= 3 + 2 and counts[2] <= 2 + 2 and counts[3] <= 1 + 2, counts
 

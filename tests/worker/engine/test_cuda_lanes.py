@@ -42,16 +42,14 @@ class CudaPipeline(LocalPipeline):
     def __init__(self, monkeypatch, *arguments, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
         monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(LocalTransport.receive))
-        monkeypatch.setattr(Engine, "connect", lambda engine: self.connect_fake(engine))
+        monkeypatch.setattr(Engine, "_make_lanes", lambda engine, actions: self.fake_lanes(engine, actions))
         self.cudas = {}
         super().__init__(*arguments, **options)
 
-    def connect_fake(self, engine):
-        engine._transport.connect(engine._update.groups, ())
-        cuda = FakeCuda()
-        actions = [self.logged(cuda, i, engine._action(i)) for i in range(len(engine._program))]
-        engine._lanes = CudaLanes(engine._program, actions, StreamPriorities(), cuda)
-        self.cudas[engine._mesh] = cuda
+    def fake_lanes(self, engine, actions):
+        self.cudas[engine._mesh] = cuda = FakeCuda()
+        logged = [self.logged(cuda, i, action) for i, action in enumerate(actions)]
+        return CudaLanes(engine._program, logged, StreamPriorities(), cuda)
 
     @staticmethod
     def logged(cuda, index, action):
@@ -118,7 +116,7 @@ def check_order(engine, finished_before):
             first = [v for v in users if program[v].op in (("F",) if forward else ("B", "I"))]
             for user in first:
                 assert index in finished_before[user], f"{program[user]} may start before {i} ends"
-            buffer = engine._buffer_of[index]
+            buffer = engine._buffers.of[index]
             for earlier in users_of_buffer.get(buffer, ()):
                 assert earlier in finished_before[index], f"{i} may overwrite what {program[earlier]} needs"
             users_of_buffer[buffer] = users

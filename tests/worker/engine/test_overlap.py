@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_support import LocalPipeline, batch, chain, planned
 
-from worker.timing import rendezvous_times
+from worker.driver.timing import rendezvous_times
 from worker.transport.local import LocalTransport
 
 STAGE_S, LINK_S = 0.02, 0.02

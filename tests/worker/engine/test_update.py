@@ -203,7 +203,7 @@ def test_bf16_runs_stay_within_bf16_rounding_and_keep_fp32_parameters():
     losses, gradients = Plain(graph).step(inputs, targets)
     with LocalPipeline(graph, FOUR, planned(graph, FOUR, 4, "1f1b")[1], 4, precision="bf16") as pipeline:
         engine = pipeline.engines["m1", 0]
-        assert {buffer.dtype for buffer in engine._buffers} == {torch.bfloat16}
+        assert {buffer.dtype for buffer in engine._buffers.tensors} == {torch.bfloat16}
         results = pipeline.step(0, [(inputs, targets)])
         assert results["m3", 0].losses == pytest.approx(losses, rel=2e-2)
         norm = sum(g.square().sum() for g in gradients.values()).sqrt()

@@ -8,7 +8,7 @@ from odd_models import ODD_MODELS, make
 from running import gradients, plain_step, step
 from torch.nn import functional
 
-from worker.model import gpt, trace
+from worker.model import gpt, measure_layers, trace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def test_cut_models_give_the_plain_results_on_the_device(name):
 def test_a_profile_of_a_gpt_has_times_and_bytes_of_the_device():
     tokens = torch.randint(0, 256, (4, 128))
     traced = trace(gpt.build(2, 256, 4), (tokens,))
-    profile = traced.profile(functional.cross_entropy, tokens, device="cuda")
+    profile = measure_layers(traced, functional.cross_entropy, tokens, device="cuda")
     assert profile.device_type == "cuda"
     for layer in profile.layers:
         assert layer.forward_s > 0

@@ -18,7 +18,7 @@ from worker.data.digits import NoisyDigits
 from worker.data.sampler import BatchSampler, collate
 from worker.data.text import ByteWindows
 from worker.engine import Engine, RunOptions
-from worker.model import build_model, trace
+from worker.model import build_model, measure_layers, trace
 from worker.program import program_from_json
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
@@ -32,7 +32,7 @@ class Pipeline:
     def __init__(self, model, batch, loss, *, stages, meshes, schedule, optimizer):
         traced = trace(model, batch[0][0])
         result = partition(
-            traced.profile(loss, batch[0][1], repeats=2),
+            measure_layers(traced, loss, batch[0][1], repeats=2),
             stages=stages,
             meshes=[MeshSpec(name=f"m{i}") for i in range(meshes)],
             microbatches=len(batch),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker.model import LayerProfile, gpt, trace, unet
+from worker.model import LayerProfile, gpt, measure_layers, trace, unet
 
 
 class Clock:
@@ -60,7 +60,9 @@ class Nap(nn.Module):
 def test_times_are_those_of_forward_input_gradient_and_weight_gradient(monkeypatch):
     monkeypatch.setattr("worker.model.measure.time", CLOCK)
     model = nn.Sequential(nn.Linear(4, 4), Nap(10.0), Nap(20.0))
-    profile = trace(model, (torch.randn(3, 4),)).profile(functional.mse_loss, torch.randn(3, 4), repeats=5)
+    profile = measure_layers(
+        trace(model, (torch.randn(3, 4),)), functional.mse_loss, torch.randn(3, 4), repeats=5
+    )
     for layer, unit in zip(profile.layers[1:], (0.01, 0.02), strict=True):
         assert layer.forward_s == pytest.approx(unit)
         assert layer.backward_input_s == pytest.approx(2 * unit)
@@ -71,7 +73,9 @@ def test_times_are_those_of_forward_input_gradient_and_weight_gradient(monkeypat
 def test_activation_bytes_of_a_chain_are_what_autograd_keeps():
     batch, width = 16, 32
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
-    profile = trace(model, (torch.randn(batch, width),)).profile(functional.mse_loss, torch.randn(batch, 4))
+    profile = measure_layers(
+        trace(model, (torch.randn(batch, width),)), functional.mse_loss, torch.randn(batch, 4)
+    )
     whole = batch * width * 4
     first, tanh, last = profile.layers
     assert first.activation_bytes == whole  # its input
@@ -99,7 +103,7 @@ def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
         ),
         (unet.build(width=4), torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8), functional.mse_loss),
     ):
-        profile = trace(model, (inputs,)).profile(loss, target, repeats=1)
+        profile = measure_layers(trace(model, (inputs,)), loss, target, repeats=1)
         result = partition(
             profile, stages=1, meshes=[MeshSpec(name="m")], microbatches=1, network=NetworkSpec()
         )
@@ -121,7 +125,7 @@ def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
 def test_a_profile_is_json_and_comes_back_equal():
     model = unet.build(width=4)
     image = torch.randn(2, 1, 8, 8)
-    profile = trace(model, (image,)).profile(functional.mse_loss, image, repeats=1)
+    profile = measure_layers(trace(model, (image,)), functional.mse_loss, image, repeats=1)
     assert LayerProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     assert profile.device_type == "cpu"
     assert profile.microbatch == "[2, 1, 8, 8] float32"
@@ -135,7 +139,7 @@ def test_a_profile_is_json_and_comes_back_equal():
 def test_tied_parameters_show_in_each_layer_and_count_once_in_all():
     model = gpt.build(2, 16, 2, vocab=32, length=8, tied=True)
     tokens = torch.randint(0, 32, (2, 8))
-    profile = trace(model, (tokens,)).profile(functional.cross_entropy, tokens, repeats=1)
+    profile = measure_layers(trace(model, (tokens,)), functional.cross_entropy, tokens, repeats=1)
     users = [layer.name for layer in profile.layers if "embed.token.weight" in layer.parameters]
     assert users == ["embed", "head"]
     assert sum(profile.parameter_sizes.values()) == sum(p.nbytes for p in model.parameters())
@@ -146,7 +150,7 @@ def test_measuring_changes_neither_the_model_nor_the_random_state():
     before = {key: value.clone() for key, value in model.state_dict().items()}
     x = torch.randn(3, 2, 4)
     torch.manual_seed(4)
-    trace(model, (x,)).profile(functional.mse_loss, x)
+    measure_layers(trace(model, (x,)), functional.mse_loss, x)
     drawn = torch.rand(2)
     torch.manual_seed(4)
     assert torch.equal(drawn, torch.rand(2))

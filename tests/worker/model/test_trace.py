@@ -5,7 +5,7 @@ import torch
 from odd_models import make
 from torch import nn
 
-from worker.model import TraceError, trace
+from worker.model import TraceError, measure_layers, trace
 
 
 class Outer(nn.Module):
@@ -144,7 +144,7 @@ def test_under_autocast_what_takes_a_gradient_travels_in_the_autocast_type():
     for edge in graph.edges:
         assert edge.dtype == (torch.bfloat16 if edge.differentiable else torch.bool)
     target = torch.randn(4, 5, 3)
-    profile = traced.profile(nn.functional.mse_loss, target, repeats=1)
+    profile = measure_layers(traced, nn.functional.mse_loss, target, repeats=1)
     assert [edge.bytes for edge in profile.edges] == [
         torch.Size(edge.shape).numel() * edge.dtype.itemsize for edge in graph.edges
     ]

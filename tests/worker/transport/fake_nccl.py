@@ -1,4 +1,7 @@
-"""A recording fake of cupy.cuda.nccl: communicators that block until all their ranks are there."""
+"""A recording fake of cupy.cuda.nccl: communicators that block until all their ranks are there.
+
+Parameters have cupy's names: test_fake_nccl.py compares, wherever there is a cupy.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class FakeNccl:
 
     available = True
 
-    def __init__(self, connect_timeout_s: float = 60.0, shift: int = 0):
-        self.shift = shift  # 128 where C chars are unsigned
+    def __init__(self, connect_timeout_s: float = 60.0, identities: str = "bytes"):
+        self.identities = identities  # before cupy 14 "signed" C chars, and "unsigned" ones on ARM
         self.lock = threading.Condition()
         self.ids = itertools.count(1)
         self.members: dict[tuple, set[int]] = {}
@@ -26,7 +29,7 @@ class FakeNccl:
         self.broken: Exception | None = None
         outer = self
 
-        class NcclCommunicator(_Communicator):
+        class NcclCommunicator(FakeCommunicator):
             nccl = outer
 
         self.NcclCommunicator = NcclCommunicator
@@ -36,17 +39,27 @@ class FakeNccl:
 
     def get_unique_id(self):
         number = next(self.ids)
-        # C chars, as cupy returns them
-        return tuple(((number * 37 + k * 91) % 256) - 128 + self.shift for k in range(128))
+        identity = bytes((number * 37 + k * 91) % 256 for k in range(128))
+        if self.identities == "bytes":
+            return identity
+        return tuple(byte - 256 if byte > 127 and self.identities == "signed" else byte for byte in identity)
 
 
-class _Communicator:
+class FakeCommunicator:
     nccl: FakeNccl
 
-    def __init__(self, ndev, identity, rank):
-        nccl = self.nccl
-        assert isinstance(identity, tuple) and len(identity) == 128
-        assert all(0 <= part - nccl.shift + 128 < 256 for part in identity)
+    def __init__(self, ndev, commId, rank, config=None):
+        nccl, identity = self.nccl, commId
+        wanted = bytes if nccl.identities == "bytes" else tuple
+        if not isinstance(commId, wanted):
+            raise TypeError(
+                f"Argument 'commId' has incorrect type (expected {wanted.__name__}, got {type(commId).__name__})"
+            )
+        if len(commId) != 128:
+            raise ValueError(f"commId length {len(commId)} != 128.")
+        if nccl.identities != "bytes":
+            lowest = -128 if nccl.identities == "signed" else 0
+            assert all(lowest <= part < lowest + 256 for part in identity)
         self.identity, self.rank, self.aborted = identity, rank, False
         with nccl.lock:
             nccl.calls.append(("init", threading.current_thread().name, identity, rank))
@@ -55,24 +68,24 @@ class _Communicator:
             if not nccl.lock.wait_for(lambda: len(nccl.members[identity]) == ndev, nccl.timeout_s):
                 raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: the constructor would block for ever")
 
-    def send(self, pointer, count, kind, peer, stream):
+    def send(self, sendbuf, count, datatype, peer, stream):
         self._check("send", stream)
         with self.nccl.lock:
-            data = ctypes.string_at(pointer, count * _SIZES[kind])
+            data = ctypes.string_at(sendbuf, count * _SIZES[datatype])
             self.nccl.messages.setdefault((self.identity, peer), []).append(data)
             self.nccl.lock.notify_all()
 
-    def recv(self, pointer, count, kind, peer, stream):
+    def recv(self, recvbuf, count, datatype, peer, stream):
         self._check("recv", stream)
         key = (self.identity, self.rank)
         with self.nccl.lock:
             assert self.nccl.lock.wait_for(lambda: self.nccl.messages.get(key), 60)
             data = self.nccl.messages[key].pop(0)
-        assert len(data) == count * _SIZES[kind]
-        ctypes.memmove(pointer, data, len(data))
+        assert len(data) == count * _SIZES[datatype]
+        ctypes.memmove(recvbuf, data, len(data))
 
-    def allReduce(self, source, target, count, kind, operation, stream):
-        self._check("allReduce", stream, count, kind)
+    def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
+        self._check("allReduce", stream, count, datatype)
 
     def check_async_error(self):
         if self.nccl.broken:

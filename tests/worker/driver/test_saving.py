@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from worker import checkpoint
-from worker.failure import CHECKPOINT_FAILED, WORKER_LOST, AttemptFailure, fails_as
-from worker.saving import Checkpoints
+from worker.driver.saving import Checkpoints
+from worker.failure import AttemptFailure, attributed_to
+from worker.job import CheckpointPolicy
+from worker.reasons import Reason
 
 
 class Worker:
@@ -22,11 +24,11 @@ class Worker:
         self.mesh = mesh
         self.restored = []
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri, step):
         checkpoint.save_shard(uri, step=step, shard=self.mesh, state={"parameters": {"p": torch.ones(step)}})
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri):
         _, step = checkpoint.load(uri)
         self.restored.append(step)
@@ -67,8 +69,8 @@ class Reports:
 
 @pytest.fixture
 def make(tmp_path):
-    def make(every=2, keep=3, interrupted=lambda: None, settings=True):
-        given = {"uri": str(tmp_path), "every_steps": every, "keep": keep} if settings else None
+    def make(every=2, keep=3, interrupted=lambda: None, policy=True):
+        given = CheckpointPolicy(str(tmp_path), every, keep) if policy else None
         gang, reports = Gang(), Reports()
         kept = Checkpoints(given, "job", gang=gang, reporter=reports, limit_s=60, interrupted=interrupted)
         return kept, gang, reports
@@ -88,7 +90,7 @@ def test_checkpoints_are_taken_when_they_are_due_and_after_the_last_step(make):
 
 
 def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(make):
-    kept, gang, reports = make(settings=False)
+    kept, gang, reports = make(policy=False)
     train(kept, 3)
     assert kept.restore(None) == 0
     assert reports.checkpoints == [] and gang.plain[0].restored == []
@@ -97,8 +99,8 @@ def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(mak
 def test_a_checkpoint_that_was_never_reported_is_found(make):
     train(make()[0], 6)
     kept, gang, reports = make()
-    told = checkpoint.complete(kept._settings["uri"], "job")[-1]
-    assert kept.restore(told) == 6
+    reported = checkpoint.complete(kept._policy.uri, "job")[-1]
+    assert kept.restore(reported) == 6
     assert [worker.restored for worker in gang.plain] == [[6], [6]]
     assert reports.events == []
 
@@ -107,7 +109,7 @@ def test_a_checkpoint_that_was_never_reported_is_found(make):
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage):
     train(make()[0], 6)
     kept, gang, reports = make()
-    newest = checkpoint.complete(kept._settings["uri"], "job")[0]
+    newest = checkpoint.complete(kept._policy.uri, "job")[0]
     shard = Path(newest, "m1.pt")
     match damage:
         case "cut short":
@@ -127,12 +129,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage)
 def test_when_none_can_be_read_the_oldest_is_named(make):
     train(make()[0], 4)
     kept, _, _ = make()
-    found = checkpoint.complete(kept._settings["uri"], "job")
+    found = checkpoint.complete(kept._policy.uri, "job")
     for uri in found:
         Path(uri, "m0.pt").write_bytes(b"")
     with pytest.raises(AttemptFailure, match=f"{found[-1]}/m0.pt has 0 bytes") as caught:
         kept.restore(found[0])
-    assert caught.value.reason == CHECKPOINT_FAILED
+    assert caught.value.reason == Reason.CHECKPOINT_FAILED
 
 
 def test_a_checkpoint_that_the_control_plane_knows_and_nobody_finds_does_not_start_the_job_anew(
@@ -148,7 +150,7 @@ def test_a_lost_worker_is_no_damaged_checkpoint(make):
     kept, gang, _ = make()
 
     def call(refs, **_):
-        raise AttemptFailure(WORKER_LOST, "worker 0 of mesh m1 is gone")
+        raise AttemptFailure(Reason.WORKER_LOST, "worker 0 of mesh m1 is gone")
 
     gang.call = call
     with pytest.raises(AttemptFailure, match="is gone"):
@@ -171,4 +173,4 @@ def test_a_cancel_while_saving_is_a_cancel_and_a_place_that_is_full_a_failed_che
     monkeypatch.setattr(checkpoint, "finish", full)
     with pytest.raises(AttemptFailure, match="disk full") as caught:
         make()[0].after(2, last=False)
-    assert caught.value.reason == CHECKPOINT_FAILED
+    assert caught.value.reason == Reason.CHECKPOINT_FAILED

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.timeline import summarise
-from worker.timing import ClockOffset, rendezvous_times, to_driver_clock
+from worker.driver.timeline import summarise
+from worker.driver.timing import ClockOffset, rendezvous_times, to_driver_clock
 
 
 @dataclass(frozen=True)

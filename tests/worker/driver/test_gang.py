@@ -11,16 +11,11 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from worker import mesh
-from worker.failure import (
-    SLOT_STALLED,
-    START_TIMEOUT,
-    USER_CODE_RAISED,
-    WORKER_LOST,
-    AttemptFailure,
-    fails_as,
-)
-from worker.mesh import Gang, WorkerAddress
+from worker.driver import gang as gang_module
+from worker.driver.gang import Gang
+from worker.failure import AttemptFailure, attributed_to
+from worker.node import WorkerAddress
+from worker.reasons import Reason
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -51,11 +46,11 @@ class Sleeper:
     def leave(self) -> None:
         os._exit(1)
 
-    @fails_as(USER_CODE_RAISED)
+    @attributed_to(Reason.USER_CODE_RAISED)
     def fail(self) -> None:
         raise ZeroDivisionError("forward divided by zero")
 
-    @fails_as(SLOT_STALLED)
+    @attributed_to(Reason.SLOT_STALLED)
     def stall(self) -> None:
         raise TimeoutError("waits for m1")
 
@@ -142,7 +137,7 @@ def test_a_worker_that_ends_itself_is_lost(cluster):
         start(gang)
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 is gone") as caught:
             gang.call([gang.workers[0].leave.remote()], what="step 3", limit_s=60)
-    assert caught.value.reason == WORKER_LOST
+    assert caught.value.reason == Reason.WORKER_LOST
 
 
 def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):
@@ -151,7 +146,7 @@ def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):
         make_gang(5, 1, 1.0) as gang,
     ):
         start(gang)
-    assert caught.value.reason == START_TIMEOUT
+    assert caught.value.reason == Reason.START_TIMEOUT
     assert_nothing_left([])
 
 
@@ -163,7 +158,7 @@ def test_a_killed_worker_is_named_at_once(cluster):
         os.kill(addresses[1].process_id, signal.SIGKILL)
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
             gang.call(refs, what="step 3", limit_s=55)  # the other workers sleep for 60 s
-        assert caught.value.reason == WORKER_LOST
+        assert caught.value.reason == Reason.WORKER_LOST
     assert_nothing_left(addresses)
 
 
@@ -176,18 +171,18 @@ def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
         ray.get(refs[1])  # however slow this machine is, only the stopped one has not answered
         with pytest.raises(AttemptFailure, match="no answer from worker 0 of mesh m0 within 1 s") as caught:
             gang.call(refs, what="step 3", limit_s=1.0)
-        assert caught.value.reason == SLOT_STALLED
+        assert caught.value.reason == Reason.SLOT_STALLED
     assert_nothing_left(addresses)
 
 
 def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monkeypatch):
-    monkeypatch.setattr(mesh, "CAUSE_GRACE_S", 60.0)
+    monkeypatch.setattr(gang_module, "CAUSE_GRACE_S", 60.0)
     with make_gang() as gang:
         start(gang)
         stalled, raised = gang.workers
         with pytest.raises(AttemptFailure, match="forward divided by zero") as caught:
             gang.call([stalled.stall.remote(), raised.fail.remote()], what="step 1", limit_s=60)
-        assert caught.value.reason == USER_CODE_RAISED
+        assert caught.value.reason == Reason.USER_CODE_RAISED
         assert "ZeroDivisionError" in caught.value.details
 
 

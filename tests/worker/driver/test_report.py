@@ -12,7 +12,8 @@ import httpx
 import pytest
 import tenacity
 
-from worker.report import ControlPlane, Refused, Reporter
+from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.report import Reporter
 
 
 class Plane:

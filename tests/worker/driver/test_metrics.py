@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from worker.metrics import MAX_SLOTS, JobMetrics
+from worker.driver.metrics import MAX_SLOTS, JobMetrics
 
 STARTED_AT = 1_790_000_000.25
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from worker.engine.results import MeasuredSlot
+from worker.slots import MeasuredSlot
 
 Slot = TypeVar("Slot", bound=MeasuredSlot)
 

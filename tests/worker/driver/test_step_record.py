@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from worker.engine.results import MeasuredSlot
-from worker.steps import record_step
-from worker.timing import ClockOffset
+from worker.driver.step_record import record_step
+from worker.driver.timing import ClockOffset
+from worker.slots import MeasuredSlot
 
 
 def slot(lane, action, start, end, stage=0, **fields):

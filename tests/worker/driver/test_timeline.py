@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.scheduler.model.metrics import timeline_metrics
-from worker.timeline import summarise
+from worker.driver.timeline import summarise
 
 
 def slot(mesh, lane, action, start, end):

@@ -17,15 +17,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from worker.failure import (
-    INTERNAL,
-    SLOT_STALLED,
-    START_TIMEOUT,
-    WORKER_LOST,
-    AttemptFailure,
-    as_failure,
-    first_cause,
-)
+from worker.failure import AttemptFailure, as_failure, first_cause
+from worker.node import WorkerAddress
+from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +34,6 @@ _LOST = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """Where one worker runs; JSON of it goes to the control plane with the request for a plan."""
-
-    mesh: str
-    worker: int
-    node: str
-    node_id: str
-    process_id: int
-    device: str
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ class Gang:
                 interrupted()
             if time.monotonic() > deadline:
                 raise AttemptFailure(
-                    START_TIMEOUT,
+                    Reason.START_TIMEOUT,
                     f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
                     f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
                 )
@@ -138,7 +120,7 @@ class Gang:
                 [w.address.remote() for w in self.workers],
                 what="start",
                 limit_s=max(1.0, deadline - time.monotonic()),
-                late=START_TIMEOUT,
+                timeout_reason=Reason.START_TIMEOUT,
                 interrupted=interrupted,
             )
         )
@@ -149,12 +131,12 @@ class Gang:
         *,
         what: str,
         limit_s: float,
-        late: str = SLOT_STALLED,
+        timeout_reason: Reason = Reason.SLOT_STALLED,
         interrupted: Callable[[], None] | None = None,
     ) -> list[Any]:
         """The results of one call a worker, in order.
 
-        Raises AttemptFailure: with `late` naming the workers that did not answer within `limit_s`,
+        Raises AttemptFailure: with `timeout_reason` naming the workers that did not answer within `limit_s`,
         WORKER_LOST when one died, or what a worker raised. After a first failure the others get
         CAUSE_GRACE_S to say theirs, and the one that explains the rest is raised. `interrupted` is
         called about four times a second and may raise.
@@ -177,7 +159,7 @@ class Gang:
                 if failures:
                     break
                 names = ", ".join(self.name(refs.index(ref)) for ref in waiting)
-                raise AttemptFailure(late, f"{what}: no answer from {names} within {limit_s:.0f} s")
+                raise AttemptFailure(timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s")
         if failures:
             raise first_cause(failures)
         return ray.get(list(refs))
@@ -246,12 +228,12 @@ def failure_of(error: Exception, worker: str, what: str) -> AttemptFailure:
     """Why a call of an actor failed: what it raised, or that `worker` is lost while it did `what`."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
-        return cause if isinstance(cause, AttemptFailure) else as_failure(cause, INTERNAL)
+        return cause if isinstance(cause, AttemptFailure) else as_failure(cause, Reason.INTERNAL)
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return AttemptFailure(SLOT_STALLED, f"{what}: no answer from {worker}")
+        return AttemptFailure(Reason.SLOT_STALLED, f"{what}: no answer from {worker}")
     if isinstance(error, _LOST):
-        return AttemptFailure(WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
-    return as_failure(error, INTERNAL)
+        return AttemptFailure(Reason.WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
+    return as_failure(error, Reason.INTERNAL)
 
 
 @ray.remote(max_retries=0)
@@ -274,12 +256,6 @@ def _alive(process_id: int) -> bool:
     except OSError:
         return False
     return b"ray::" in command or b"default_worker.py" in command
-
-
-def own_node_address() -> str:
-    """The address under which the cluster knows the node of this process."""
-    own = ray.get_runtime_context().get_node_id()
-    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
 
 def _living_nodes() -> set[str]:

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from worker.links import LARGE_BYTES, SMALL_BYTES, Link, measure_links, neighbour_lanes, slowest
 from worker.transport import Topology
+from worker.transport.links import LARGE_BYTES, SMALL_BYTES, Link, measure_links, neighbour_lanes, slowest
 from worker.transport.local import LocalTransport
 
 
@@ -60,7 +60,7 @@ def measure_all(meshes, clock, latency_s, bandwidth):
 
 def test_latency_and_bandwidth_of_a_known_link_are_found(monkeypatch):
     clock, bandwidth = Clock(), LARGE_BYTES / 0.05
-    monkeypatch.setattr("worker.links.time", clock)
+    monkeypatch.setattr("worker.transport.links.time", clock)
     found = measure_all(("m0", "m1", "m2"), clock, 0.002, bandwidth)
     assert found["m2"] is None
     for mesh in ("m0", "m1"):

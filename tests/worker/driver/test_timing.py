@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from worker.engine.results import MeasuredSlot
-from worker.timing import estimate_offset, rendezvous_times, to_driver_clock
+from worker.driver.timing import estimate_offset, rendezvous_times, to_driver_clock
+from worker.slots import MeasuredSlot
 
 
 def slot(action, start, end, **fields):

@@ -1,6 +1,6 @@
 """What a transfer costs between neighbouring meshes: latency and bandwidth by ping-pong.
 
-Uses any transport of worker/transport; knows nothing of stages and schedules.
+Uses any transport of this package; knows nothing of stages and schedules.
 """
 
 from __future__ import annotations

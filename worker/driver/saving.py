@@ -1,29 +1,31 @@
 """When an attempt's workers save and from which checkpoint they go on: the driver's side of checkpoints.
 
-What a checkpoint is stands in checkpoint.py; how the workers are called in mesh.py.
+What a checkpoint is stands in worker/checkpoint.py; how the workers are called in gang.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from worker import checkpoint
-from worker.failure import CHECKPOINT_FAILED, AttemptFailure, fails_as
-from worker.mesh import Gang
-from worker.report import Reporter
+from worker.driver.gang import Gang
+from worker.driver.report import Reporter
+from worker.failure import AttemptFailure, attributed_to
+from worker.job import CheckpointPolicy
+from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one job. `settings` are the job's (`uri`, `every_steps`, `keep`), None for none;
+    """The checkpoints of one job. `policy` is the job's, None for none;
     `interrupted` is that of `Gang.call`."""
 
     def __init__(
         self,
-        settings: Mapping[str, Any] | None,
+        policy: CheckpointPolicy | None,
         job_id: str,
         *,
         gang: Gang,
@@ -31,7 +33,7 @@ class Checkpoints:
         limit_s: float,
         interrupted: Callable[[], None],
     ):
-        self._settings = settings
+        self._policy = policy
         self._job_id = job_id
         self._gang = gang
         self._reporter = reporter
@@ -40,26 +42,26 @@ class Checkpoints:
 
     def try_place(self) -> None:
         """Have every worker write a file where checkpoints will go; AttemptFailure CHECKPOINT_UNWRITABLE."""
-        if self._settings:
-            uri = self._settings["uri"]
+        if self._policy:
+            uri = self._policy.uri
             self._call(lambda w: w.try_checkpoints.remote(uri), f"trying to write to {uri}")
 
-    def restore(self, told: str | None) -> int:
+    def restore(self, reported: str | None) -> int:
         """Load the newest checkpoint that can be read; the step after which it was taken, 0 without any.
 
-        `told` is the one that the control plane knows: there may be a newer one, which an attempt finished
+        `reported` is the one that the control plane knows: there may be a newer one, which an attempt finished
         but never reported. One that is damaged is passed over with an event. Raises AttemptFailure
-        CHECKPOINT_FAILED when `told` or what is there cannot be read and nothing older can.
+        CHECKPOINT_FAILED when `reported` or what is there cannot be read and nothing older can.
         """
         candidates = self._complete()
-        if told and told not in candidates:
-            candidates.append(told)
+        if reported and reported not in candidates:
+            candidates.append(reported)
         for position, uri in enumerate(candidates):
             try:
                 return self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
             except AttemptFailure as failure:
                 older = candidates[position + 1 :]
-                if failure.reason != CHECKPOINT_FAILED or not older:
+                if failure.reason != Reason.CHECKPOINT_FAILED or not older:
                     raise
                 log.warning("%s cannot be restored: %s", uri, failure.message)
                 self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
@@ -67,20 +69,19 @@ class Checkpoints:
 
     def after(self, step: int, *, last: bool) -> None:
         """Save when it is time to."""
-        every = (self._settings or {}).get("every_steps")
-        if every and (step % every == 0 or last):
-            self._save(step)
+        if self._policy and (step % self._policy.every_steps == 0 or last):
+            self._save(self._policy, step)
 
-    @fails_as(CHECKPOINT_FAILED)
+    @attributed_to(Reason.CHECKPOINT_FAILED)
     def _complete(self) -> list[str]:
-        return checkpoint.complete(self._settings["uri"], self._job_id) if self._settings else []
+        return checkpoint.complete(self._policy.uri, self._job_id) if self._policy else []
 
-    def _save(self, step: int) -> None:
-        uri = checkpoint.step_uri(self._settings["uri"], self._job_id, step)
+    def _save(self, policy: CheckpointPolicy, step: int) -> None:
+        uri = checkpoint.step_uri(policy.uri, self._job_id, step)
         self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
         shards = [mesh.name for mesh in self._gang.meshes]
-        keep = self._settings.get("keep", 2)
-        fails_as(CHECKPOINT_FAILED)(checkpoint.finish)(uri, step=step, shards=shards, keep=keep)
+        with attributed_to(Reason.CHECKPOINT_FAILED):
+            checkpoint.finish(uri, step=step, shards=shards, keep=policy.keep)
         self._reporter.checkpoint(step, uri)
         self._reporter.event("checkpoint", f"after step {step}: {uri}")
 

@@ -1,0 +1,65 @@
+"""Who may import whom in the worker: no circles, nothing of service, and no driver behind an actor."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+TREE = Path(__file__).parents[2]
+
+
+def imports() -> dict[str, set[str]]:
+    """Modules of worker, each with the modules of ours that it names in any import, also a local one."""
+    names = {}
+    for path in (TREE / "worker").rglob("*.py"):
+        parts = path.relative_to(TREE).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        wanted = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+                wanted |= modules or {node.module}
+        found[name] = {one for one in wanted if one.split(".")[0] in ("worker", "service")} - {name}
+    return found
+
+
+def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
+    found, rest = set(), [name]
+    while rest:
+        for one in graph.get(rest.pop(), ()):
+            if one not in found:
+                found.add(one)
+                rest.append(one)
+    return found
+
+
+def test_there_is_no_circle():
+    list(TopologicalSorter(imports()).static_order())
+
+
+def test_nothing_points_to_the_control_plane():
+    assert not [one for modules in imports().values() for one in modules if one.startswith("service")]
+
+
+def test_an_actor_and_what_it_uses_know_nothing_of_the_driver():
+    graph = imports()
+    for name in ("worker.actor", "worker.engine", "worker.transport", "worker.model.measure"):
+        assert not [one for one in reached_from(name, graph) if one.startswith("worker.driver")]
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["control_plane", "limits", "metrics", "report", "step_record", "termination", "timeline", "timing"],
+)
+def test_what_of_the_driver_needs_no_tensor_is_light(module):
+    code = f"import sys, worker.driver.{module}; assert not {{'torch', 'ray'}} & {{*sys.modules}}"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,119 @@
+"""A job as workers read it agrees with what the control plane accepts and stores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import MISSING, asdict, fields
+
+import pytest
+from pydantic_core import PydanticUndefined
+
+from service import jobspec as jobs
+from worker import job as parsed
+from worker.job import CheckpointPolicy, Factory, Job, Optimizer
+
+SMALLEST = {
+    "model": {"factory": "worker.model.gpt:build"},
+    "data": {"factory": "worker.data.text:ByteWindows"},
+    "loss": {"factory": "torch.nn.functional:cross_entropy"},
+}
+WHOLE = {
+    **SMALLEST,
+    "name": "gpt",
+    "optimizer": {
+        "factory": "torch.optim:SGD",
+        "args": {"lr": 0.5},
+        "schedule": {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3}},
+    },
+    "training": {
+        "steps": 7,
+        "global_batch": 12,
+        "microbatches": 3,
+        "seed": 2,
+        "precision": "bf16",
+        "clip_grad_norm": 2.0,
+        "non_finite": "skip",
+    },
+    "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False},
+    "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu"},
+    "checkpoint": {"uri": "s3://bucket/c", "every_steps": 5, "keep": 3},
+    "code": {"working_dir": None, "pip": ["einops"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (parsed.Factory, jobs.Factory),
+        (parsed.Optimizer, jobs.Optimizer),
+        (parsed.Training, jobs.Training),
+        (parsed.Pipeline, jobs.Pipeline),
+        (parsed.Resources, jobs.Resources),
+        (parsed.CheckpointPolicy, jobs.Checkpoint),
+        (parsed.Code, jobs.Code),
+    ],
+)
+def test_fields_and_defaults_are_those_of_the_control_plane(ours, theirs):
+    found = {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory()
+        for one in fields(ours)
+    }
+    expected = {
+        name: MISSING if one.default is PydanticUndefined else one.default
+        for name, one in theirs.model_fields.items()
+    }
+    as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    assert as_lists == expected
+
+
+@pytest.mark.parametrize("given", [SMALLEST, WHOLE])
+def test_a_job_that_the_control_plane_stored_is_read_whole(given):
+    stored = jobs.JobSpec.model_validate(given).model_dump(mode="json")
+    job = Job.from_json(stored)
+    only_the_control_plane_reads = {"name", "retry", "queue", "priority"}
+    assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
+    found = asdict(job)
+    found["code"]["pip"] = list(found["code"]["pip"])
+    if isinstance(found["pipeline"]["cut"], tuple):
+        found["pipeline"]["cut"] = list(found["pipeline"]["cut"])
+    assert found == {name: stored[name] for name in found}
+    assert job.meshes == stored["resources"]["meshes"]
+
+
+def test_parts_are_typed_and_what_is_absent_has_its_default():
+    job = Job.from_json(SMALLEST | {"checkpoint": {"uri": "/c"}, "pipeline": {"stages": 3}})
+    assert job.checkpoint == CheckpointPolicy("/c", 50, 2)
+    assert job.model == Factory("worker.model.gpt:build", {})
+    assert job.optimizer == Optimizer("torch.optim:AdamW", {}, None)
+    assert job.meshes == 3
+    assert Job.from_json(SMALLEST).checkpoint is None
+
+
+def test_fields_of_a_newer_control_plane_are_passed_over():
+    newer = {**SMALLEST, "evaluation": {"every_steps": 3}, "training": {"steps": 2, "warmth": 1}}
+    assert Job.from_json(newer).training.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"training": {"steps": "many"}}, r"job\.training\.steps is 'many': int is wanted"),
+        ({"training": {"steps": True}}, r"job\.training\.steps is True"),
+        ({"training": {"clip_grad_norm": "x"}}, r"job\.training\.clip_grad_norm is 'x': float or null"),
+        ({"training": 3}, r"job\.training is 3"),
+        ({"model": {"args": {}}}, r"job\.model\.factory is missing"),
+        ({"optimizer": {"factory": "a:b", "schedule": {"args": {}}}}, r"job\.optimizer\.schedule\.factory"),
+        ({"checkpoint": {}}, r"job\.checkpoint\.uri is missing"),
+        ({"code": {"pip": [1]}}, r"job\.code\.pip\[0\] is 1"),
+        ({"pipeline": {"cut": None}}, r"job\.pipeline\.cut is None"),
+    ],
+)
+def test_a_job_that_cannot_be_read_is_refused_by_the_name_of_the_field(changes, said):
+    with pytest.raises(ValueError, match=said):
+        Job.from_json({**SMALLEST, **changes})
+
+
+def test_a_job_is_read_without_torch():
+    code = "import sys, worker.job, worker.reasons, worker.failure, worker.slots, worker.node\n"
+    subprocess.run([sys.executable, "-c", code + "assert not {'torch', 'ray'} & {*sys.modules}"], check=True)

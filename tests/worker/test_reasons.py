@@ -1,0 +1,81 @@
+"""Reason codes: one list, which every module of Slotline writes from and reads by."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+
+from worker import reasons
+from worker.failure import CAUSES_BEFORE_CONSEQUENCES, AttemptFailure, attributed_to
+from worker.reasons import Cause, Reason, UnknownReasonError, cause_of
+
+TREE = Path(__file__).parents[2]
+
+
+def test_every_reason_says_what_it_means_and_its_code_is_its_name():
+    for reason in Reason:
+        assert reason.name == reason.value == str(reason)
+        assert reason.meaning and len(reason.value) <= 100  # the database's column
+
+
+def test_every_reason_that_a_worker_fails_with_has_a_rank():
+    failures = [r for r in Reason if r.cause is not None]
+    of_the_control_plane = {"CODE_SETUP_FAILED", "START_REFUSED", "DRIVER_LOST", "PREEMPTED"}
+    assert {*failures} - {*CAUSES_BEFORE_CONSEQUENCES} == of_the_control_plane
+
+
+def test_a_known_code_is_read_with_its_cause_and_message():
+    assert Reason.read("NAN_LOSS", "it is NaN") == (Reason.NAN_LOSS, "it is NaN")
+    assert Reason.read(None, None) == Reason.read("", None) == (None, None)
+    assert cause_of("NAN_LOSS") is Cause.USER
+    assert cause_of("PREEMPTED") is Cause.PREEMPTION
+    assert cause_of("WORKER_LOST") is cause_of(None) is Cause.INFRASTRUCTURE
+
+
+def test_an_unknown_code_is_an_error_in_tests():
+    with pytest.raises(UnknownReasonError, match="'GPU_ON_FIRE' is not in"):
+        Reason.parse("GPU_ON_FIRE")
+
+
+def test_an_unknown_code_of_a_newer_neighbour_is_internal_and_stays_in_the_message(monkeypatch, caplog):
+    monkeypatch.setattr(reasons, "strict", False)
+    reasons._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert Reason.read("GPU_ON_FIRE", "call help") == (Reason.INTERNAL, "GPU_ON_FIRE: call help")
+        assert Reason.read("GPU_ON_FIRE", None)[1] == "GPU_ON_FIRE: no message was given"
+        assert cause_of("GPU_ON_FIRE") is Cause.INFRASTRUCTURE
+    assert [record.message for record in caplog.records if "'GPU_ON_FIRE'" in record.message] != []
+    assert len(caplog.records) == 1, "told once"
+
+
+def test_a_failure_reaches_the_driver_with_its_reason():
+    @attributed_to(Reason.DATA_FAILED)
+    def read():
+        raise OSError("no disk")
+
+    with pytest.raises(AttemptFailure) as caught:
+        read()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert copy.reason is Reason.DATA_FAILED and copy.message == "OSError: no disk"
+    assert "in read" in copy.details
+    with pytest.raises(AttemptFailure) as kept, attributed_to(Reason.INTERNAL):
+        read()
+    assert kept.value.reason is Reason.DATA_FAILED
+
+
+@pytest.mark.parametrize("room", ["worker", "service"])
+def test_nobody_writes_a_reason_as_a_free_string(room):
+    found = []
+    for path in sorted((TREE / room).rglob("*.py")):
+        if path.name == "reasons.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            literals = [node] if isinstance(node, ast.Constant) and node.value in {*Reason} else []
+            if isinstance(node, ast.keyword) and (node.arg or "").endswith("reason"):
+                literals += [node.value] if isinstance(node.value, ast.Constant) and node.value.value else []
+            found += [f"{path.relative_to(TREE)}:{literal.lineno} {literal.value!r}" for literal in literals]
+    assert not found

@@ -1,0 +1,79 @@
+"""The entry point of a Ray job: run the attempt that the environment names, report its end, exit.
+
+SLOTLINE_CONTROL_URL, SLOTLINE_ATTEMPT_ID and SLOTLINE_ATTEMPT_TOKEN say which. Must not know how an attempt
+trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from worker.driver.attempt import Attempt, run_attempt
+from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.limits import Limits
+from worker.driver.metrics import JobMetrics
+from worker.driver.report import Reporter
+from worker.driver.termination import Termination
+
+log = logging.getLogger(__name__)
+
+FINAL_REPORT_LIMIT_S = 3_600.0
+TERMINATED_REPORT_LIMIT_S = 10.0
+
+
+def main() -> int:
+    """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
+    logging.basicConfig(
+        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    termination = Termination()
+    termination.listen()
+    limits = Limits.from_environment()
+    control = ControlPlane(
+        os.environ["SLOTLINE_CONTROL_URL"],
+        os.environ["SLOTLINE_ATTEMPT_ID"],
+        os.environ["SLOTLINE_ATTEMPT_TOKEN"],
+    )
+    try:
+        given = control.attempt()
+    except Refused as refused:
+        log.error("the control plane wants nothing of this attempt: %s", refused.detail)
+        return 1
+    attempt = Attempt(
+        job_id=given["job_id"],
+        number=given["number"],
+        spec=given["job"],
+        device=given["device"],
+        limits=limits,
+        resume_uri=(given.get("resume") or {}).get("uri"),
+    )
+    reporter = Reporter(control).start()
+    metrics = JobMetrics(attempt.job_id)
+    outcome = run_attempt(attempt, control, reporter, metrics, termination)
+    if outcome.state == "FAILED":
+        log.error(
+            "attempt %s of job %s failed: %s: %s",
+            attempt.number,
+            attempt.job_id,
+            outcome.reason,
+            outcome.message,
+        )
+    reporter.state(outcome.state, reason=outcome.reason, message=outcome.message)
+    try:
+        delivered = reporter.flush(TERMINATED_REPORT_LIMIT_S if termination.asked else FINAL_REPORT_LIMIT_S)
+        reporter.close()  # a finished attempt has no heartbeat
+        linger_s = limits.linger_s if delivered and not termination.asked else 0.0
+        log.info("%s; metrics stay for %.0f s", outcome.state, linger_s)
+        metrics.close(linger_s)
+    except KeyboardInterrupt:
+        log.info("asked to end before the metrics' time was over")
+    control.close()
+    return 0 if outcome.state in ("SUCCEEDED", "CANCELLED") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

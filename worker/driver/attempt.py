@@ -1,0 +1,196 @@
+"""One attempt of a job, from its placement group to its last checkpoint: the order of things, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from worker.actor import Worker
+from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.gang import Gang
+from worker.driver.limits import Limits
+from worker.driver.metrics import JobMetrics
+from worker.driver.planning import PlannedJob, Planner, planned_seconds
+from worker.driver.report import Reporter
+from worker.driver.saving import Checkpoints
+from worker.driver.step_loop import run_steps
+from worker.driver.termination import Termination
+from worker.engine.results import SlotLimits
+from worker.failure import AttemptFailure, as_failure
+from worker.job import Job
+from worker.node import own_node_address
+from worker.reasons import Reason
+from worker.transport import Topology
+from worker.transport.rendezvous import host_store
+
+log = logging.getLogger(__name__)
+
+
+class Cancelled(Exception):
+    """The control plane asked to stop, or wants no more of this attempt."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the control plane says of the attempt (`spec`: JSON of the job), and how long it may wait for what."""
+
+    job_id: str
+    number: int
+    spec: Mapping[str, Any]
+    device: str
+    limits: Limits
+    resume_uri: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The final state of an attempt, as it is reported."""
+
+    state: str
+    reason: Reason | None = None
+    message: str | None = None
+
+
+def run_attempt(
+    attempt: Attempt,
+    control: ControlPlane,
+    reporter: Reporter,
+    metrics: JobMetrics,
+    termination: Termination,
+) -> Outcome:
+    """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
+    try:
+        job = Job.from_json(attempt.spec)
+        address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
+        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+        termination.listen()  # ray.init puts a handler of its own in place
+        try:
+            reporter.metrics_endpoint(_serve_metrics(metrics))
+            _train(attempt, job, control, reporter, metrics)
+        finally:
+            ray.shutdown()
+        return Outcome("SUCCEEDED")
+    except Cancelled:
+        return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
+    except (KeyboardInterrupt, SystemExit):
+        return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
+    except Refused as refused:
+        if refused.final:
+            return Outcome(
+                "CANCELLED", Reason.CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
+            )
+        log.exception("the control plane refused what the driver asked")
+        return Outcome(
+            "FAILED", Reason.INTERNAL, f"the control plane answered {refused.status}: {refused.detail}"
+        )
+    except AttemptFailure as failure:
+        if failure.details:
+            log.error("%s", failure.details)
+        return Outcome("FAILED", failure.reason, failure.message)
+    except Exception as error:
+        log.exception("the driver itself failed")
+        return Outcome("FAILED", Reason.INTERNAL, as_failure(error, Reason.INTERNAL).message)
+
+
+def _train(
+    attempt: Attempt, job: Job, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
+) -> None:
+    workers_per_mesh, limits = job.resources.workers_per_mesh, attempt.limits
+
+    def raise_if_cancelled() -> None:
+        if reporter.cancelled.is_set() or reporter.fenced.is_set():
+            raise Cancelled
+
+    gang = Gang(
+        meshes=job.meshes,
+        workers_per_mesh=workers_per_mesh,
+        device=attempt.device,
+        start_timeout_s=limits.start_s,
+        workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
+    )
+    with gang:
+        gang.start(
+            ray.remote(Worker),
+            lambda mesh, worker: {
+                "job": job,
+                "mesh": mesh,
+                "worker": worker,
+                "device": attempt.device,
+            },
+            raise_if_cancelled,
+        )
+        reporter.event(
+            "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
+        )
+        checkpoints = Checkpoints(
+            job.checkpoint,
+            attempt.job_id,
+            gang=gang,
+            reporter=reporter,
+            limit_s=limits.checkpoint_s,
+            interrupted=raise_if_cancelled,
+        )
+        checkpoints.try_place()
+        planner = Planner(
+            control=control,
+            reporter=reporter,
+            gang=gang,
+            device=attempt.device,
+            limits=limits,
+            interrupted=raise_if_cancelled,
+        )
+        planned = planner.plan(workers_per_mesh)
+        metrics.set_plan(planned.plan)
+        store = host_store("0.0.0.0")
+        gang.call(
+            _load(gang, planned, workers_per_mesh, (own_node_address(), store.port), limits),
+            what="loading the stages",
+            limit_s=limits.prepare_s,
+            timeout_reason=Reason.START_TIMEOUT,
+            interrupted=raise_if_cancelled,
+        )
+        done = checkpoints.restore(attempt.resume_uri)
+        reporter.state("RUNNING")
+        run_steps(
+            done + 1,
+            job.training.steps,
+            planned=planned,
+            gang=gang,
+            reporter=reporter,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            limits=limits,
+            interrupted=raise_if_cancelled,
+        )
+
+
+def _load(
+    gang: Gang, planned: PlannedJob, workers_per_mesh: int, store: tuple[str, int], limits: Limits
+) -> list[ray.ObjectRef]:
+    """Give every worker its stages and program."""
+    planned_s = planned_seconds(planned.plan, planned.stage_names)
+    topology = Topology(tuple(mesh.name for mesh in gang.meshes), workers_per_mesh)
+    return [
+        worker.load.remote(
+            begins=planned.begins,
+            mesh_of_stage=planned.mesh_of_stage,
+            program=planned.plan["programs"][address.mesh],
+            planned_s=planned_s[address.mesh],
+            topology=topology,
+            store=store,
+            host=address.node,
+            connect_s=limits.connect_s,
+            slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+        )
+        for worker, address in zip(gang.workers, gang.addresses, strict=True)
+    ]
+
+
+def _serve_metrics(metrics: JobMetrics) -> str:
+    """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
+    return metrics.serve(host=os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address(), port=0)

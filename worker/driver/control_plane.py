@@ -1,0 +1,131 @@
+"""What the driver asks of the control plane: the HTTP routes of one attempt, with the attempt's token.
+
+Knows nothing of training and nothing of Ray; what goes into a report stands in report.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import tenacity
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 30.0
+PLAN_TIMEOUT_S = 180.0
+_TRY_AGAIN = (408, 425, 429)
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+class Refused(RuntimeError):
+    """The control plane gave a final answer that is not yes; `status` is the HTTP status."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+    @property
+    def final(self) -> bool:
+        """Whether the control plane wants no more of this attempt."""
+        return self.status in (401, 409)
+
+
+class ControlPlane:
+    """The routes of one attempt.
+
+    Every call is tried again with growing pauses while the control plane cannot be reached or
+    answers 5xx, for `patience_s`; a 4xx raises Refused with the problem's detail.
+    """
+
+    def __init__(self, url: str, attempt_id: str, token: str, *, patience_s: float = 600.0):
+        self._client = httpx.Client(
+            base_url=f"{url.rstrip('/')}/api/v1/attempts/{attempt_id}",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=httpx.URL(url).host not in _THIS_MACHINE,  # a proxy is for what is elsewhere
+        )
+        self._patience_s = patience_s
+
+    def attempt(self) -> dict[str, Any]:
+        """The attempt with its job: `attempt_id`, `job_id`, `number`, `job`, `device`."""
+        return self._patiently("GET", "")
+
+    def cached_profile(self, key: str) -> dict[str, Any] | None:
+        """The layer profile stored under `key`, or None."""
+        try:
+            return self._patiently("GET", "/profile", params={"key": key})
+        except Refused as refused:
+            if refused.status == 404:
+                return None
+            raise
+
+    def store_profile(self, key: str, profile: Mapping[str, Any]) -> None:
+        self._patiently("PUT", "/profile", params={"key": key}, json=profile)
+
+    def plan(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """`begins`, `spec` and `plan` for a profile, the measured network and the placed workers."""
+        return self._patiently("POST", "/plan", json=request, timeout=PLAN_TIMEOUT_S)
+
+    def report(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one report, one try. Raises httpx.HTTPError when it should be sent again, else Refused."""
+        return self._once("POST", "/reports", json=body)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _patiently(self, method: str, path: str, **kwargs: Any) -> Any:
+        retry = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(httpx.HTTPError),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10.0),
+            stop=tenacity.stop_after_delay(self._patience_s),
+            before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
+            reraise=True,
+        )
+        return retry(self._once, method, path, **kwargs)
+
+    def _once(self, method: str, path: str, **kwargs: Any) -> Any:
+        try:
+            response = self._client.request(method, path, **kwargs)
+        except ValueError:  # a number or a text that JSON has no word for
+            if "json" not in kwargs:
+                raise
+            response = self._client.request(method, path, **{**kwargs, "json": _printable(kwargs["json"])})
+        if not response.is_success and (not response.is_client_error or response.status_code in _TRY_AGAIN):
+            response.raise_for_status()
+        if response.is_error:
+            raise Refused(response.status_code, _detail(response))
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError:
+            raise httpx.DecodingError(
+                f"{response.url} answered {response.status_code} without JSON: is a proxy in between?",
+                request=response.request,
+            ) from None
+
+
+def _printable(value: Any) -> Any:
+    """The same with null for NaN and infinity, and marks for characters that UTF-8 cannot carry."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(entry) for key, entry in value.items()}
+    return [_printable(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        problem = response.json()
+    except ValueError:
+        return f"HTTP {response.status_code}: {response.text[:500]}"
+    if not isinstance(problem, dict):
+        return f"HTTP {response.status_code}: {problem}"
+    return str(problem.get("detail") or problem.get("title") or problem)

@@ -1,0 +1,37 @@
+"""How long an attempt may wait for what: values, and the environment variables that set them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time)."""
+
+    start_s: float = 120.0
+    prepare_s: float = 600.0
+    connect_s: float = 60.0
+    slot_factor: float = 20.0
+    slot_floor_s: float = 30.0
+    step_floor_s: float = 120.0
+    checkpoint_s: float = 600.0
+    linger_s: float = 60.0
+
+    @classmethod
+    def from_environment(cls) -> Limits:
+        """SLOTLINE_METRICS_LINGER_S, and for the others SLOTLINE_LIMIT_<NAME>."""
+        values = {}
+        for name, default in asdict(cls()).items():
+            variable = "SLOTLINE_METRICS_LINGER_S" if name == "linger_s" else f"SLOTLINE_LIMIT_{name.upper()}"
+            text = os.environ.get(variable, default)
+            try:
+                values[name] = float(text)
+            except ValueError:
+                raise ValueError(f"{variable} is {text!r}: give a number of seconds") from None
+        return cls(**values)
+
+    def step_s(self, makespan_s: float) -> float:
+        """How long a whole step of that planned length may take."""
+        return max(self.step_floor_s, self.slot_floor_s + self.slot_factor * makespan_s)

@@ -1,0 +1,164 @@
+"""From loaded data and models to a plan: costs of the layers, cost of a transfer, the control plane's answer.
+
+Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), planning the control plane's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.gang import Gang
+from worker.driver.limits import Limits
+from worker.driver.report import Reporter
+from worker.failure import AttemptFailure
+from worker.model.profile import LayerProfile, mean_profile
+from worker.node import own_node_address
+from worker.reasons import Reason
+from worker.transport import Topology
+from worker.transport.links import Link, slowest
+from worker.transport.rendezvous import host_store
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What the control plane answered: JSON of a PipelineSpec and a Plan, and the layers that begin stages."""
+
+    begins: tuple[str, ...]
+    spec: Mapping[str, Any]
+    plan: Mapping[str, Any]
+
+    @property
+    def stage_names(self) -> list[str]:
+        return [stage["name"] for stage in self.spec["stages"]]
+
+    @property
+    def mesh_of_stage(self) -> list[str]:
+        return [stage["mesh"] for stage in self.spec["stages"]]
+
+
+class Planner:
+    """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlPlane,
+        reporter: Reporter,
+        gang: Gang,
+        device: str,
+        limits: Limits,
+        interrupted: Callable[[], None],
+    ):
+        self._control = control
+        self._reporter = reporter
+        self._gang = gang
+        self._device = device
+        self._limits = limits
+        self._interrupted = interrupted
+
+    def plan(self, workers_per_mesh: int) -> PlannedJob:
+        """Profile the layers, or take the cached profile, and have the control plane plan.
+
+        Raises AttemptFailure PLAN_INFEASIBLE when there is no plan, START_TIMEOUT when a worker is too slow.
+        """
+        keys = self._call(
+            [worker.prepare.remote(workers_per_mesh) for worker in self._gang.workers],
+            "building the model and the data",
+            self._limits.prepare_s,
+        )
+        profile = self._control.cached_profile(keys[0])
+        if profile is None:
+            profile = self._measure_layers()
+            self._control.store_profile(keys[0], profile)
+            self._reporter.event(
+                "profiled", f"{len(profile['layers'])} layers measured on {self._gang.addresses[0].node}"
+            )
+        planned = self._ask(profile, self._measure_links())
+        self._reporter.event(
+            "planned",
+            f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
+            f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}",
+        )
+        return planned
+
+    def _measure_layers(self) -> dict[str, Any]:
+        """JSON of the layers' costs: on CPU from all workers at once, which share cores as in training."""
+        workers = self._gang.workers if self._device == "cpu" else self._gang.workers[:1]
+        profiles = self._call(
+            [worker.profile.remote() for worker in workers], "profiling the layers", self._limits.prepare_s
+        )
+        return mean_profile([LayerProfile.from_json(profile) for profile in profiles]).to_json()
+
+    def _measure_links(self) -> Link | None:
+        """The slowest link between neighbouring meshes, on a rendezvous of its own; None for one mesh."""
+        meshes = self._gang.meshes
+        if len(meshes) < 2:
+            return None
+        store = host_store("0.0.0.0")
+        topology = Topology(meshes=tuple(mesh.name for mesh in meshes))
+        nodes = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
+        links = self._call(
+            [
+                mesh.workers[0].measure_links.remote(
+                    topology=topology,
+                    store=(own_node_address(), store.port),
+                    host=nodes[mesh.name],
+                    connect_s=self._limits.connect_s,
+                )
+                for mesh in meshes
+            ],
+            "measuring the links",
+            2 * self._limits.connect_s,
+        )
+        return slowest([link for link in links if link is not None])
+
+    def _ask(self, profile: Mapping[str, Any], link: Link | None) -> PlannedJob:
+        request = {
+            "profile": profile,
+            "network": {
+                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s if link else None,
+                "latency_s": link.latency_s if link else 0.0,
+            },
+            "workers": [
+                {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device}
+                for a in self._gang.addresses
+            ],
+        }
+        try:
+            answer = self._control.plan(request)
+        except Refused as refused:
+            if refused.final:
+                raise
+            raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
+        return PlannedJob(tuple(answer["begins"]), answer["spec"], answer["plan"])
+
+    def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
+        return self._gang.call(
+            refs,
+            what=what,
+            limit_s=limit_s,
+            timeout_reason=Reason.START_TIMEOUT,
+            interrupted=self._interrupted,
+        )
+
+
+def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float]]:
+    """Planned seconds of every instruction of every mesh's program (0 for REDUCE and STEP).
+
+    Slots name their stage, instructions count it: `stage_names` are in that order.
+    """
+    number = {name: i for i, name in enumerate(stage_names)}
+    planned = {
+        (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s["end_s"]
+        - s["start_s"]
+        for s in plan["slots"]
+    }
+    return {
+        mesh: [
+            planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"]), 0.0) for i in instructions
+        ]
+        for mesh, instructions in plan["programs"].items()
+    }

@@ -1,0 +1,146 @@
+"""What each instruction of a program does when its lane comes to it: compute, send, receive, reduce, step.
+
+Joins stages, exchange, receive buffers and transport. Must not know lanes, events or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from worker.engine.buffers import plan_buffers
+from worker.engine.errors import StageError
+from worker.engine.lanes import Action, Finish
+from worker.engine.routes import Route, transfer_tag
+from worker.engine.stage import Exchange, StageRunner
+from worker.engine.update import ModelUpdate
+from worker.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
+from worker.transport.base import Transport
+
+
+class ReceiveBuffers:
+    """The tensors that receives write into: `of[i]` is the number of the one of instruction i, None without."""
+
+    def __init__(
+        self,
+        program: Program,
+        routes: Mapping[int, Route],
+        dtype_of: Callable[[Route], torch.dtype],
+        device: torch.device,
+    ):
+        plan = plan_buffers(program, routes)
+        self.of: list[int | None] = list(plan.buffer)
+        self.tensors = [
+            torch.empty(route.shape, dtype=dtype_of(route), device=device) for route in plan.route
+        ]
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in one of them."""
+        return tensor.untyped_storage().data_ptr() in self._memory
+
+
+class Actions:
+    """The actions of one mesh; `runners` by stage."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        routes: Mapping[int, Route],
+        microbatches: int,
+        buffers: ReceiveBuffers,
+        exchange: Exchange,
+        runners: Mapping[int, StageRunner],
+        update: ModelUpdate,
+        transport: Transport,
+    ):
+        self._program = program
+        self._routes = routes
+        self._microbatches = microbatches
+        self._buffers = buffers
+        self._exchange = exchange
+        self._runners = runners
+        self._update = update
+        self._transport = transport
+
+    def of(self, index: int) -> Action:
+        """What instruction `index` does."""
+        instruction = self._program[index]
+        if instruction.op in SEND_OPS:
+            return self._send(instruction)
+        if instruction.op in RECEIVE_OPS:
+            return self._receive(index, instruction)
+        if instruction.op == "REDUCE":
+            return lambda: self._update.reduce(list(self._exchange.losses.values()))
+        if instruction.op == "STEP":
+            return self._step
+        runner, microbatch = self._runners[instruction.stage], instruction.microbatch
+        run = {
+            "F": runner.forward,
+            "B": runner.backward,
+            "I": runner.backward_input,
+            "W": runner.backward_weight,
+        }[instruction.op]
+        return lambda: run(microbatch)
+
+    def _send(self, instruction: Instruction) -> Action:
+        key = (instruction.edge, instruction.microbatch)
+        backward = instruction.op == "SEND_B"
+        if backward and not self._routes[instruction.edge].differentiable:
+            return _nothing
+        tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
+        peer, send, exchange = instruction.peer, self._transport.send, self._exchange
+
+        def action() -> Finish | None:
+            # The tensor is dropped when the send has ended, not before.
+            waiting = exchange.gradients_to_send if backward else exchange.to_send
+            return _followed_by(send(peer, tag, waiting[key]), lambda: waiting.pop(key))
+
+        return action
+
+    def _receive(self, index: int, instruction: Instruction) -> Action:
+        number = self._buffers.of[index]
+        if number is None:
+            return _nothing
+        key = (instruction.edge, instruction.microbatch)
+        backward = instruction.op == "RECV_B"
+        tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
+        buffer = self._buffers.tensors[number]
+        peer, receive, exchange = instruction.peer, self._transport.receive, self._exchange
+
+        def action() -> Finish | None:
+            # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
+            torch.autograd.graph.increment_version(buffer)
+            received = exchange.received_gradients if backward else exchange.received
+            return _followed_by(receive(peer, tag, buffer), lambda: received.update({key: buffer}))
+
+        return action
+
+    def _step(self) -> None:
+        try:
+            self._update.step()
+        except Exception as error:
+            raise StageError(
+                f"the optimizer raised {type(error).__name__}: {error}", "STEP", None, None
+            ) from error
+
+
+def _nothing() -> None:
+    """A gradient that does not exist (of an integer tensor, say) needs no transfer."""
+
+
+def _followed_by(ended: Finish | None, last: Callable[[], Any]) -> Finish | None:
+    """What waits for the end of a transfer and then does `last`, which is done at once where the lane's stream
+    carries the transfer."""
+    if ended is None:
+        last()
+        return None
+
+    def finish() -> None:
+        ended()
+        last()
+
+    return finish

@@ -1,0 +1,93 @@
+"""One forward of a stage, and what its backward starts from: the one way in which stages are run.
+
+The engine's actions, the warm-up and the measurement of layers all come here, so that what is warmed up and
+measured is what runs. Must not know exchanges, lanes or transports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from worker.engine.routes import LocalInput, ModelInput, RemoteInput
+
+Source = ModelInput | LocalInput | RemoteInput
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a stage's module. `leaves` are those that take a gradient, `sources` where each came from."""
+
+    values: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    sources: list[LocalInput | RemoteInput]
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a forward made: the module's outputs in order, and the loss of the model's output."""
+
+    outputs: list[torch.Tensor]
+    loss: torch.Tensor | None
+
+    def roots(self, loss_of: int | None) -> list[torch.Tensor]:
+        """Everything that a backward may start from, the loss in place of the output `loss_of`."""
+        candidates = [
+            self.loss if self.loss is not None and position == loss_of else output
+            for position, output in enumerate(self.outputs)
+        ]
+        return [root for root in candidates if root.requires_grad]
+
+
+def gather(
+    sources: Sequence[Source], fetch: Callable[[Source], torch.Tensor], *, training: bool
+) -> Arguments:
+    """The tensors that `fetch` gives for `sources`; with `training`, leaves for those that take a gradient."""
+    values, leaves, leaf_sources = [], [], []
+    for source in sources:
+        tensor = fetch(source)
+        if not isinstance(source, ModelInput):
+            tensor = tensor.detach()
+            if training and _takes_gradient(source, tensor):
+                leaves.append(tensor.requires_grad_())
+                leaf_sources.append(source)
+        values.append(tensor)
+    return Arguments(values, leaves, leaf_sources)
+
+
+def _takes_gradient(source: LocalInput | RemoteInput, tensor: torch.Tensor) -> bool:
+    if isinstance(source, RemoteInput):
+        return source.route.differentiable
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def run_forward(
+    module: nn.Module,
+    arguments: Sequence[torch.Tensor],
+    *,
+    device_type: str,
+    training: bool,
+    autocast_dtype: torch.dtype | None,
+    accept: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list,
+    loss_of: int | None = None,
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> StageRun:
+    """Run `module`, and `loss` on its output `loss_of`, with gradients (`training`) and under autocast (a dtype).
+
+    `accept` makes of the module's outputs those that are handed on; the loss sees these.
+    """
+    grad = torch.enable_grad() if training else torch.no_grad()
+    autocast = (
+        contextlib.nullcontext()
+        if autocast_dtype is None
+        else torch.autocast(device_type, dtype=autocast_dtype)
+    )
+    with grad, autocast:
+        results = module(*arguments)
+        outputs = accept((results,) if isinstance(results, torch.Tensor) else results)
+        value = loss(outputs[loss_of]) if loss is not None and loss_of is not None else None
+    return StageRun(outputs, value)

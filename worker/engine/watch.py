@@ -1,0 +1,134 @@
+"""Watches a running step: is a slot over its limit, did somebody fail, and if so, which error names the cause.
+
+Talks to peers over the transport's store only. Must not know stages, tensors or what an action does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from worker.engine.errors import AbortedError, EngineError, PeerLostError, StallError
+from worker.engine.lanes import Lanes, LaneStatus
+from worker.program import COMPUTE_LANE, Program
+from worker.transport.base import Failure, Progress, Transport
+
+# How long a lost peer may take to say why it left.
+_LAST_WORDS_S = 2.0
+# A transfer over its limit waits this much longer for a peer that lives: that peer watches itself, and
+# it or someone behind it will name the slot that everybody waits for.
+_PEER_GRACE_S = 2.0
+_PEER_LIVES_S = 1.0
+
+
+class Watch:
+    """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take."""
+
+    def __init__(
+        self, *, mesh: str, program: Program, limits_s: Sequence[float], transport: Transport, lanes: Lanes
+    ):
+        self._mesh = mesh
+        self._program = program
+        self._limits_s = limits_s
+        self._transport = transport
+        self._lanes = lanes
+        self.published_s = 0.0
+
+    def publish(self, step: int, statuses: Sequence[LaneStatus]) -> None:
+        """Tell the peers how far this mesh is. PeerLostError when the store is gone."""
+        now = time.monotonic()
+        last = self._lanes.last_compute()
+        text = f"step {step}, last finished {'nothing' if last is None else self._program[last]}"
+        for status in statuses:
+            if status.lane == COMPUTE_LANE and status.current is not None:
+                doing = "running" if status.waits_for is None else "waiting to run"
+                text += f", {doing} {self._program[status.current]} for {now - status.since_s:.1f} s"
+        self.published_s = now
+        try:
+            self._transport.publish(text)
+        except RuntimeError as error:
+            raise PeerLostError(f"the rendezvous store is gone: {error}", "driver") from error
+
+    def check(self, statuses: Sequence[LaneStatus]) -> None:
+        """Raise AbortedError when somebody else failed, StallError when a slot is over its limit."""
+        failure = self._transport.failure()
+        if failure is not None:
+            raise AbortedError(failure.origin, failure.reason)
+        now = time.monotonic()
+        for status in statuses:
+            if status.current is None or status.waits_for is not None:
+                continue
+            waited = now - status.since_s
+            over = waited - self._limits_s[status.current]
+            if over > 0 and not (over < _PEER_GRACE_S and self._peer_lives(status.current)):
+                raise self._stall(status.current, waited)
+
+    def diagnose(self, error: BaseException) -> BaseException:
+        """The error that names the cause of a step that ended with `error`; may wait for a peer's last words."""
+        if isinstance(error, PeerLostError):
+            # Whoever broke the connection may have said why; give the word a moment to arrive.
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while time.monotonic() < deadline:
+                if failure := self._failure():
+                    return AbortedError(failure.origin, failure.reason)
+                time.sleep(0.05)
+            return self._lost(error)
+        if isinstance(error, EngineError):
+            return error
+        if isinstance(error, Exception):
+            return EngineError(f"mesh {self._mesh}: {type(error).__name__}: {error}")
+        return error
+
+    def _stall(self, index: int, waited_s: float) -> StallError:
+        instruction = self._program[index]
+        parts = [
+            f"mesh {self._mesh}: {instruction} on lane {instruction.lane} has not ended after {waited_s:.1f} s "
+            f"(limit {self._limits_s[index]:.1f} s)"
+        ]
+        if instruction.peer is not None:
+            peer = instruction.peer
+            parts.append(f"it waits for {peer}")
+            progress = self._progress(peer)
+            parts.append(
+                f"{peer} said {progress.age_s:.1f} s ago: {progress.text}"
+                if progress
+                else f"{peer} has said nothing"
+            )
+        for status in self._lanes.statuses():
+            if status.waits_for is not None:
+                waiter = self._program[status.current]
+                since = time.monotonic() - status.since_s
+                parts.append(
+                    f"{waiter} on lane {waiter.lane} waits for event {status.waits_for} "
+                    f"({self._recorder(status.waits_for)}) since {since:.1f} s"
+                )
+        return StallError("; ".join(parts), str(instruction), instruction.lane, waited_s)
+
+    def _recorder(self, event: int) -> str:
+        return next((str(i) for i in self._program if i.record == event), "nobody")
+
+    def _lost(self, error: PeerLostError) -> PeerLostError:
+        text = f"mesh {self._mesh}: {error}"
+        if progress := (
+            self._progress(error.peer) if error.peer in self._transport.topology.meshes else None
+        ):
+            text += f"; {error.peer} said {progress.age_s:.1f} s ago: {progress.text}"
+        return PeerLostError(text, error.peer)
+
+    def _peer_lives(self, index: int) -> bool:
+        peer = self._program[index].peer
+        progress = self._progress(peer) if peer is not None else None
+        return progress is not None and progress.age_s < _PEER_LIVES_S
+
+    def _progress(self, mesh: str) -> Progress | None:
+        try:
+            return self._transport.progress(mesh)
+        except RuntimeError:
+            return None
+
+    def _failure(self) -> Failure | None:
+        """What somebody announced; a broken connection that the transport has noticed says less."""
+        try:
+            return self._transport.failure()
+        except PeerLostError:
+            return None

@@ -1,0 +1,136 @@
+"""A job as workers read it: the specification (DESIGN section 11), parsed once, every default in one place.
+
+Only what driver and actors read: retries, queue and priority are the control plane's, which has checked the
+whole specification before. Light: no torch. At this border unknown fields are passed over, since a control
+plane may be newer than the worker's image in a rolling upgrade.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Factory:
+    """An import path `module:attribute` and the arguments it is called with."""
+
+    factory: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Optimizer(Factory):
+    """An optimizer, and what changes its learning rate after every step."""
+
+    schedule: Factory | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """`precision` is fp32 or bf16; `non_finite` stop or skip: what a step does whose loss is no number."""
+
+    steps: int = 100
+    global_batch: int = 32
+    microbatches: int = 8
+    seed: int = 0
+    precision: str = "fp32"
+    clip_grad_norm: float | None = None
+    non_finite: str = "stop"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`cut` is auto, or the modules that begin a stage."""
+
+    stages: int = 1
+    cut: str | tuple[str, ...] = "auto"
+    schedule: str = "auto"
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
+class Resources:
+    """`meshes` None is one a stage; see `Job.meshes`."""
+
+    meshes: int | None = None
+    workers_per_mesh: int = 1
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """Where checkpoints go, how often, and how many of them stay."""
+
+    uri: str
+    every_steps: int = 50
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class Code:
+    """The user's own modules, as Ray brought them here."""
+
+    working_dir: str | None = None
+    pip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as `POST /api/v1/jobs` takes it."""
+
+    model: Factory
+    data: Factory
+    loss: Factory
+    optimizer: Optimizer = Optimizer("torch.optim:AdamW")
+    training: Training = Training()
+    pipeline: Pipeline = Pipeline()
+    resources: Resources = Resources()
+    checkpoint: CheckpointPolicy | None = None
+    code: Code = Code()
+
+    @property
+    def meshes(self) -> int:
+        """How many meshes the job's gang has."""
+        return self.pipeline.stages if self.resources.meshes is None else self.resources.meshes
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Job:
+        """The job of a JSON object; ValueError names a field that is missing or of another type."""
+        return _part(cls, data, "job")
+
+
+def _part(cls: type[Part], data: Any, where: str) -> Part:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} is {data!r}: an object is wanted")
+    types_of_fields = typing.get_type_hints(cls)
+    given = {}
+    for one in fields(cls):
+        if one.name in data:
+            given[one.name] = _value(types_of_fields[one.name], data[one.name], f"{where}.{one.name}")
+        elif one.default is MISSING and one.default_factory is MISSING:
+            raise ValueError(f"{where}.{one.name} is missing")
+    return cls(**given)
+
+
+def _value(wanted: Any, value: Any, where: str) -> Any:
+    """`value` as the type `wanted`, which is one of those that the fields above have."""
+    choices = typing.get_args(wanted) if typing.get_origin(wanted) is types.UnionType else (wanted,)
+    for choice in choices:
+        if is_dataclass(choice) and isinstance(value, Mapping):
+            return _part(choice, value, where)
+        if choice == tuple[str, ...] and isinstance(value, list | tuple):
+            return tuple(_value(str, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        if choice is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if choice == Mapping[str, Any] and isinstance(value, Mapping):
+            return value
+        if isinstance(choice, type) and type(value) is choice:
+            return value
+    names = " or ".join(getattr(choice, "__name__", str(choice)) for choice in choices)
+    raise ValueError(f"{where} is {value!r}: {names.replace('NoneType', 'null')} is wanted")
