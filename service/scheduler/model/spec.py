@@ -6,7 +6,7 @@ Knows shapes, costs and limits of stages, edges and meshes; nothing of orders or
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
@@ -21,6 +21,7 @@ def _number(value: Any) -> Any:
 Float = Annotated[float, BeforeValidator(_number)]
 Integer = Annotated[int, BeforeValidator(_number)]
 Seconds = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+Bandwidth = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[Integer, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Contention = Literal["none", "link", "full-duplex", "half-duplex"]
@@ -35,15 +36,26 @@ class _Model(BaseModel):
 
 
 class MeshSpec(_Model):
-    """A group of accelerators; both limits are optional."""
+    """A group of accelerators; all limits are optional. `memory_bytes` is for everything that a mesh holds."""
 
     name: Name
     activation_limit_bytes: Bytes | None = None
+    memory_bytes: Bytes | None = None
     receive_buffer_limit: Annotated[Integer, Field(ge=0)] | None = None
 
 
+class RecomputeSpec(_Model):
+    """What a stage keeps when it drops its activations, and how much longer its B or I takes then."""
+
+    activation_bytes: Bytes
+    extra_s: Seconds
+
+
 class StageSpec(_Model):
-    """A piece of the model on one mesh; costs are of one microbatch."""
+    """A piece of the model on one mesh; costs are of one microbatch.
+
+    `static_bytes` (weights, gradients, optimizer state) are held always; `recompute` may be chosen by `auto`.
+    """
 
     name: Name
     mesh: Name
@@ -52,6 +64,8 @@ class StageSpec(_Model):
     backward_weight_s: Seconds = 0.0
     activation_bytes: Bytes = 0
     weight_stash_bytes: Bytes = 0
+    static_bytes: Bytes = 0
+    recompute: RecomputeSpec | None = None
 
 
 class EdgeSpec(_Model):
@@ -66,12 +80,22 @@ class EdgeSpec(_Model):
     tensor: str | None = None
 
 
+class LinkSpec(_Model):
+    """One directed pair of meshes; what is null is as in the rest of the network."""
+
+    source: Name
+    target: Name
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Seconds | None = None
+
+
 class NetworkSpec(_Model):
-    """What transfers may share, and how bytes become seconds."""
+    """What transfers may share, and how bytes become seconds; `links` are the pairs that differ from the rest."""
 
     contention: Contention = "none"
-    bandwidth_bytes_per_s: Annotated[Float, Field(gt=0, allow_inf_nan=False)] | None = None
+    bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: Seconds = 0.0
+    links: list[LinkSpec] = []
 
 
 class PipelineSpec(_Model):
@@ -151,14 +175,38 @@ def _check_names(spec: PipelineSpec) -> None:
                 f"stage {stage.name!r} has weight_stash_bytes {stage.weight_stash_bytes}, a part of its "
                 f"activation_bytes {stage.activation_bytes}: lower the stash to at most that"
             )
+        if stage.recompute is not None and stage.recompute.activation_bytes > stage.activation_bytes:
+            raise SpecError(
+                f"stage {stage.name!r} keeps {stage.recompute.activation_bytes} bytes when it recomputes, more than "
+                f"its activation_bytes {stage.activation_bytes}: lower recompute.activation_bytes, or leave recompute out"
+            )
+    _check_links(spec, meshes)
     used = {stage.mesh for stage in spec.stages}
     for mesh in spec.meshes:
         if mesh.name not in used:
             raise SpecError(f"mesh {mesh.name!r} holds no stage: place a stage on it or remove the mesh")
 
 
+def _check_links(spec: PipelineSpec, meshes: set[str]) -> None:
+    seen = set()
+    for index, link in enumerate(spec.network.links):
+        for end, name in (("source", link.source), ("target", link.target)):
+            if name not in meshes:
+                raise SpecError(
+                    f"network.links.{index} has {end} {name!r}, which is no mesh: use one of {', '.join(sorted(meshes))}"
+                )
+        if link.source == link.target:
+            raise SpecError(f"network.links.{index} leads from mesh {link.source!r} to itself: remove it")
+        if (link.source, link.target) in seen:
+            raise SpecError(
+                f"network.links.{index} gives the link {link.source!r} -> {link.target!r} again: give each pair once"
+            )
+        seen.add((link.source, link.target))
+
+
 def _check_edges(spec: PipelineSpec) -> None:
     stages = {stage.name: stage for stage in spec.stages}
+    seconds = edge_costs(spec)
     merged: dict[tuple[str, str, str], tuple[int, tuple[float, float]]] = {}
     for index, edge in enumerate(spec.edges):
         for end in ("source", "target"):
@@ -169,7 +217,7 @@ def _check_edges(spec: PipelineSpec) -> None:
                 )
         if edge.source == edge.target:
             raise SpecError(f"edge {index} leads from stage {edge.source!r} to itself: remove it")
-        costs = edge_seconds(spec, index)
+        costs = seconds(index)
         mesh = stages[edge.target].mesh
         if edge.tensor is None or mesh == stages[edge.source].mesh:
             continue
@@ -184,36 +232,67 @@ def _check_edges(spec: PipelineSpec) -> None:
 def _check_sum(spec: PipelineSpec) -> None:
     """No step is longer than all its actions and transfers one after the other: that sum must be a number."""
     stages = sum(s.forward_s + s.backward_input_s + s.backward_weight_s for s in spec.stages)
-    seconds = spec.microbatches * (stages + sum(sum(edge_seconds(spec, i)) for i in range(len(spec.edges))))
+    edges = sum(sum(seconds) for seconds in map(edge_costs(spec), range(len(spec.edges))))
+    seconds = spec.microbatches * (stages + edges)
     if not math.isfinite(seconds):
         raise SpecError("the times of all actions add up to more than a number holds: give smaller seconds")
 
 
-def edge_seconds(spec: PipelineSpec, index: int) -> tuple[float, float]:
-    """(forward, backward) seconds of the transfers of one edge, from its times or its bytes."""
-    edge, network = spec.edges[index], spec.network
-    costs = []
-    for direction in ("forward", "backward"):
+def link_costs(network: NetworkSpec) -> Callable[[str, str], tuple[float | None, float]]:
+    """(bandwidth in bytes a second or None, latency in seconds) of a directed pair of meshes."""
+    links = {(link.source, link.target): link for link in network.links}
+
+    def of_pair(source: str, target: str) -> tuple[float | None, float]:
+        bandwidth, latency_s = network.bandwidth_bytes_per_s, network.latency_s
+        link = links.get((source, target))
+        if link is not None and link.bandwidth_bytes_per_s is not None:
+            bandwidth = link.bandwidth_bytes_per_s
+        if link is not None and link.latency_s is not None:
+            latency_s = link.latency_s
+        return bandwidth, latency_s
+
+    return of_pair
+
+
+def edge_costs(spec: PipelineSpec) -> Callable[[int], tuple[float, float]]:
+    """(forward, backward) seconds of the transfers of an edge, from its times, or from its bytes and its link.
+
+    What it returns raises SpecError for an edge whose costs are missing, double or endless.
+    """
+    mesh_of = {stage.name: stage.mesh for stage in spec.stages}
+    of_pair = link_costs(spec.network)
+
+    def one_way(index: int, direction: str, source: str, target: str) -> float:
+        edge = spec.edges[index]
         seconds, size = getattr(edge, f"{direction}_s"), getattr(edge, f"{direction}_bytes")
         if seconds is not None and size is not None:
             raise SpecError(
                 f"edge {index} gives both {direction}_s {seconds} and {direction}_bytes {size}: keep one of them"
             )
-        if seconds is None and size is None:
+        if seconds is not None:
+            return float(seconds)
+        if size is None:
             if direction == "backward" and spec.schedule == "inference":
-                seconds = 0.0
-            else:
-                raise SpecError(
-                    f"edge {index} has no {direction} cost: give {direction}_s or {direction}_bytes"
-                )
-        if seconds is None:
-            if network.bandwidth_bytes_per_s is None:
-                raise SpecError(f"edge {index} is given in bytes: set network.bandwidth_bytes_per_s")
-            seconds = network.latency_s + size / network.bandwidth_bytes_per_s
-            if not math.isfinite(seconds):
-                raise SpecError(f"edge {index} takes {seconds} seconds: raise network.bandwidth_bytes_per_s")
-        costs.append(float(seconds))
-    return costs[0], costs[1]
+                return 0.0
+            raise SpecError(f"edge {index} has no {direction} cost: give {direction}_s or {direction}_bytes")
+        bandwidth, latency_s = of_pair(source, target)
+        if bandwidth is None:
+            raise SpecError(
+                f"edge {index} is given in bytes: set network.bandwidth_bytes_per_s, or that of the link "
+                f"{source!r} -> {target!r} in network.links"
+            )
+        seconds = latency_s + size / bandwidth
+        if not math.isfinite(seconds):
+            raise SpecError(
+                f"edge {index} takes {seconds} seconds from {source!r} to {target!r}: raise the bandwidth of the network"
+            )
+        return float(seconds)
+
+    def both_ways(index: int) -> tuple[float, float]:
+        here, there = mesh_of[spec.edges[index].source], mesh_of[spec.edges[index].target]
+        return one_way(index, "forward", here, there), one_way(index, "backward", there, here)
+
+    return both_ways
 
 
 def topological_order(spec: PipelineSpec) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.scheduler.model.spec import PipelineSpec, edge_seconds
+from service.scheduler.model.spec import PipelineSpec, edge_costs
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ def find_transfers(spec: PipelineSpec) -> tuple[Transfer, ...]:
     """All transfers of one microbatch, in the order of their first edges."""
     stages = {stage.name: i for i, stage in enumerate(spec.stages)}
     meshes = {mesh.name: i for i, mesh in enumerate(spec.meshes)}
+    seconds = edge_costs(spec)
     groups: dict[tuple, list[int]] = {}
     for index, edge in enumerate(spec.edges):
         here, there = spec.stages[stages[edge.source]].mesh, spec.stages[stages[edge.target]].mesh
@@ -48,7 +49,7 @@ def find_transfers(spec: PipelineSpec) -> tuple[Transfer, ...]:
         first = spec.edges[edges[0]]
         source = stages[first.source]
         targets = tuple(stages[spec.edges[edge].target] for edge in edges)
-        forward_s, backward_s = edge_seconds(spec, edges[0])
+        forward_s, backward_s = seconds(edges[0])
         found.append(
             Transfer(
                 source=source,
