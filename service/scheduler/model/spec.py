@@ -337,18 +337,33 @@ def _check_activation_limits(spec: PipelineSpec) -> None:
         _related_stages(spec) if spec.schedule != "inference" else [1 << i for i in range(len(spec.stages))]
     )
     for mesh in spec.meshes:
-        if mesh.activation_limit_bytes is None:
+        if mesh.activation_limit_bytes is None and mesh.memory_bytes is None:
             continue
         here = [i for i, stage in enumerate(spec.stages) if stage.mesh == mesh.name]
+        least = {i: _least_activation(spec, spec.stages[i]) for i in here}
         # the first backward on the mesh needs the forwards of every stage here that is related to it
-        first = min(sum(spec.stages[j].activation_bytes for j in here if related[i] >> j & 1) for i in here)
-        single = max(spec.stages[i].activation_bytes for i in here)
-        needed = max(first, single)
-        if needed > mesh.activation_limit_bytes:
+        first = min(sum(least[j] for j in here if related[i] >> j & 1) for i in here)
+        needed = max(first, *least.values())
+        limit = mesh.activation_limit_bytes
+        if limit is not None and needed > limit:
             raise SpecError(
-                f"mesh {mesh.name!r} has activation_limit_bytes {mesh.activation_limit_bytes}, less than the "
+                f"mesh {mesh.name!r} has activation_limit_bytes {limit}, less than the "
                 f"{needed} that one microbatch needs there: raise the limit to at least {needed}"
             )
+        static = sum(spec.stages[i].static_bytes for i in here)
+        if mesh.memory_bytes is not None and static + needed > mesh.memory_bytes:
+            raise SpecError(
+                f"mesh {mesh.name!r} has memory_bytes {mesh.memory_bytes}, less than the {static} that its stages hold "
+                f"always and the {needed} of one microbatch: raise memory_bytes to at least {static + needed}, or place "
+                "fewer stages there"
+            )
+
+
+def _least_activation(spec: PipelineSpec, stage: StageSpec) -> int:
+    """What a stage keeps of a microbatch at least: `auto` may recompute."""
+    if spec.schedule == "auto" and stage.recompute is not None:
+        return stage.recompute.activation_bytes
+    return stage.activation_bytes
 
 
 def _check_receive_limits(spec: PipelineSpec) -> None:
