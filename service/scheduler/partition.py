@@ -36,18 +36,19 @@ def partition(
     overlap: bool = True,
     split_backward: bool | None = None,
     max_in_flight: int | None = None,
+    placement: Sequence[int] | None = None,
 ) -> PartitionResult:
     """Cut the layers of `profile` into `stages` contiguous stages and place them on `meshes`.
 
     `cut` "auto" minimises the estimated step, (microbatches - 1) times the busiest mesh's time for
     one microbatch plus the transfers of one microbatch, within the meshes' activation limits at the
-    number of microbatches that `schedule` keeps in flight. Names give the cut by hand. Raises
-    CutError for a cut that the layers do not admit, SpecError for meshes or limits that do not fit.
+    number of microbatches that `schedule` keeps in flight. Names give the cut by hand, `placement` the mesh
+    of every stage. Raises CutError for a cut that the layers do not admit, SpecError for meshes or limits that do not fit.
     """
     if not isinstance(profile, LayerProfile):
         profile = LayerProfile.from_json(profile)
     names = [layer.name for layer in profile.layers]
-    mesh_of_stage = place(stages, len(meshes), schedule)
+    mesh_of_stage = place(stages, len(meshes), schedule) if placement is None else list(placement)
     problem = CutProblem(
         profile=profile,
         mesh_of_stage=mesh_of_stage,

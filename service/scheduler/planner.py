@@ -145,7 +145,7 @@ def _auto_with_choice(
 
     choices = candidates(names, judge)
     failed.clear()
-    bound = lower_bound(build_problem(relaxed(spec), split=_splits(spec), inference=False))
+    bound = lower_bound(build_problem(relaxed(spec), split=splits(spec), inference=False))
     best: Found | None = None
     bounds = []
     truncated = False
@@ -172,7 +172,7 @@ def _auto_with_choice(
     )
 
 
-def _splits(spec: PipelineSpec) -> bool:
+def splits(spec: PipelineSpec) -> bool:
     """Whether `auto` may split backwards: splitting can only help in this model, W right after I is never later."""
     if spec.split_backward is not None:
         return spec.split_backward
@@ -202,7 +202,7 @@ def _named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | No
 
 
 def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
-    split = _splits(spec)
+    split = splits(spec)
     problem = build_problem(spec, split=split, inference=False)
     seeds: list[tuple[str, Timeline]] = []
     notes: list[str] = []
