@@ -38,7 +38,8 @@ _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
 _MEMORY_TRIES = 6  # how often a rule is run again with less room for activations
-_MODEL_SECONDS = 1e-4  # what each literal of the solver's model takes before the search for a solution begins
+_MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
+_SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time takes longer, in proportion
 
 
 @dataclass(frozen=True)
@@ -228,13 +229,14 @@ class _Search:
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
 
         problem = self._tighter()
+        pace = min(1.0, _SOLVER_SIZE / exact_model.model_size(problem))
 
         def run(strong: bool) -> exact.Exact:
             return exact.solve(
                 problem,
                 incumbent,
                 lower_bound_s=bound,
-                deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND,
+                deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND * pace,
                 strong=strong,
                 expired=self._expired,
             )

@@ -44,7 +44,12 @@ class Facts:
         e, network = self.spec["edges"][edge], self.spec.get("network", {})
         if e.get(f"{direction}_s") is not None:
             return e[f"{direction}_s"]
-        return network.get("latency_s", 0.0) + e[f"{direction}_bytes"] / network["bandwidth_bytes_per_s"]
+        here, there = self.mesh[e["source"]], self.mesh[e["target"]]
+        pair = (here, there) if direction == "forward" else (there, here)
+        link = next((x for x in network.get("links", []) if (x["source"], x["target"]) == pair), {})
+        latency = link.get("latency_s", network.get("latency_s", 0.0))
+        bandwidth = link.get("bandwidth_bytes_per_s", network["bandwidth_bytes_per_s"])
+        return latency + e[f"{direction}_bytes"] / bandwidth
 
     def length(self, action: str, stage: str) -> float:
         s = self.stages[stage]
