@@ -107,6 +107,33 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def compile_kernels() -> None:
+    """Compile what planning runs, or load it from the disk, before anybody waits for a plan."""
+    spec = PipelineSpec.model_validate(
+        {
+            "microbatches": 3,
+            "meshes": [
+                {"name": "m0", "activation_limit_bytes": 2, "receive_buffer_limit": 2},
+                {"name": "m1"},
+            ],
+            "stages": [
+                {
+                    "name": f"s{i}",
+                    "mesh": f"m{i}",
+                    "forward_s": 1.0,
+                    "backward_input_s": 1.5,
+                    "activation_bytes": 1,
+                }
+                for i in range(2)
+            ],
+            "edges": [{"source": "s0", "target": "s1", "forward_s": 0.7, "backward_s": 0.9}],
+            "network": {"contention": "half-duplex"},
+        }
+    )
+    make_plan(spec, budget_s=0.05)
+    make_plan(spec.model_copy(update={"schedule": "1f1b"}), budget_s=0.1)
+
+
 def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
     """The timeline of the plan of a spec, without programs."""
     return _find(spec, budget_s, None).timeline
