@@ -34,6 +34,7 @@ from service.scheduler.search.auto import SEARCHED, Found, attains, search
 from service.scheduler.search.bounds import lower_bound, lower_bounds, settle
 from service.scheduler.search.memory_saving import save_memory
 from service.scheduler.search.robustness import keeps_slack
+from service.scheduler.search.tabu import tabu_search
 from service.scheduler.search.transfer_order import improve_transfers
 from worker.program import Instruction
 
@@ -131,7 +132,8 @@ def compile_kernels() -> None:
         }
     )
     make_plan(spec, budget_s=0.05)
-    make_plan(spec.model_copy(update={"schedule": "1f1b"}), budget_s=0.1)
+    timeline = find_timeline(spec.model_copy(update={"schedule": "1f1b"}), budget_s=0.0)
+    tabu_search(timeline.problem, timeline, goal_s=0.0, iterations=5, seed=1, stop=lambda: False)
 
 
 def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
