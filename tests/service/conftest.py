@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from service.store.database import Database
 
@@ -26,6 +28,25 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "pipeline": {"stages": 4},
     }
     return {**body, **changes}
+
+
+async def somebody_waits(database: Database, tasks: Sequence[asyncio.Task]) -> None:
+    """Return when every one of `tasks` waits for a lock that another session holds, or has ended.
+
+    PostgreSQL says who waits. SQLite lets one write at a time: there they all wait, and are given a moment
+    to go wrong in.
+    """
+    if database.is_sqlite:
+        await asyncio.sleep(0.05)
+        return
+    waiting = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    async with asyncio.timeout(60), database.engine.connect() as connection:
+        while True:
+            blocked = (await connection.execute(waiting)).scalar_one()
+            await connection.rollback()
+            if blocked + sum(task.done() for task in tasks) >= len(tasks):
+                return
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="session")
