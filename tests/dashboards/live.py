@@ -54,6 +54,10 @@ class Server:
             return self.get("query", query=query.expression, time=at)["result"]
         return self.get("query_range", query=query.expression, start=at - 60, end=at, step=1)["result"]
 
+    def healths(self) -> list[str]:
+        """Health of every scraped target."""
+        return [t["health"] for t in self.get("targets")["activeTargets"]]
+
     def targets(self) -> dict[str, str]:
         """Health of every scraped target, by its scrape pool."""
         return {t["scrapePool"]: t["health"] for t in self.get("targets")["activeTargets"]}
