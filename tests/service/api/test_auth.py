@@ -58,7 +58,7 @@ async def ask(api: Api, method: str, path: str, headers: dict[str, str]) -> http
     return await api.client.request(method, place, params={"key": "k"}, json={}, headers=headers)
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - OPEN), ids=" ".join)
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - OPEN))
 async def test_no_route_but_the_open_ones_answers_without_a_token_that_fits(
     make_api: ApiMaker, method: str, path: str
 ):
@@ -86,7 +86,7 @@ async def test_a_drivers_token_opens_its_own_attempt_and_nothing_of_the_users(ma
                 problem(await ask(api, method, path, {"Authorization": f"Bearer {given}"}), 401)
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(OPEN), ids=" ".join)
+@pytest.mark.parametrize(("method", "path"), sorted(OPEN))
 async def test_what_probes_and_scrapers_need_is_open(make_api: ApiMaker, method: str, path: str):
     async with make_api(api_token="secret") as api:
         await api.service.cluster.refresh()
