@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import text
 
 from service.store.database import Database
+from tests.missing import leave_out
 
 
 def job_body(**changes: Any) -> dict[str, Any]:
@@ -54,9 +55,7 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A PostgreSQL cluster of this test session, on a socket in a folder of its own."""
     binaries = _postgres_binaries()
     if binaries is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("PostgreSQL is not installed (Debian: apt-get install postgresql), and CI needs it")
-        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+        leave_out("PostgreSQL is not installed (Debian: apt-get install postgresql)")
     as_user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
     folder = Path("/tmp") / f"slotline-postgres-{uuid.uuid4().hex[:8]}"  # a socket's path must be short
     folder.mkdir(mode=0o700)
