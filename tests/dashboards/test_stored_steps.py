@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,8 +53,23 @@ def grafana(postgres_url: str) -> Iterator[Grafana]:  # noqa: F811
     seeded = asyncio.run(seed_store(postgres_url.format("dashboards")))
     with psycopg.connect(plain.format("dashboards"), autocommit=True) as owner:
         owner.execute((ROOT / "dashboards" / "reader.sql").read_text())
+        _measure_another_job(owner, seeded["running"], seeded["failed"])
         owner.execute("SET ROLE slotline_reader")
         yield Grafana(owner, seeded["running"], seeded["plan"])
+
+
+def _measure_another_job(owner: psycopg.Connection, job: str, other: str) -> None:
+    """The other job has the same steps, timelines and slots, ten times as long, and a step of its own."""
+    changed = {"steps": "step_s, makespan_s, loss", "timelines": "", "slots": "start_s, end_s"}
+    for table, columns in changed.items():
+        longer = "".join(f", {column} = 10 * {column}" for column in columns.split(", ") if column)
+        owner.execute(f"CREATE TEMP TABLE copied AS SELECT * FROM {table} WHERE job_id = '{job}'")
+        owner.execute(f"UPDATE copied SET job_id = '{other}'{longer}")
+        if table == "slots":
+            owner.execute("UPDATE copied SET id = id + (SELECT max(id) FROM slots)")
+        owner.execute(f"INSERT INTO {table} SELECT * FROM copied")
+        owner.execute("DROP TABLE copied")
+    owner.execute(f"UPDATE timelines SET step = 30 WHERE job_id = '{other}' AND step = 40")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +115,30 @@ def test_the_timeline_stretches_every_slot_over_the_time_range(grafana: Grafana,
     assert {row["Value"] for row in rows if row["Value"].startswith("STEP")} == {"STEP "}
 
 
-def test_curves_and_sums_are_those_of_the_store(grafana: Grafana, board: dict[str, Any]):
-    curve = grafana.ask(sql_of(board, "Loss"))
+@pytest.mark.parametrize("title", ["Loss", "Step time and makespan", "Bubble"])
+def test_curves_are_those_of_the_job_in_the_store(grafana: Grafana, board: dict[str, Any], title: str):
+    curve = grafana.ask(sql_of(board, title))
     assert [row["step"] for row in curve] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in curve] == pytest.approx(
+        [5 * math.exp(-n / 20) for n in range(1, STEPS + 1)]
+    )
+    for column, value in {"step_s": 0.05, "makespan_s": 0.04, "bubble_ratio": 0.3}.items():
+        assert {row[column] for row in curve} == {value}
+
+
+def test_the_numbers_and_sums_of_a_step_are_its_own(grafana: Grafana, board: dict[str, Any]):
+    (row,) = grafana.ask(sql_of(board, "Step $step"), step=7)
+    assert row == {
+        "step": 7,
+        "attempt": 1,
+        "loss": pytest.approx(5 * math.exp(-7 / 20)),
+        "step_s": 0.05,
+        "makespan_s": 0.04,
+        "bubble_ratio": 0.3,
+        "exposed_transfer_s": 0.001,
+        "overlap_ratio": 0.9,
+        "grad_norm": 1.0,
+    }
     seconds = {row["mesh"]: row["seconds"] for row in grafana.ask(sql_of(board, "Compute time"))}
     planned = {mesh.name: mesh.compute_s * SLOWER for mesh in grafana.plan.meshes}
     assert seconds == pytest.approx(planned)

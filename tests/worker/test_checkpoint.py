@@ -161,6 +161,65 @@ def test_a_new_checkpoint_counts_although_old_ones_cannot_be_removed(tmp_path, m
     assert complete(str(tmp_path), "job")[0] == uri
 
 
+class Crash(BaseException):
+    """The process is gone: nothing after it runs, no handler of errors either."""
+
+
+def crash_after(monkeypatch, files, count):
+    """Let `count` changes of the file system happen, and end the process at the next one."""
+    left = [count]
+    for name in ("makedirs", "open", "mv", "rm", "rm_file"):
+
+        def counted(self, *arguments, _change=getattr(files, name), _name=name, **keywords):
+            reads = _name == "open" and "w" not in keywords.get("mode", arguments[1:2] or "r")
+            if not reads and left[0] <= 0:
+                raise Crash
+            left[0] -= not reads
+            return _change(self, *arguments, **keywords)
+
+        monkeypatch.setattr(files, name, counted)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_crash_at_any_moment_of_a_save_leaves_a_checkpoint_to_go_on_from(base, keep, monkeypatch):
+    files = type(fsspec.core.url_to_fs(base)[0])
+    moments = 0
+    while True:
+        job = f"job{moments}"
+        save(base, 1, keep=keep, job=job)
+        with monkeypatch.context() as patch:
+            crash_after(patch, files, moments)
+            try:
+                save(base, 2, keep=keep, job=job)
+                break
+            except Crash:
+                pass
+        newest = complete(base, job)[0]
+        state, step = load(newest)
+        assert newest == step_uri(base, job, step)
+        assert state["parameters"]["p0"].tolist() == [float(step)] * 3
+        assert save(base, 2, keep=keep, job=job) == complete(base, job)[0], "the next attempt can save"
+        moments += 1
+    assert moments >= 7, "two shards and the manifest are written and renamed, the old folder is removed"
+    assert len(complete(base, job)) == keep
+
+
+def test_a_manifest_that_cannot_be_written_costs_no_older_checkpoint(base, monkeypatch):
+    old = save(base, 1, keep=1)
+    write = checkpoint._write
+
+    def refuse(files, path, content):
+        if path.endswith("manifest.json"):
+            raise OSError("quota exceeded")
+        write(files, path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", refuse)
+    with pytest.raises(OSError, match="quota exceeded"):
+        save(base, 2, keep=1)
+    assert complete(base, "job") == [old]
+    assert load(old)[1] == 1
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     uri = step_uri(str(tmp_path), "job", 1)
     save_shard(uri, step=1, shard="m0", state=shard("p0", 1.0))

@@ -7,7 +7,11 @@ import math
 import sys
 from datetime import datetime
 
+import pytest
+
+from service.store.attempts import find_attempt
 from service.store.plans import find_plan
+from service.store.states import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.test_manage import problem
 from worker import reasons
@@ -87,20 +91,53 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
     assert targets[0]["labels"]["__meta_slotline_job"] == job_id
 
 
-async def test_steps_and_events_are_paged(api: Api):
-    job_id = await api.started()
-    await api.report(job_id, 1, steps=[{**STEP, "step": number} for number in range(1, 6)])
-    for what, key in (("steps", "step"), ("events", "number")):
-        seen, token = [], None
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize(("what", "key"), [("steps", "step"), ("events", "number"), ("logs", "number")])
+async def test_pages_hold_everything_once_and_in_order(make_api: ApiMaker, what: str, key: str, limit: int):
+    async with make_api() as api:
+        job_id = await api.started()
+        events = [{"at": 1.75e9, "kind": "note", "message": str(number)} for number in range(3, 8)]
+        await api.report(job_id, 1, steps=[{**STEP, "step": number} for number in range(1, 8)], events=events)
+        api.cluster.logs[f"{job_id}-1"] = "".join(f"line {number}\n" for number in range(1, 8))
+        pages, token = [], None
         while True:
-            params = {"limit": 2} | ({"page_token": token} if token else {})
+            params = {"limit": limit} | ({"page_token": token} if token else {})
             page = (await api.client.get(f"/api/v1/jobs/{job_id}/{what}", params=params)).json()
-            seen += [item[key] for item in page["items"]]
+            pages.append([item[key] for item in page["items"]])
             if (token := page["next_page_token"]) is None:
                 break
-        assert seen == list(range(1, len(seen) + 1)) and len(seen) >= 2
-    later = await api.client.get(f"/api/v1/jobs/{job_id}/steps", params={"after": 3})
-    assert [step["step"] for step in later.json()["items"]] == [4, 5]
+    assert [number for page in pages for number in page] == [1, 2, 3, 4, 5, 6, 7]
+    assert [len(page) for page in pages[:-1]] == [limit] * (len(pages) - 1), "every page but the last is full"
+    assert pages[-1], "no token leads to an empty page"
+
+
+async def test_steps_and_events_are_read_from_after_a_number_on(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, steps=[{**STEP, "step": number} for number in range(5)])
+    for what, key, after, expected in (
+        ("steps", "step", 2, [3, 4]),
+        ("steps", "step", 0, [1, 2, 3, 4]),
+        ("steps", "step", None, [0, 1, 2, 3, 4]),
+        ("events", "number", 1, [2]),
+        ("events", "number", 0, [1, 2]),
+    ):
+        params = {} if after is None else {"after": after}
+        page = (await api.client.get(f"/api/v1/jobs/{job_id}/{what}", params=params)).json()
+        assert [item[key] for item in page["items"]] == expected, (what, after)
+
+
+async def test_a_failed_attempt_is_followed_after_the_pause_of_the_settings(make_api: ApiMaker):
+    async with make_api(retry_backoff_s=30, retry_backoff_limit_s=45) as api:
+        job_id = await api.started()
+        for number, pause in ((1, 30), (2, 45), (3, 45)):
+            failed = {"state": "FAILED", "reason": "WORKER_LOST", "message": "gone"}
+            await api.report(job_id, 1, number=number, **failed)
+            async with api.service.database.write() as session:
+                job = await lock_job(session, job_id)
+                attempt = await find_attempt(session, f"{job_id}-{number}")
+                assert (job.not_before - attempt.finished_at).total_seconds() == pause
+                job.not_before = None
+            await api.rounds(job_id, number + 1)
 
 
 async def test_a_loss_that_is_no_number_is_stored_as_none(api: Api):
@@ -276,7 +313,6 @@ async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker):
 
 
 async def _store_plan(api: Api, job_id: str, plan: dict) -> None:
-    from service.store.attempts import find_attempt
     from service.store.database import utc_now
     from service.store.plans import record_plan
 

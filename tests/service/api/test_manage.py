@@ -8,10 +8,11 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
-from service.jobspec import JobSpec
-from service.store.states import lock_job
+from service.jobspec import JobSpec, JobState
+from service.store.database import utc_now
+from service.store.states import lock_job, move_job
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.conftest import job_body
+from tests.service.conftest import job_body, somebody_waits
 
 
 def problem(response, status: int) -> dict:
@@ -261,6 +262,29 @@ async def test_a_waiting_job_is_cancelled_and_retried(api: Api):
         problem(await api.client.post(f"/api/v1/jobs/job-none/{verb}"), 404)
 
 
+async def test_a_job_that_succeeded_is_neither_retried_nor_cancelled(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, state="SUCCEEDED")
+    for verb in ("retry", "cancel"):
+        refused = problem(await api.client.post(f"/api/v1/jobs/{job_id}/{verb}"), 409)
+        assert f"job {job_id} is SUCCEEDED" in refused["detail"]
+    job = await api.job(job_id)
+    assert (job["state"], len(job["attempts"])) == ("SUCCEEDED", 1)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "retry"])
+async def test_a_user_who_comes_as_the_driver_reports_success_hears_so(api: Api, verb: str):
+    job_id = await api.started()
+    async with api.service.database.write() as session:
+        job = await lock_job(session, job_id)
+        move_job(session, job, JobState.SUCCEEDED, at=utc_now())
+        await session.flush()
+        asked = asyncio.create_task(api.client.post(f"/api/v1/jobs/{job_id}/{verb}"))
+        await somebody_waits(api.service.database, [asked])
+    assert "is SUCCEEDED" in problem(await asked, 409)["detail"]
+    assert (await api.job(job_id))["state"] == "SUCCEEDED"
+
+
 async def test_health_readiness_and_version_are_told(api: Api):
     assert (await api.client.get("/healthz")).json() == {"status": "ok"}
     await api.service.cluster.refresh()
@@ -360,7 +384,6 @@ async def test_a_page_of_another_site_changes_nothing_on_a_server_without_tokens
 
 
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
-    from service.store.database import utc_now
     from service.store.tokens import delete_token, new_token, store_token, token_digest
 
     async with make_api(require_token=True) as api:

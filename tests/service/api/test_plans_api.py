@@ -161,16 +161,25 @@ async def test_a_full_pool_answers_503_with_a_time_to_come_back(make_api: ApiMak
         assert int(response.headers["retry-after"]) > 0
 
 
-async def test_the_event_loop_serves_while_a_plan_is_made(make_api: ApiMaker):
+async def test_the_event_loop_serves_while_a_plan_is_made(make_api: ApiMaker, tmp_path):
     async with make_api() as api:
-        planning = asyncio.create_task(api.client.post("/api/v1/plans", json={**SPEC, "microbatches": 512}))
-        answered = 0
-        while not planning.done():  # a loop that plans by itself comes back here once
+        planner, gate = api.service.planner, tmp_path / "go on"
+        held = [asyncio.create_task(planner._run(_until_there, str(gate))) for _ in range(planner._processes)]
+        await asyncio.sleep(0)  # the processes are taken: no plan is made before they are let go
+        planning = asyncio.create_task(api.client.post("/api/v1/plans", json=SPEC))
+        for _ in range(20):
             assert (await api.client.get("/healthz")).status_code == 200
-            answered += 1
-            await asyncio.sleep(0.001)
-        assert planning.result().status_code == 200
-        assert answered >= 10, answered
+        assert (await api.client.get("/api/v1/jobs")).status_code == 200
+        assert not planning.done(), "the event loop made the plan by itself"
+        gate.touch()
+        assert (await planning).status_code == 200
+        assert await asyncio.gather(*held) == ["there"] * len(held)
+
+
+def _until_there(expired, path: str) -> str:
+    while not expired() and not os.path.exists(path):
+        time.sleep(0.01)
+    return "there"
 
 
 def test_the_control_plane_imports_neither_torch_nor_ray():

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from service.api import streams
+from service.orchestrator.logs import clip_log
+from service.store.attempts import find_attempt
 from tests.service.api.conftest import Api
 from tests.service.api.test_manage import problem
 
@@ -119,6 +121,57 @@ async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api, mon
     api.cluster.away = True
     resumed = parse((await stream(api, path, **{"Last-Event-ID": "1:2"})).text)
     assert [event.get("id") for event in resumed] == ["1:3", None]
+
+
+@pytest.mark.parametrize("last", [0, 3, 5, 6, 9, 10])
+async def test_a_log_whose_beginning_was_cut_off_goes_on_after_the_last_line_seen(api: Api, last: int):
+    job_id = await api.started()
+    path = f"/api/v1/jobs/{job_id}/logs"
+    api.cluster.logs[f"{job_id}-1"] = "".join(f"line {number}\n" for number in range(1, 11))
+    await api.report(job_id, 1, state="SUCCEEDED")
+    kept = clip_log(api.cluster.logs[f"{job_id}-1"], 40)
+    assert kept.first_line == 6
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, f"{job_id}-1")
+        attempt.log_first_line, attempt.log = kept
+    expected = [(number, f"line {number}") for number in range(max(last + 1, 6), 11)]
+    page = (await api.client.get(path, params={"page_token": f"1:{last}"})).json()
+    assert [(line["number"], line["text"]) for line in page["items"]] == expected
+    *lines, _ = parse((await stream(api, path, **{"Last-Event-ID": f"1:{last}"})).text)
+    shown = [json.loads(line["data"]) for line in lines]
+    assert [(line["number"], line["text"]) for line in shown] == expected
+
+
+async def test_a_log_that_is_cut_off_while_it_is_followed_loses_and_repeats_no_line(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    job_id = await api.started()
+    attempt_id = f"{job_id}-1"
+    api.cluster.logs[attempt_id] = "".join(f"line {number}\n" for number in range(1, 9))
+    looks = count_calls(monkeypatch, streams, "log_lines")
+    following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/logs"))
+    await looks(2)
+    whole = api.cluster.logs[attempt_id] + "line 9\nline 10\n"
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, attempt_id)
+        attempt.log_first_line, attempt.log = clip_log(whole, 40)
+    await looks(2)
+    await api.report(job_id, 1, state="SUCCEEDED")
+    *lines, _ = parse((await following).text)
+    assert [line["id"] for line in lines] == [f"1:{number}" for number in range(1, 11)]
+    assert [json.loads(line["data"])["text"] for line in lines] == [f"line {n}" for n in range(1, 11)]
+
+
+async def test_a_stream_of_more_events_than_one_look_reads_holds_them_all(api: Api):
+    job_id = await api.started()
+    notes = [{"at": 1.75e9, "kind": "note", "message": str(number)} for number in range(600)]
+    for sequence in (1, 2):
+        sent = await api.report(job_id, sequence, events=notes[300 * sequence - 300 : 300 * sequence])
+        assert sent.status_code == 200
+    await api.report(job_id, 3, state="SUCCEEDED")
+    *events, end = parse((await stream(api, f"/api/v1/jobs/{job_id}/events")).text)
+    assert [event["id"] for event in events] == [str(number) for number in range(1, 604)]
+    assert end["event"] == "end"
 
 
 async def test_a_stream_of_an_ended_job_waits_a_while_for_a_ray_that_is_away(

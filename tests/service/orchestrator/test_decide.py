@@ -93,6 +93,33 @@ def test_a_quota_holds_only_its_own_queue_back():
     assert answers[1] == Start("b", "cpu")
 
 
+def test_jobs_fill_their_quota_to_the_last_accelerator():
+    assert decide([job("a", 2, queue="small")], quotas={"small": 2}) == [Start("a", "cpu")]
+    held = [Holder("x", "small", 2, "cuda")]
+    assert decide([job("a", 1, queue="small")], held, quotas={"small": 3}) == [Start("a", "cpu")]
+    answers = decide(
+        [job(name, 1, queue="small", queued_at=place) for place, name in enumerate("abc")],
+        quotas={"small": 2},
+    )
+    assert [type(answer) for answer in answers] == [Start, Start, Wait]
+    assert "0 of its quota of 2 free" in answers[2].message
+
+
+def test_gangs_fill_the_cluster_to_the_last_accelerator():
+    held = [Holder("x", "q", 1, "cpu"), Holder("y", "q", 8, "cuda")]
+    answers = decide(
+        [job("a", 1, device="cpu", queued_at=1), job("b", 2, device="cpu", queued_at=2)],
+        held,
+        capacity=Capacity({"cpu": 4, "cuda": 8}),
+    )
+    assert answers == [Start("a", "cpu"), Start("b", "cpu")]
+
+
+def test_a_quota_of_nothing_lets_nothing_start():
+    (answer,) = decide([job("a", 1, queue="small")], quotas={"small": 0})
+    assert answer.reason == "WAITS_FOR_QUOTA" and "the quota of queue small is 0" in answer.message
+
+
 def test_a_job_larger_than_its_quota_is_told_what_to_change():
     (answer,) = decide([job("a", 4, queue="small")], quotas={"small": 2})
     assert answer.reason == "WAITS_FOR_QUOTA" and "SLOTLINE_QUEUES" in answer.message
@@ -258,6 +285,13 @@ def test_each_cause_has_its_own_retries():
     assert isinstance(after("USER_CODE_RAISED", ["NAN_LOSS"], user=2), TryAgain)
     assert isinstance(after("USER_CODE_RAISED", ["NAN_LOSS", "DATA_FAILED"], user=2), GiveUp)
     assert isinstance(after("PREEMPTED", ["PREEMPTED"] * 99), TryAgain)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_a_job_is_tried_again_as_often_as_it_asked_and_not_once_more(limit: int):
+    for failures in range(limit):
+        assert isinstance(after("WORKER_LOST", ["DRIVER_LOST"] * failures, infrastructure=limit), TryAgain)
+    assert isinstance(after("WORKER_LOST", ["DRIVER_LOST"] * limit, infrastructure=limit), GiveUp)
 
 
 def test_a_code_of_a_newer_driver_counts_as_infrastructure(monkeypatch):

@@ -27,10 +27,11 @@ from service.orchestrator.outcome import (
 from service.orchestrator.ray_jobs import Node
 from service.settings import Settings
 from service.store import jobs as job_store
-from service.store.attempts import find_attempt
+from service.store.attempts import create_attempt, find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.packages import store_package
+from service.store.states import lock_job
 from service.store.steps import StepRecord, steps_of
 from service.store.tables import Attempt, Base, Job
 from tests.service.conftest import job_body
@@ -294,6 +295,45 @@ async def test_a_failure_of_the_user_is_final_and_keeps_its_reason(world: World)
     assert (job.state, job.reason, job.message) == ("FAILED", "USER_CODE_RAISED", "ValueError: no")
     await world.rounds(3)
     assert (await world.job(job_id)).attempts_made == 1
+
+
+async def test_the_pause_before_each_attempt_doubles_up_to_the_limit_that_was_set(world: World):
+    job_id = await world.submit(retry={"infrastructure": -1})
+    pauses = []
+    for number in range(1, 7):
+        async with world.database.write() as session:
+            job = await lock_job(session, job_id)
+            attempt = await create_attempt(session, job, device="cpu", at=utc_now())
+            at = utc_now()
+            await apply_report(
+                session,
+                attempt.id,
+                Report(1, state=AttemptState.FAILED, reason="WORKER_LOST", message="gone"),
+                at=at,
+                backoff=Backoff(base_s=3.0, limit_s=20.0),
+                keep=10,
+            )
+            assert (job.job_state, job.attempts_made) == ("RECOVERING", number)
+            pauses.append((job.not_before - at).total_seconds())
+    assert pauses == [3, 6, 12, 20, 20, 20]
+
+
+async def test_a_driver_that_is_lost_is_followed_after_the_pause_of_the_settings(world: World):
+    world.settings = SETTINGS.model_copy(update={"retry_backoff_s": 30.0, "retry_backoff_limit_s": 45.0})
+    world.restart()
+    world.orchestrator.attempts.limits = decide.WatchLimits(report_grace_s=0.0)
+    job_id = await world.start()
+    for pause in (30, 45):
+        current = (await world.job(job_id)).current_attempt
+        world.cluster.states[current] = RayJob(RayState.FAILED)
+        await world.rounds(2)
+        job, attempt = await world.job(job_id), await world.attempt(current)
+        assert (job.state, attempt.state) == ("RECOVERING", "FAILED"), "it does not start before its time"
+        assert (job.not_before - attempt.finished_at).total_seconds() == pause
+        async with world.database.write() as session:
+            (await lock_job(session, job_id)).not_before = utc_now()
+        await world.rounds(2)
+        assert (await world.job(job_id)).state == "STARTING"
 
 
 async def test_a_repeated_report_is_acknowledged_and_changes_nothing(world: World):

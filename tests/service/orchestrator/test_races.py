@@ -1,4 +1,7 @@
-"""Users, drivers, a failing Ray and restarts in random order: what must hold after every move, and the end."""
+"""Users, drivers, a failing Ray and restarts: races driven on purpose, and moves in random order.
+
+Of the random ones: what must hold after every move, and the end.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ import pytest
 
 from service.jobspec import AttemptState, JobState
 from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.outcome import StaleAttemptError
+from service.orchestrator.outcome import Backoff, EventRecord, StaleAttemptError, end_attempt
 from service.store import jobs as job_store
-from service.store.attempts import active_attempts
+from service.store.attempts import active_attempts, find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
-from service.store.states import TransitionError
+from service.store.states import TransitionError, lock_job
+from tests.service.conftest import somebody_waits
 from tests.service.orchestrator.test_loop import SETTINGS, World
 
 BUSY = {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING}
@@ -162,3 +166,79 @@ async def test_whatever_happens_jobs_keep_their_accelerators_and_come_to_an_end(
         await chaos.check()
     await chaos.work_off()
     await chaos.check()
+
+
+# Races driven on purpose, on both kinds of databases
+
+
+@pytest.fixture
+async def shared(database: Database) -> World:
+    return World(database)
+
+
+async def note(world: World, job_id: str) -> int:
+    async with world.database.read() as session:
+        return sum(event.kind == "note" for event in await events_of(session, job_id))
+
+
+async def test_a_report_that_comes_twice_at_once_is_stored_once(shared: World):
+    """The driver lost the answer to the first and sends it again while the first is still being stored."""
+    job_id = await shared.start()
+    event = EventRecord(utc_now(), "note", "once")
+    async with shared.database.write() as session:
+        await lock_job(session, job_id)
+        twice = [
+            asyncio.create_task(shared.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED, events=[event]))
+            for _ in range(2)
+        ]
+        await somebody_waits(shared.database, twice)
+    assert await asyncio.gather(*twice) == ["continue", "continue"]
+    assert await note(shared, job_id) == 1
+    assert (await shared.job(job_id)).state == "SUCCEEDED"
+
+
+async def test_a_report_that_waits_while_its_attempt_is_ended_is_refused(shared: World):
+    """What it read before it waited said that the attempt goes on."""
+    job_id = await shared.start()
+    event = EventRecord(utc_now(), "note", "too late")
+    async with shared.database.write() as session:
+        job = await lock_job(session, job_id)
+        late = asyncio.create_task(
+            shared.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED, events=[event])
+        )
+        await somebody_waits(shared.database, [late])
+        await end_attempt(
+            session,
+            job,
+            await find_attempt(session, f"{job_id}-1"),
+            AttemptState.FAILED,
+            reason="DRIVER_LOST",
+            message="silent",
+            at=utc_now(),
+            backoff=Backoff(0.0, 0.0),
+        )
+    with pytest.raises(StaleAttemptError, match="is over"):
+        await late
+    assert await note(shared, job_id) == 0
+    assert (await shared.job(job_id)).state == "RECOVERING"
+
+
+async def test_an_attempt_is_ended_once_though_its_report_and_its_watcher_meet(shared: World):
+    """Ray says that the driver is gone while the driver's own last word is being stored."""
+    job_id = await shared.start()
+    attempts = shared.orchestrator.attempts
+    attempts.limits = replace(attempts.limits, report_grace_s=0.0)
+    shared.cluster.states[f"{job_id}-1"] = RayJob(RayState.SUCCEEDED)
+    async with shared.database.write() as session:
+        await lock_job(session, job_id)
+        meeting = [
+            asyncio.create_task(shared.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)),
+            asyncio.create_task(shared.rounds(2)),
+        ]
+        await somebody_waits(shared.database, meeting[:1])
+    await asyncio.gather(*meeting)
+    job = await shared.job(job_id)
+    assert (job.state, job.attempts_made) == ("SUCCEEDED", 1)
+    async with shared.database.read() as session:
+        ends = [e.message for e in await events_of(session, job_id) if e.message.startswith("SUCCEEDED")]
+    assert len(ends) == 1

@@ -125,12 +125,30 @@ def measured(
 
 
 @st.composite
-def random_specs(draw: st.DrawFn, *, limits: bool = True) -> dict[str, Any]:
-    """Random acyclic graphs, placements, costs, contention and limits; limits always admit one microbatch."""
+def _placements(draw: st.DrawFn, placement: str) -> list[int]:
+    """The mesh of each stage."""
+    if placement == "one":
+        return draw(st.permutations(range(draw(st.integers(1, 6)))))
+    if placement == "loop":
+        meshes = draw(st.integers(2, 3))
+        return [*range(meshes)] * draw(st.integers(2, 3))
+    if placement == "v":
+        meshes = draw(st.integers(1, 3))
+        return [*range(meshes), *reversed(range(meshes))]
     stages = draw(st.integers(1, 6))
     meshes = draw(st.integers(1, stages))
     placed = [*range(meshes), *(draw(st.integers(0, meshes - 1)) for _ in range(stages - meshes))]
-    placed = draw(st.permutations(placed))
+    return draw(st.permutations(placed))
+
+
+@st.composite
+def random_specs(draw: st.DrawFn, *, limits: bool = True, placement: str = "any") -> dict[str, Any]:
+    """Random acyclic graphs, placements, costs, contention and limits; limits always admit one microbatch.
+
+    `placement`: stages on "any" mesh, "one" on each, in rounds ("loop"), or there and back ("v").
+    """
+    placed = draw(_placements(placement))
+    stages, meshes = len(placed), max(placed) + 1
     microbatches = draw(st.integers(1, 5))
     whole = draw(st.booleans())
     cost = (

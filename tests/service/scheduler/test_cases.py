@@ -11,15 +11,14 @@ from service.scheduler.schedules import SCHEDULES
 from service.scheduler.search.auto import search
 from service.scheduler.search.bounds import lower_bound, lower_bounds
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
+from tests.missing import needs
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import SHARED, chain
 
 CASES_FILE = SHARED / "cases" / "plans.json"
 CASES = json.loads(CASES_FILE.read_text())["cases"] if CASES_FILE.exists() else []
 
-needs_cases = pytest.mark.skipif(
-    not CASES, reason="the shared folder with the cases is not beside the checkout"
-)
+needs_cases = needs(CASES_FILE, "the shared folder beside the checkout has the cases")
 
 
 @needs_cases

@@ -97,6 +97,49 @@ def test_no_cut_of_a_chain_has_a_better_estimate(layers, data, microbatches, ove
     assert chain_estimate(profile, found, microbatches, overlap, contention) == pytest.approx(best)
 
 
+def graph_estimate(profile, begins, microbatches):
+    """The documented objective on full-duplex links with one stage a mesh, for tensors that several layers use:
+    each goes once to every stage that needs it, and its gradient comes back once."""
+    ends = [*begins[1:], len(profile.layers)]
+    stage_of = [s for s, (a, b) in enumerate(zip(begins, ends, strict=True)) for _ in range(a, b)]
+    crossings = {
+        (edge.tensor, stage_of[edge.source], stage_of[edge.target]): edge.bytes
+        for edge in profile.edges
+        if stage_of[edge.source] != stage_of[edge.target]
+    }
+    busiest = 0.0
+    for stage, (first, end) in enumerate(zip(begins, ends, strict=True)):
+        compute = sum(
+            x.forward_s + x.backward_input_s + x.backward_weight_s for x in profile.layers[first:end]
+        )
+        used = sum(size for (_, source, target), size in crossings.items() if stage in (source, target))
+        busiest = max(busiest, compute, used)  # forward one way, as much gradient the other
+    return (microbatches - 1) * busiest + 2 * sum(crossings.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), layers=st.lists(costs, min_size=3, max_size=9), microbatches=st.integers(1, 8))
+def test_no_cut_in_two_is_better_where_layers_share_tensors(data, layers, microbatches):
+    profile = chain([(cost, 0, 0) for cost in layers])
+    edges = []
+    for source in range(len(layers) - 1):
+        later = st.sets(st.integers(source + 1, len(layers) - 1), min_size=1)
+        size = data.draw(st.integers(0, 30))
+        for target in sorted({source + 1} | data.draw(later)):
+            edges.append(LayerEdge(source, target, f"t{source}", size, True, order=source))
+    profile = LayerProfile(profile.layers, tuple(edges), "cpu", "", {})
+    result = partition(
+        profile,
+        stages=2,
+        meshes=meshes(2),
+        microbatches=microbatches,
+        network=fast(contention="full-duplex"),
+    )
+    found = graph_estimate(profile, [int(name[1:]) for name in result.begins], microbatches)
+    best = min(graph_estimate(profile, cut, microbatches) for cut in cuts(len(layers), 2))
+    assert found == pytest.approx(best)
+
+
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), layers=st.lists(st.tuples(costs, costs, costs), min_size=4, max_size=7))
 def test_the_planned_step_of_the_cut_is_near_the_best_of_all_cuts(data, layers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from sqlalchemy import text
 
 from service.store.database import Database
@@ -23,9 +24,8 @@ async def test_one_of_two_leads_until_it_lets_go(database: Database, database_ur
     await other.close()
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite has no connection to lose
 async def test_a_leader_that_loses_its_connection_no_longer_leads(database: Database, database_url: str):
-    if database.is_sqlite:
-        return
     other = Database(database_url)
     first, second = Leadership(database), Leadership(other)
     assert await first.held()

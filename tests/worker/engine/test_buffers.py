@@ -1,16 +1,18 @@
 """Receive buffers: reused, never while somebody still needs what is in them."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-from engine_support import LocalPipeline, batch, chain, planned, random_graph, skips
+from engine_support import Graph, LocalPipeline, Plain, batch, chain, make_stage, planned, random_graph
 
 from worker.engine import StageError
 from worker.engine.buffers import plan_buffers
 from worker.engine.routes import find_routes
 from worker.program import COMPUTE_OPS, RECEIVE_OPS, Instruction
+from worker.transport.local import LocalTransport
 
 
 def make_pipeline(microbatches=8):
@@ -96,11 +98,59 @@ def test_a_wait_that_is_enqueued_before_its_record_is_refused():
         plan_buffers(program, {})
 
 
-def test_a_stage_that_hands_its_input_through_keeps_no_pooled_memory_alive():
-    graph = skips()
-    graph.stages[1]._function = lambda module, a, x: (a,)
-    mesh_of_stage = [f"m{s}" for s in range(4)]
-    _, programs = planned(graph, mesh_of_stage, 6, "gpipe")
-    with LocalPipeline(graph, mesh_of_stage, programs, 6) as pipeline:
-        pipeline.step(0, [batch(6)])
-        assert torch.isfinite(torch.tensor(pipeline.engines["m1", 0]._updated.grad_norm))
+def handing_through(last: int) -> Graph:
+    """A chain of which stages 1 to `last` hand on what they get: nothing of it is theirs to keep."""
+    graph = chain(4)
+    for s in range(1, last + 1):
+        name = "output" if s == 3 else f"h{s}"
+        graph.stages[s] = make_stage(s, [f"h{s - 1}"], [name], lambda module, x: (x.view_as(x),))
+    return graph
+
+
+@pytest.fixture
+def slow_sends(monkeypatch):
+    """Tensors leave a mesh long after their send began: its next receives come first, if they may."""
+    receive = LocalTransport._receive
+
+    def slow_receive(self, box, peer, tag, out):
+        if self.mesh in ("m0", "m2", "m3"):
+            time.sleep(0.02)
+        receive(self, box, peer, tag, out)
+
+    monkeypatch.setattr(LocalTransport, "_receive", slow_receive)
+
+
+@pytest.mark.parametrize("last", [1, 2, 3], ids=["one stage", "two stages", "up to the model's output"])
+@pytest.mark.parametrize("mesh_of_stage", [["m0", "m1", "m2", "m3"], ["m0", "m1", "m1", "m2"]], ids=str)
+def test_what_a_stage_hands_through_arrives_as_it_was_though_its_buffer_is_taken_again(
+    last, mesh_of_stage, slow_sends
+):
+    graph = handing_through(last)
+    _, programs = planned(graph, mesh_of_stage, 8, "inference")
+    inputs, _ = batch(8)
+    with LocalPipeline(graph, mesh_of_stage, programs, 8) as pipeline:
+        results = pipeline.step(0, [(inputs, None)])
+    found = results[mesh_of_stage[-1], 0].outputs
+    for output, (x,) in zip(found, inputs, strict=True):
+        for stage in graph.stages:
+            (x,) = stage(x)
+        torch.testing.assert_close(output, x.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("last", [1, 2])
+@pytest.mark.parametrize("mesh_of_stage", [["m0", "m1", "m2", "m3"], ["m0", "m1", "m1", "m2"]], ids=str)
+def test_gradients_through_a_stage_that_hands_them_on_are_those_of_the_plain_run(
+    last, mesh_of_stage, split, slow_sends
+):
+    graph = handing_through(last)
+    schedule = "gpipe" if len(set(mesh_of_stage)) == 4 else "auto"
+    _, programs = planned(graph, mesh_of_stage, 8, schedule, split_backward=split)
+    losses, gradients = Plain(graph).step(*batch(8))
+    with LocalPipeline(graph, mesh_of_stage, programs, 8) as pipeline:
+        results = pipeline.step(0, [batch(8)])
+        assert results[mesh_of_stage[-1], 0].losses == pytest.approx(losses, abs=1e-10)
+        found = pipeline.gradients()
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)

@@ -1,5 +1,6 @@
 """The CUDA path without a GPU: what is enqueued, on which stream, after what; the results of the actions."""
 
+import functools
 import random
 
 import pytest
@@ -15,7 +16,7 @@ from engine_support import (
     tied_chain,
     two_branches,
 )
-from fake_cuda import FakeCuda
+from fake_cuda import Machine
 
 from worker.engine import StageError, StreamPriorities
 from worker.engine.cuda_lanes import CudaLanes
@@ -23,6 +24,7 @@ from worker.engine.engine import Engine
 from worker.program import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS
 from worker.transport.local import LocalTransport
 
+RECEIVE = LocalTransport.receive
 GRAPHS = {"chain": lambda: chain(4), "skips": skips, "branches": two_branches, "tied": tied_chain}
 
 
@@ -37,46 +39,118 @@ def receive_on_the_stream(receive):
 
 
 class CudaPipeline(LocalPipeline):
-    """Engines whose lanes are CudaLanes over a recording fake."""
+    """Engines whose lanes are CudaLanes over a fake machine that works in the order of `seed`, or at once (None)."""
 
-    def __init__(self, monkeypatch, *arguments, **options):
+    def __init__(self, monkeypatch, *arguments, seed=0, changed=None, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
-        monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(LocalTransport.receive))
+        monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(RECEIVE))
         monkeypatch.setattr(Engine, "_make_lanes", lambda engine, actions: self.fake_lanes(engine, actions))
+        self.machine = Machine(0 if seed is None else seed, at_once=seed is None)
+        self.changed = changed or (lambda engine, lanes: None)
         self.cudas = {}
         super().__init__(*arguments, **options)
 
     def fake_lanes(self, engine, actions):
-        self.cudas[engine._mesh] = cuda = FakeCuda()
-        logged = [self.logged(cuda, i, action) for i, action in enumerate(actions)]
-        return CudaLanes(engine._program, logged, StreamPriorities(), cuda)
+        self.cudas[engine._mesh] = cuda = self.machine.device(engine._mesh)
+        logged = [self.logged(cuda, engine, i, action) for i, action in enumerate(actions)]
+        lanes = CudaLanes(engine._program, logged, StreamPriorities(), cuda)
+        self.changed(engine, lanes)
+        return lanes
 
     @staticmethod
-    def logged(cuda, index, action):
-        def run():
-            cuda.operation(index)
-            action()
-
-        return run
+    def logged(cuda, engine, index, action):
+        return lambda: cuda.operation(index, engine._program[index], action)
 
 
+@pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_the_host_enqueues_a_step_without_waiting_and_the_gradients_are_right(graph, schedule, monkeypatch):
+def test_the_host_enqueues_a_step_without_waiting_and_the_gradients_are_right_in_any_order(
+    graph, schedule, seed, monkeypatch
+):
     graph = GRAPHS[graph]()
     meshes = [f"m{s}" for s in range(len(graph.stages))]
     _, programs = planned(graph, meshes, 5, schedule)
-    losses, gradients = Plain(graph).step(*batch(5))
-    with CudaPipeline(monkeypatch, graph, meshes, programs, 5) as pipeline:
-        results = pipeline.step(0, [batch(5)])
-        assert results[meshes[-1], 0].losses == pytest.approx(losses, abs=1e-10)
-        for name, gradient in pipeline.gradients().items():
-            torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12)
-    for cuda in pipeline.cudas.values():
-        inside = cuda.calls[
-            cuda.calls.index("operation") : len(cuda.calls) - cuda.calls[::-1].index("operation")
-        ]
-        assert "synchronize" not in inside
+    plain = Plain(graph, functools.partial(torch.optim.SGD, lr=0.1))
+    with CudaPipeline(monkeypatch, graph, meshes, programs, 5, seed=seed) as pipeline:
+        for step in range(2):
+            data = batch(5, seed=step)
+            losses, gradients = plain.step(*data)
+            results = pipeline.step(step, [data])
+            assert results[meshes[-1], 0].losses == pytest.approx(losses, abs=1e-10)
+            for name, gradient in pipeline.gradients().items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12)
+            for cuda in pipeline.cudas.values():
+                calls = "".join(call[0] for call in cuda.calls)
+                inside = calls[calls.index("o") : calls.rindex("o")]
+                assert "s" not in inside, "the host waits for its device within a step"
+                cuda.calls.clear()
+
+
+def one_chain():
+    graph = chain(3)
+    meshes = ["m0", "m1", "m2"]
+    return graph, meshes, planned(graph, meshes, 4, "1f1b")[1]
+
+
+def test_a_seed_is_an_order_and_others_are_others(monkeypatch):
+    graph, meshes, programs = one_chain()
+
+    def order(seed):
+        with CudaPipeline(monkeypatch, graph, meshes, programs, 4, seed=seed) as pipeline:
+            pipeline.step(0, [batch(4)])
+            return pipeline.machine.order
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(5)}) == 5
+    assert sorted(order(1)) == sorted(order(2))
+
+
+def runs_right(monkeypatch, case, seed, changed=None):
+    """Whether a step gives the gradients of the plain run."""
+    graph, meshes, programs = case
+    losses, gradients = Plain(graph).step(*batch(4))
+    with CudaPipeline(monkeypatch, graph, meshes, programs, 4, seed=seed, changed=changed) as pipeline:
+        try:
+            results = pipeline.step(0, [batch(4)])
+        except Exception:
+            return False
+        found = pipeline.gradients()
+        same = [torch.allclose(found[name], gradient, atol=1e-10) for name, gradient in gradients.items()]
+        return all(same) and results[meshes[-1], 0].losses == pytest.approx(losses, abs=1e-10)
+
+
+def test_every_wait_for_a_producer_that_is_left_out_shows_in_some_order(monkeypatch):
+    case = one_chain()
+    tried = 0
+    for mesh, program in case[2].items():
+        for index, instruction in enumerate(program):
+            if instruction.op in RECEIVE_OPS or instruction.op in ("REDUCE", "STEP"):
+                continue
+            for place in range(len(instruction.wait)):
+
+                def forget(engine, lanes, mesh=mesh, index=index, place=place):
+                    if engine._mesh == mesh:
+                        del lanes._waits[index][place]
+
+                wrong = any(not runs_right(monkeypatch, case, seed, forget) for seed in range(12))
+                assert wrong, f"{mesh}: {instruction} does without wait {place}"
+                tried += 1
+    assert tried == 2 * 2 * 2 * 4, (
+        "forward and backward over two links, a send and a use each, four microbatches"
+    )
+
+
+def test_receives_that_wait_for_nothing_overwrite_what_is_still_needed(monkeypatch):
+    case = one_chain()
+
+    def forget(engine, lanes):
+        for index, instruction in enumerate(engine._program):
+            if instruction.op in RECEIVE_OPS:
+                lanes._waits[index].clear()
+
+    assert all(runs_right(monkeypatch, case, seed) for seed in range(12))
+    assert not all(runs_right(monkeypatch, case, seed, forget) for seed in range(12))
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -86,7 +160,7 @@ def test_streams_and_events_alone_order_every_pair_that_must_be_ordered(seed, mo
     meshes = [f"m{s}" for s in range(len(graph.stages))]
     _, programs = planned(graph, meshes, rng.randint(2, 6), "1f1b", split_backward=rng.random() < 0.5)
     microbatches = 1 + max(i.microbatch for i in programs["m0"] if i.microbatch is not None)
-    with CudaPipeline(monkeypatch, graph, meshes, programs, microbatches) as pipeline:
+    with CudaPipeline(monkeypatch, graph, meshes, programs, microbatches, seed=seed) as pipeline:
         pipeline.step(0, [batch(microbatches)])
         for (mesh, _), engine in pipeline.engines.items():
             check_order(engine, pipeline.cudas[mesh].finished_before())
@@ -142,7 +216,8 @@ def test_an_error_while_enqueueing_ends_the_step_by_name(monkeypatch):
 
     graph.stages[2]._function = broken
     meshes = ["m0", "m1", "m2", "m3"]
-    with CudaPipeline(monkeypatch, graph, meshes, planned(graph, meshes, 3, "1f1b")[1], 3) as pipeline:
+    programs = planned(graph, meshes, 3, "1f1b")[1]
+    with CudaPipeline(monkeypatch, graph, meshes, programs, 3, seed=None) as pipeline:
         with pytest.raises(Exception, match="planted"):
             pipeline.step(0, [batch(3)])
         assert isinstance(pipeline.errors["m2", 0], StageError)

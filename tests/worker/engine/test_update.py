@@ -1,5 +1,6 @@
 """REDUCE and STEP, precision, random state: the run is that of the plain loop."""
 
+import copy
 import functools
 import threading
 import time
@@ -20,8 +21,9 @@ from engine_support import (
 from torch import nn
 
 from worker.engine import AbortedError, EngineError, NonFiniteError
-from worker.engine.random_state import derive_seed
-from worker.engine.update import skips_by_itself
+from worker.engine.random_state import RandomState, derive_seed, restart_at_operations
+from worker.engine.update import ModelUpdate, skips_by_itself
+from worker.model import trace
 
 FOUR = ["m0", "m1", "m2", "m3"]
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -32,6 +34,17 @@ def parameters_of(pipeline):
     for engine in pipeline.engines.values():
         found.update({name: p.clone() for name, p in engine.state()["parameters"].items()})
     return found
+
+
+def merged_state(pipeline):
+    """What a checkpoint of all meshes would hold, in memory of its own."""
+    merged = {"parameters": {}, "buffers": {}, "optimizer": {}}
+    for engine in pipeline.engines.values():
+        state = copy.deepcopy(engine.state())
+        for kind in ("parameters", "buffers", "optimizer"):
+            merged[kind].update(state[kind])
+        merged |= {kind: state[kind] for kind in ("optimizer_groups", "lr_schedule")}
+    return merged
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -144,12 +157,7 @@ def test_a_run_goes_on_from_a_saved_state_as_if_it_had_not_stopped():
         losses = run(pipeline, range(4))
     with LocalPipeline(graph, FOUR, programs, 2, optimizer=adamw) as pipeline:
         run(pipeline, range(2))
-        merged = {"parameters": {}, "buffers": {}, "optimizer": {}}
-        for engine in pipeline.engines.values():
-            state = engine.state()
-            for kind in ("parameters", "buffers", "optimizer"):
-                merged[kind].update(state[kind])
-            merged["optimizer_groups"] = state["optimizer_groups"]
+        merged = merged_state(pipeline)
     # Another cut: two meshes instead of four, the same names.
     two = ["m0", "m0", "m1", "m1"]
     with LocalPipeline(graph, two, serial_programs(graph, two, 2), 2, optimizer=adamw) as pipeline:
@@ -183,9 +191,70 @@ def test_dropout_gives_the_same_run_under_every_schedule_and_placement():
     )
 
 
-def test_seeds_differ_by_every_part():
-    seeds = {derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
-    assert len(seeds) == 125 and all(0 <= seed < 2**63 for seed in seeds)
+def test_the_same_sample_meets_another_dropout_in_every_microbatch_step_and_worker():
+    """All other runs compare a key with itself: one that leaves a part out is the same everywhere."""
+    graph = chain(2, dropout=0.4)
+    meshes = ["m0", "m1"]
+    inputs, targets = batch(1)
+    same = (inputs * 3, targets * 3)
+    losses = {}
+    programs = serial_programs(graph, meshes, 3)
+    with LocalPipeline(graph, meshes, programs, 3, optimizer=None, workers=2, seed=5) as pipeline:
+        for step in range(3):
+            results = pipeline.step(step, [same, same])
+            for worker in range(2):
+                for microbatch, loss in enumerate(results["m1", worker].losses):
+                    losses.setdefault(loss, []).append((step, worker, microbatch))
+    assert [places for places in losses.values() if len(places) > 1] == []
+    assert len(losses) == 3 * 2 * 3
+
+
+class Masks(nn.Module):
+    """Which elements two dropouts of one stage keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(64, 64)
+        self.one, self.two = nn.Dropout(), nn.Dropout()
+
+    def forward(self, x):
+        kept = self.scale(x)
+        return torch.stack([self.one(kept), self.two(kept)])
+
+
+def test_two_operations_of_a_stage_and_two_stages_without_a_graph_draw_different_masks():
+    traced = trace(Masks(), (torch.ones(64),)).cut_evenly(1).stages[0]
+    state = RandomState(5, 0, torch.device("cpu"))
+    assert restart_at_operations(traced, state) == 2
+    with state.forward(0, 0, 0):
+        first, second = traced(torch.ones(64))[0]
+    assert not torch.equal(first, second)
+    with state.forward(0, 0, 0):
+        assert torch.equal(traced(torch.ones(64))[0], torch.stack([first, second]))
+
+    drawn = []
+    for stage in (0, 1):
+        with state.forward(0, 0, stage):
+            drawn.append(torch.rand(8))
+    assert not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("part", ["seed", "worker", "step", "microbatch", "operation"])
+def test_a_random_operation_draws_anew_when_any_part_of_its_key_changes(part):
+    def draw(seed=5, worker=0, step=0, microbatch=0, operation="dropout"):
+        state = RandomState(seed, worker, torch.device("cpu"))
+        with state.forward(step, microbatch, 0):
+            state.restart(operation)
+            return torch.rand(8)
+
+    changed = {"operation": "dropout_1"}.get(part, 1)
+    assert torch.equal(draw(), draw())
+    assert not torch.equal(draw(), draw(**{part: changed}))
+
+
+def test_parts_of_a_key_do_not_run_together_and_fit_what_a_generator_takes():
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+    assert all(0 <= derive_seed(part) < 2**63 for part in range(100))
 
 
 def as_float32(graph):
@@ -213,10 +282,16 @@ def test_bf16_runs_stay_within_bf16_rounding_and_keep_fp32_parameters():
     assert all(p.dtype == torch.float32 for p in parameters_of(pipeline).values())
 
 
-def test_batch_norm_counts_its_microbatches_as_the_plain_loop_does():
-    graph = chain(2)
+def normalised(count):
+    """A chain whose second stage keeps running statistics."""
+    graph = chain(count)
     graph.stages[1].lin = nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), graph.stages[1].lin)
     graph.stages[1].original_names = {n: f"1.{n}" for n in graph.stages[1].state_dict()}
+    return graph
+
+
+def test_batch_norm_counts_its_microbatches_as_the_plain_loop_does():
+    graph = normalised(2)
     meshes = ["m0", "m1"]
     plain = Plain(graph)
     losses, _ = plain.step(*batch(4))
@@ -226,6 +301,74 @@ def test_batch_norm_counts_its_microbatches_as_the_plain_loop_does():
     expected = dict(plain.graph.stages[1].named_buffers())
     for name, value in expected.items():
         torch.testing.assert_close(buffers[f"1.{name}"], value)
+
+
+def test_a_resumed_run_has_the_running_statistics_and_evaluates_as_the_run_that_went_on():
+    graph = normalised(3)
+    plain = Plain(graph, adamw)
+    meshes = ["m0", "m1", "m2"]
+    with LocalPipeline(graph, meshes, serial_programs(graph, meshes, 4), 4, optimizer=adamw) as pipeline:
+        for step in range(3):
+            plain.step(*batch(4, seed=step))
+            pipeline.step(step, [batch(4, seed=step)])
+        saved = merged_state(pipeline)
+    buffers = dict(plain.graph.stages[1].named_buffers())
+    assert saved["buffers"].keys() == {f"1.{name}" for name in buffers} and len(buffers) == 3
+
+    for stage in graph.stages:
+        stage.eval()
+    two = ["m0", "m0", "m1"]
+    with LocalPipeline(graph, two, planned(graph, two, 4, "inference")[1], 4) as pipeline:
+        for engine in pipeline.engines.values():
+            engine.load_state(saved)
+        resumed = pipeline.engines["m0", 0].state()["buffers"]
+        for name, value in buffers.items():
+            torch.testing.assert_close(resumed[f"1.{name}"], value, rtol=1e-12, atol=1e-12)
+        inputs, _ = batch(4, seed=9)
+        outputs = pipeline.step(0, [(inputs, None)])["m1", 0].outputs
+    for (x,), output in zip(inputs, outputs, strict=True):
+        for stage in plain.graph.stages:
+            (x,) = stage.eval()(x)
+        torch.testing.assert_close(output, x.detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_a_resumed_run_goes_on_at_the_learning_rate_that_its_schedule_had_reached():
+    graph = chain(2)
+    meshes = ["m0", "m1"]
+
+    def pipeline():
+        made = LocalPipeline(graph, meshes, serial_programs(graph, meshes, 2), 2, optimizer=adamw)
+        for engine in made.engines.values():
+            update = engine._update
+            update.lr_schedule = torch.optim.lr_scheduler.StepLR(update.optimizer, 2, 0.5)
+        return made
+
+    def rates(running, steps):
+        for step in steps:
+            running.step(step, [batch(2, seed=step)])
+            yield running.engines["m0", 0]._update.optimizer.param_groups[0]["lr"]
+
+    with pipeline() as unbroken:
+        expected = list(rates(unbroken, range(6)))
+    with pipeline() as first:
+        assert list(rates(first, range(3))) == expected[:3]
+        saved = merged_state(first)
+    with pipeline() as second:
+        for engine in second.engines.values():
+            engine.load_state(saved)
+        assert list(rates(second, range(3, 6))) == pytest.approx(expected[3:])
+
+
+def test_a_state_that_lacks_a_parameter_or_a_buffer_is_refused_by_its_name():
+    graph = normalised(2)
+    meshes = ["m0", "m1"]
+    with LocalPipeline(graph, meshes, serial_programs(graph, meshes, 2), 2) as pipeline:
+        saved = merged_state(pipeline)
+        engine = pipeline.engines["m1", 0]
+        for kind, name in (("parameters", "1.lin.0.weight"), ("buffers", "1.lin.0.running_mean")):
+            less = {**saved, kind: {n: v for n, v in saved[kind].items() if n != name}}
+            with pytest.raises(KeyError, match=f"no {kind[:-1]} '{name}'"):
+                engine.load_state(less)
 
 
 def test_the_loss_is_the_mean_over_microbatches_in_the_gradient():
@@ -275,3 +418,59 @@ def test_only_an_optimizer_that_a_skipped_step_leaves_as_it_is_need_not_be_asked
     assert not skips_by_itself(momentum)
     momentum.step()
     assert skips_by_itself(momentum)
+
+
+class OnDevice(torch.Tensor):
+    """A norm that says it lies on a device, so that the host is not to read it within the step."""
+
+    is_cuda = True
+
+    def __float__(self):
+        raise AssertionError("the host waits for the device within a step")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+        functools.partial(torch.optim.SGD, lr=0.1, fused=True),
+    ],
+    ids=["AdamW", "SGD"],
+)
+def test_an_optimizer_that_skips_by_itself_is_told_of_a_nan_and_changes_nothing(kind, monkeypatch):
+    graph = as_float32(chain(2))
+    meshes = ["m0", "m1"]
+    norm_of, finish = ModelUpdate._global_norm, ModelUpdate.finish
+
+    def on_device(self, losses):
+        return norm_of(self, losses).as_subclass(OnDevice)
+
+    def after_the_step(self, number):
+        self._norm = self._norm.as_subclass(torch.Tensor)
+        return finish(self, number)
+
+    def run(*, poison, told):
+        with monkeypatch.context() as patch:
+            if told:
+                patch.setattr(ModelUpdate, "_global_norm", on_device)
+                patch.setattr(ModelUpdate, "finish", after_the_step)
+            programs = serial_programs(graph, meshes, 2)
+            options = {"optimizer": kind, "non_finite": "skip", "clip_grad_norm": 0.5}
+            with LocalPipeline(graph, meshes, programs, 2, **options) as pipeline:
+                skipped = []
+                for number in range(4):
+                    inputs, targets = batch(2, seed=number, dtype=torch.float32)
+                    if number in poison:
+                        targets[1][0, 0] = float("nan")
+                    results = pipeline.step(number, [(inputs, targets)])
+                    skipped += [number for result in results.values() if result.skipped]
+                return skipped, merged_state(pipeline)
+
+    skipped, found = run(poison={0, 2}, told=True)
+    asked, expected = run(poison={0, 2}, told=False)
+    assert sorted(skipped) == sorted(asked) == [0, 0, 2, 2]
+    for name, value in expected["parameters"].items():
+        torch.testing.assert_close(found["parameters"][name], value, rtol=1e-6, atol=1e-7)
+        assert torch.isfinite(value).all()
+    for name, entry in expected["optimizer"].items():
+        torch.testing.assert_close(found["optimizer"][name], entry, rtol=1e-6, atol=1e-7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -15,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from websockets.sync.client import ClientConnection, connect
+
+from tests.missing import leave_out
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -106,10 +107,7 @@ class Page:
 def chromium(tmp_path_factory: pytest.TempPathFactory):
     """The DevTools address of a headless Chromium; missing, it fails on CI and skips elsewhere."""
     if CHROMIUM is None:
-        message = "chromium is not installed (Debian package `chromium`): the pages are not looked at"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
+        leave_out("chromium is not installed (Debian package `chromium`): the pages are not looked at")
     profile = tmp_path_factory.mktemp("chromium")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     flags += ["--remote-debugging-port=0", "--disable-background-networking", f"--user-data-dir={profile}"]

@@ -63,7 +63,8 @@ def seeded_site(
 ) -> Iterator[Site]:
     """Serve the application over a new store; the running attempt has two profiled steps.
 
-    `serve_metrics` takes its job's id and returns the endpoint that its driver would report.
+    `serve_metrics` takes a job's id and returns the endpoint that its driver would report; that of the
+    failed job lingers.
     With `api_token`, every call must carry it.
     """
     never_s = 3600
@@ -72,6 +73,7 @@ def seeded_site(
         port=0,
         heartbeat_timeout_s=never_s,
         start_timeout_s=never_s,
+        metrics_linger_s=never_s,
         api_token=None if api_token is None else SecretStr(api_token),
     )
     seeded = asyncio.run(seed_store(settings.sqlalchemy_url, serve_metrics))
@@ -125,6 +127,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
     async with database.write() as session:
         failed = await jobs.create_job(session, job_spec("broken"), at=now - timedelta(minutes=2))
         broken = await create_attempt(session, failed, device="cpu", at=now)
+        broken.metrics_endpoint = serve_metrics(failed.id) if serve_metrics else None
         reason = {"reason": "MODEL_BUILD_FAILED", "message": "<b>no module named 'nope'</b>"}
         states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
         states.move_job(session, failed, JobState.FAILED, at=now, **reason)

@@ -160,6 +160,44 @@ def test_a_memory_overrun_is_caught():
         verify(load_spec(data), programs)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+def test_a_microbatch_too_many_in_flight_is_caught(schedule):
+    data = chain(3, 6, schedule=schedule)
+    programs = {name: program_from_json(items) for name, items in make_plan(load_spec(data)).programs.items()}
+    most = in_flight_at_the_source(programs["m0"])
+    verify(load_spec({**data, "max_in_flight": most}), programs)
+    with pytest.raises(PlanError, match=rf"mesh 'm0': .*max_in_flight {most - 1}"):
+        verify(load_spec({**data, "max_in_flight": most - 1}), programs)
+
+
+def in_flight_at_the_source(program):
+    """The most forwards of stage 0 that a program has begun and not yet answered by a backward."""
+    now = most = 0
+    for ins in program:
+        if ins.stage == 0 and ins.op in ("F", "B", "I"):
+            now += 1 if ins.op == "F" else -1
+            most = max(most, now)
+    return most
+
+
+def test_a_stash_that_is_kept_from_i_to_w_counts_against_the_limit():
+    data = chain(2, 4, schedule="gpipe", split_backward=True)
+    for stage in data["stages"]:
+        stage["activation_bytes"], stage["weight_stash_bytes"] = 2, 2
+    spec = load_spec(data)
+    programs = {name: list(program_from_json(items)) for name, items in make_plan(spec).programs.items()}
+    program = programs["m1"]
+    last = max(i for i, ins in enumerate(program) if ins.op in ("I", "W"))
+    weights = [ins for ins in program if ins.op == "W"]
+    rest = [ins for ins in program[: last + 1] if ins.op != "W"]
+    late = [*rest, *weights, *program[last + 1 :]]
+    data["meshes"][1]["activation_limit_bytes"] = 8
+    verify(load_spec(data), {**programs, "m1": late})
+    data["meshes"][1]["activation_limit_bytes"] = 7
+    with pytest.raises(PlanError, match="mesh 'm1' holds 8 bytes of activations"):
+        verify(load_spec(data), {**programs, "m1": late})
+
+
 def test_a_forward_moved_ahead_of_the_backward_that_frees_its_memory_is_caught():
     data = chain(4, 8, schedule="1f1b")
     for mesh in data["meshes"]:

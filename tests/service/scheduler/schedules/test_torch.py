@@ -10,12 +10,11 @@ import pytest
 
 from service.scheduler import load_spec, make_plan
 from service.scheduler.views.render import render
+from tests.missing import needs
 from tests.service.scheduler.specs import SHARED, chain
 
 ORACLE, RUNNER = SHARED / "tools" / "torch_oracle.py", SHARED / "tools" / "torch_run.py"
-needs_tools = pytest.mark.skipif(
-    not ORACLE.exists(), reason="the shared folder with torch_oracle.py is not beside the checkout"
-)
+needs_tools = needs(ORACLE, "the shared folder beside the checkout has the tools")
 
 
 def placements(meshes):

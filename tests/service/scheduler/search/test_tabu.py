@@ -18,14 +18,13 @@ from service.scheduler.programs.compile import compile_programs
 from service.scheduler.search import auto, rules
 from service.scheduler.search.auto import search
 from service.scheduler.search.tabu import tabu_search
+from tests.missing import needs
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import SHARED, chain, random_specs
 
 CASES_FILE = SHARED / "cases" / "plans.json"
 CASES = json.loads(CASES_FILE.read_text())["cases"] if CASES_FILE.exists() else []
-needs_cases = pytest.mark.skipif(
-    not CASES, reason="the shared folder with the cases is not beside the checkout"
-)
+needs_cases = needs(CASES_FILE, "the shared folder beside the checkout has the cases")
 
 
 def never() -> bool:

@@ -1,0 +1,93 @@
+"""Who may call what: every route of the application, as the application itself lists them."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+
+from service.control_plane import control_plane_app
+from service.settings import Settings
+from tests.service.api.conftest import Api, ApiMaker
+from tests.service.api.test_manage import problem
+from tests.service.fake_cluster import FakeCluster
+
+# Whoever may reach the server may call these; a new one is added here by hand, or it asks for a token.
+OPEN = {
+    ("GET", path)
+    for path in (
+        "/healthz",
+        "/readyz",
+        "/metrics",
+        "/api/v1/version",
+        "/openapi.json",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/redoc",
+    )
+}
+DRIVERS = "/api/v1/attempts/"
+
+
+def routes_of(app: FastAPI) -> set[tuple[str, str]]:
+    """(method, path) of everything that the application answers to."""
+    return {
+        (method, context.path)
+        for context in iter_route_contexts(app.routes)
+        for method in context.methods
+        if method != "HEAD"
+    }
+
+
+ROUTES = routes_of(control_plane_app(Settings(api_token="secret"), FakeCluster()))
+
+
+def test_the_routes_are_those_that_the_description_lists_and_the_pages():
+    app = control_plane_app(Settings(api_token="secret"), FakeCluster())
+    described = {(m.upper(), path) for path, item in app.openapi()["paths"].items() for m in item}
+    assert described <= ROUTES and len(described) > 20
+    assert OPEN <= ROUTES, "what is open is there"
+
+
+async def ask(api: Api, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
+    """Call a route with ids that fit and a body that does not: who may not call learns nothing of both."""
+    place = re.sub(r"{[^}]*}", "job-none-1", path)
+    return await api.client.request(method, place, params={"key": "k"}, json={}, headers=headers)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - OPEN))
+async def test_no_route_but_the_open_ones_answers_without_a_token_that_fits(
+    make_api: ApiMaker, method: str, path: str
+):
+    async with make_api(api_token="secret") as api:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic bWU6d3Jvbmc="}):
+            problem(await ask(api, method, path, headers), 401)
+        users = await ask(api, method, path, {"Authorization": "Bearer secret"})
+        if path.startswith(DRIVERS):
+            problem(users, 401)
+        else:
+            assert users.status_code != 401
+
+
+async def test_a_drivers_token_opens_its_own_attempt_and_nothing_of_the_users(make_api: ApiMaker):
+    async with make_api(api_token="secret") as api:
+        api.client.headers["Authorization"] = "Bearer secret"
+        first = await api.started(pipeline={"stages": 2})
+        second = await api.started(pipeline={"stages": 2})
+        given = api.cluster.submissions[f"{first}-1"].env["SLOTLINE_ATTEMPT_TOKEN"]
+        assert (await api.driver(first, "GET", token=given)).status_code == 200
+        problem(await api.driver(second, "GET", token=given), 401)
+        del api.client.headers["Authorization"]
+        for method, path in sorted(ROUTES - OPEN):
+            if not path.startswith(DRIVERS):
+                problem(await ask(api, method, path, {"Authorization": f"Bearer {given}"}), 401)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(OPEN))
+async def test_what_probes_and_scrapers_need_is_open(make_api: ApiMaker, method: str, path: str):
+    async with make_api(api_token="secret") as api:
+        await api.service.cluster.refresh()
+        assert (await ask(api, method, path, {})).status_code == 200
