@@ -42,7 +42,8 @@ from worker.program import program_from_json
 from worker.reasons import Reason
 from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
 from worker.transport import ConnectError, Topology
-from worker.transport.links import Link, measure_links, neighbour_lanes
+from worker.transport.links import groups_of, lanes_of, measure_links
+from worker.transport.network import Measured, Probe
 
 PROFILE_REPEATS = 5
 
@@ -89,9 +90,15 @@ class Worker:
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
-        self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
-    ) -> Link | None:
-        """What a transfer to the next mesh costs; every worker 0 calls this at the same time."""
+        self,
+        *,
+        probes: Sequence[Probe],
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        connect_s: float,
+    ) -> list[Measured]:
+        """What the probes found whose hub this mesh is; every worker 0 calls this at the same time."""
         transport = make_transport(
             self._device,
             topology,
@@ -102,8 +109,8 @@ class Worker:
             connect_s=connect_s,
         )
         try:
-            transport.connect({}, neighbour_lanes(topology.meshes))
-            return measure_links(transport, self._device)
+            transport.connect(groups_of(topology), lanes_of(probes))
+            return measure_links(transport, probes, self._device)
         finally:
             transport.close()
 

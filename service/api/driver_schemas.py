@@ -103,9 +103,24 @@ class ReportAnswer(BaseModel):
     command: Literal["continue", "cancel"]
 
 
+Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Latency = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class MeasuredLink(_FromDriver):
+    source: Label
+    target: Label
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Latency | None = None
+
+
 class Network(_FromDriver):
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A NetworkSpec as it was measured. Drivers that measure no contention send none of it: `link` is planned."""
+
+    contention: Literal["none", "link", "full-duplex", "half-duplex"] = "link"
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Latency = 0.0
+    links: Annotated[list[MeasuredLink], Field(max_length=100_000)] = []
 
 
 class PlacedWorker(_FromDriver):

@@ -173,6 +173,10 @@ def _plan_job(
     from service.scheduler.model.spec import MeshSpec, NetworkSpec
     from service.scheduler.partition import partition
 
+    measured = NetworkSpec.model_validate(network)
+    if measured.contention == "none":  # the programs of a job serialise each pair: so must its plan
+        measured = measured.model_copy(update={"contention": "link"})
+
     pipeline = job["pipeline"]
     result = partition(
         profile,
@@ -180,7 +184,7 @@ def _plan_job(
         meshes=[MeshSpec(name=f"m{index}") for index in range(job["resources"]["meshes"])],
         cut=pipeline["cut"],
         microbatches=job["training"]["microbatches"],
-        network=NetworkSpec(**network),
+        network=measured,
         schedule=pipeline["schedule"],
         overlap=pipeline["overlap"],
     )

@@ -142,6 +142,7 @@ def _train(
             gang=gang,
             device=attempt.device,
             limits=limits,
+            stages=job.pipeline.stages,
             interrupted=raise_if_cancelled,
         )
         planned = planner.plan(workers_per_mesh)

@@ -1,4 +1,4 @@
-"""From loaded data and models to a plan: costs of the layers, cost of a transfer, the control plane's answer.
+"""From loaded data and models to a plan: costs of the layers, cost of transfers, the control plane's answer.
 
 Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), planning the control plane's.
 """
@@ -18,8 +18,10 @@ from worker.model.profile import LayerProfile, mean_profile
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
-from worker.transport.links import Link, slowest
+from worker.transport.network import choose_probes, network_of
 from worker.transport.rendezvous import host_store
+
+PROBE_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class PlannedJob:
 
 
 class Planner:
-    """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
+    """One attempt's way to a plan. `stages` is how many the job asks for; `interrupted` is that of `Gang.call`."""
 
     def __init__(
         self,
@@ -50,8 +52,10 @@ class Planner:
         gang: Gang,
         device: str,
         limits: Limits,
+        stages: int,
         interrupted: Callable[[], None],
     ):
+        self._stages = stages
         self._control = control
         self._reporter = reporter
         self._gang = gang
@@ -76,7 +80,7 @@ class Planner:
             self._reporter.event(
                 "profiled", f"{len(profile['layers'])} layers measured on {self._gang.addresses[0].node}"
             )
-        planned = self._ask(profile, self._measure_links())
+        planned = self._ask(profile, self._measure_network(profile))
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
@@ -92,36 +96,44 @@ class Planner:
         )
         return mean_profile([LayerProfile.from_json(profile) for profile in profiles]).to_json()
 
-    def _measure_links(self) -> Link | None:
-        """The slowest link between neighbouring meshes, on a rendezvous of its own; None for one mesh."""
-        meshes = self._gang.meshes
-        if len(meshes) < 2:
-            return None
+    def _measure_network(self, profile: Mapping[str, Any]) -> dict[str, Any]:
+        """JSON of a NetworkSpec: what transfers between the meshes cost and share, on a rendezvous of its own."""
+        meshes = [mesh.name for mesh in self._gang.meshes]
+        node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
+        ways = {
+            "loops": self._stages > len(meshes),
+            "skips": any(edge["target"] > edge["source"] + 1 for edge in profile["edges"]),
+        }
+        probes = choose_probes(meshes, node_of, **ways)
+        if not probes:
+            return network_of([], meshes, node_of, **ways)
         store = host_store("0.0.0.0")
-        topology = Topology(meshes=tuple(mesh.name for mesh in meshes))
-        nodes = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
-        links = self._call(
+        measured = self._call(
             [
                 mesh.workers[0].measure_links.remote(
-                    topology=topology,
+                    probes=probes,
+                    topology=Topology(meshes=tuple(meshes)),
                     store=(own_node_address(), store.port),
-                    host=nodes[mesh.name],
+                    host=node_of[mesh.name],
                     connect_s=self._limits.connect_s,
                 )
-                for mesh in meshes
+                for mesh in self._gang.meshes
             ],
-            "measuring the links",
-            2 * self._limits.connect_s,
+            f"measuring the links ({len(probes)} of them)",
+            2 * self._limits.connect_s + PROBE_LIMIT_S * len(probes),
         )
-        return slowest([link for link in links if link is not None])
+        network = network_of([one for found in measured for one in found], meshes, node_of, **ways)
+        self._reporter.event(
+            "links_measured",
+            f"{network['contention']}; the slowest moves {network['bandwidth_bytes_per_s']:.3g} bytes a second "
+            f"after {network['latency_s']:.2g} s",
+        )
+        return network
 
-    def _ask(self, profile: Mapping[str, Any], link: Link | None) -> PlannedJob:
+    def _ask(self, profile: Mapping[str, Any], network: Mapping[str, Any]) -> PlannedJob:
         request = {
             "profile": profile,
-            "network": {
-                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s if link else None,
-                "latency_s": link.latency_s if link else 0.0,
-            },
+            "network": network,
             "workers": [
                 {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device}
                 for a in self._gang.addresses

@@ -11,11 +11,12 @@ from workers import plan_of
 
 
 class ControlPlane:
-    """Serves `given` (the attempt with its job) on a port of 127.0.0.1; `reports` are those that came."""
+    """Serves `given` (the attempt with its job) on a port of 127.0.0.1; `reports` and `plan_requests` came."""
 
     def __init__(self, given: dict[str, Any]):
         self.given = given
         self.reports: list[dict[str, Any]] = []
+        self.plan_requests: list[dict[str, Any]] = []
         self.command = "continue"
         self.heard = threading.Condition()
         plane = self
@@ -34,6 +35,7 @@ class ControlPlane:
             def do_POST(self) -> None:
                 body = self._body()
                 if self.path.endswith("/plan"):
+                    plane.plan_requests.append(body)
                     try:
                         self._answer(200, plan_of(plane.given["job"], body["profile"], body["network"]))
                     except Exception as error:

@@ -77,10 +77,16 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
     first, process = attempt(spec)
     assert process.wait(120) == 0
     assert first.states == ["RUNNING", "SUCCEEDED"]
+    network = first.plan_requests[0]["network"]
+    assert network["contention"] in ("link", "full-duplex", "half-duplex")
+    assert [(link["source"], link["target"]) for link in network["links"]] == [("m0", "m1"), ("m1", "m0")]
+    assert all(link["bandwidth_bytes_per_s"] > 1e6 for link in network["links"])
     assert [report["checkpoint"]["step"] for report in first.reports if report["checkpoint"]][-1] == 5
     spec = job("cosine", meshes=1, **place) | {"pipeline": {"stages": 2, "schedule": "auto"}}
     second, process = attempt(spec, number=2)
     assert process.wait(120) == 0
+    network = second.plan_requests[0]["network"]
+    assert (network["contention"], network["bandwidth_bytes_per_s"]) == ("link", None)
     found = first.steps + second.steps
     assert [step["step"] for step in found] == list(range(1, 9))
     assert [step["loss"] for step in found] == pytest.approx(losses, rel=1e-5)
