@@ -34,13 +34,21 @@ from worker.engine import (
 )
 from worker.failure import AttemptFailure, as_failure, attributed_to
 from worker.job import Job
+from worker.memory import memory_limit
 from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
 from worker.model.errors import FactoryError
-from worker.model.profile import PROFILE_FORMAT
+from worker.model.profile import PROFILE_FORMAT, OptimizerState
 from worker.node import WorkerAddress, own_node_address
 from worker.program import program_from_json
 from worker.reasons import Reason
-from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
+from worker.training import (
+    learning_rate,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+    measure_optimizer_state,
+    without_implementation,
+)
 from worker.transport import ConnectError, Topology
 from worker.transport.links import groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
@@ -87,6 +95,15 @@ class Worker:
         self._build_data()
         self._build_model()
         return self._profile_key()
+
+    def memory_limit(self, sharing: int) -> int | None:
+        """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
+        given = self._job.resources.memory_per_worker
+        return given if isinstance(given, int) else memory_limit(self._device, sharing)
+
+    def optimizer_state(self) -> OptimizerState:
+        """What the job's optimizer keeps of the parameters that it trains."""
+        return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(

@@ -130,7 +130,25 @@ class PlacedWorker(_FromDriver):
     device: str | None = None
 
 
+class MeshMemory(_FromDriver):
+    """What each worker of a mesh may use."""
+
+    mesh: Label
+    memory_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class OptimizerMemory(_FromDriver):
+    """An OptimizerState of worker/model/profile.py as it was measured."""
+
+    bytes_per_parameter_byte: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    bytes_per_tensor: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
 class PlanRequest(_FromDriver):
+    """Drivers that measure no memory send no `memory`: their plans have no limit of the whole."""
+
     profile: Arguments
     network: Network = Network()
+    memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []
+    optimizer: OptimizerMemory = OptimizerMemory()
     workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []

@@ -77,7 +77,12 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
     job = await _current_job(service, attempt)
     try:
         planned = await service.planner.plan_job(
-            job.spec, request.profile, request.network.model_dump(), budget_s=service.settings.plan_budget_s
+            job.spec,
+            request.profile,
+            request.network.model_dump(),
+            memory={one.mesh: one.memory_bytes for one in request.memory},
+            optimizer=request.optimizer.model_dump(),
+            budget_s=service.settings.plan_budget_s,
         )
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None

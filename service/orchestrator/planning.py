@@ -57,10 +57,15 @@ class Planner:
         profile: Mapping[str, Any],
         network: Mapping[str, Any],
         *,
+        memory: Mapping[str, int],
+        optimizer: Mapping[str, Any],
         budget_s: float,
     ) -> str:
-        """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec and plan."""
-        return await self._run(_plan_job, job, profile, network, budget_s)
+        """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec and plan.
+
+        `memory` is bytes by mesh, `optimizer` the JSON of an OptimizerState.
+        """
+        return await self._run(_plan_job, job, profile, network, memory, optimizer, budget_s)
 
     async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
@@ -167,26 +172,31 @@ def _plan_job(
     job: Mapping[str, Any],
     profile: Mapping[str, Any],
     network: Mapping[str, Any],
+    memory: Mapping[str, int],
+    optimizer: Mapping[str, Any],
     budget_s: float,
 ) -> str:
     from service.scheduler import make_plan
     from service.scheduler.model.spec import MeshSpec, NetworkSpec
     from service.scheduler.partition import partition
+    from worker.model.profile import OptimizerState
 
     measured = NetworkSpec.model_validate(network)
     if measured.contention == "none":  # the programs of a job serialise each pair: so must its plan
         measured = measured.model_copy(update={"contention": "link"})
 
+    names = [f"m{index}" for index in range(job["resources"]["meshes"])]
     pipeline = job["pipeline"]
     result = partition(
         profile,
         stages=pipeline["stages"],
-        meshes=[MeshSpec(name=f"m{index}") for index in range(job["resources"]["meshes"])],
+        meshes=[MeshSpec(name=name, memory_bytes=memory.get(name)) for name in names],
         cut=pipeline["cut"],
         microbatches=job["training"]["microbatches"],
         network=measured,
         schedule=pipeline["schedule"],
         overlap=pipeline["overlap"],
+        optimizer=OptimizerState(**optimizer),
     )
     plan = make_plan(result.spec, budget_s=budget_s, expired=expired)
     return json.dumps(

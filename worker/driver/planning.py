@@ -6,7 +6,7 @@ Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from worker.driver.control_plane import ControlPlane, Refused
@@ -80,7 +80,7 @@ class Planner:
             self._reporter.event(
                 "profiled", f"{len(profile['layers'])} layers measured on {self._gang.addresses[0].node}"
             )
-        planned = self._ask(profile, self._measure_network(profile))
+        planned = self._ask(profile, self._measure_network(profile), self._measure_memory())
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
@@ -130,10 +130,36 @@ class Planner:
         )
         return network
 
-    def _ask(self, profile: Mapping[str, Any], network: Mapping[str, Any]) -> PlannedJob:
+    def _measure_memory(self) -> dict[str, Any]:
+        """What each mesh may hold (of its workers the least) and what the optimizer will keep, for the request."""
+        gang = self._gang
+        limits = self._call(
+            [
+                worker.memory_limit.remote(gang.sharing(address))
+                for worker, address in zip(gang.workers, gang.addresses, strict=True)
+            ],
+            "looking at the memory",
+            self._limits.prepare_s,
+        )
+        (optimizer,) = self._call(
+            [gang.workers[0].optimizer_state.remote()], "trying the optimizer", self._limits.prepare_s
+        )
+        of_mesh: dict[str, list[int]] = {}
+        for address, limit in zip(gang.addresses, limits, strict=True):
+            if limit is not None:
+                of_mesh.setdefault(address.mesh, []).append(limit)
+        return {
+            "memory": [{"mesh": mesh, "memory_bytes": min(found)} for mesh, found in of_mesh.items()],
+            "optimizer": asdict(optimizer),
+        }
+
+    def _ask(
+        self, profile: Mapping[str, Any], network: Mapping[str, Any], memory: Mapping[str, Any]
+    ) -> PlannedJob:
         request = {
             "profile": profile,
             "network": network,
+            **memory,
             "workers": [
                 {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device}
                 for a in self._gang.addresses

@@ -85,6 +85,9 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
     spec = job("cosine", meshes=1, **place) | {"pipeline": {"stages": 2, "schedule": "auto"}}
     second, process = attempt(spec, number=2)
     assert process.wait(120) == 0
+    assert [one["mesh"] for one in first.plan_requests[0]["memory"]] == ["m0", "m1"]
+    assert all(one["memory_bytes"] > 1 << 20 for one in first.plan_requests[0]["memory"])
+    assert first.plan_requests[0]["optimizer"] == {"bytes_per_parameter_byte": 2.0, "bytes_per_tensor": 4}
     network = second.plan_requests[0]["network"]
     assert (network["contention"], network["bandwidth_bytes_per_s"]) == ("link", None)
     found = first.steps + second.steps
