@@ -6,13 +6,13 @@ the class) and does not know the control plane.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from worker import checkpoint
 from worker.data.sampler import BatchSampler, collate
-from worker.device import choose_device, make_transport
+from worker.device import choose_device, device_kind, make_transport
 from worker.engine import (
     AbortedError,
     Engine,
@@ -32,9 +32,15 @@ from worker.engine import (
     StageError,
     StallError,
 )
-from worker.failure import AttemptFailure, as_failure, attributed_to
+from worker.failure import (
+    AttemptFailure,
+    OutOfMemoryFailure,
+    as_failure,
+    attributed_to,
+    is_out_of_memory,
+)
 from worker.job import Job
-from worker.memory import memory_limit
+from worker.memory import PeakMemory, memory_limit, tried_bytes
 from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT, OptimizerState
@@ -68,6 +74,8 @@ class Worker:
         self._traced: TracedModel | None = None
         self._engine: Engine | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._memory = PeakMemory(device)
+        self._planned_bytes: int | None = None
 
     def address(self) -> WorkerAddress:
         """Where this worker runs; takes its GPU. RuntimeError when there is none."""
@@ -151,8 +159,82 @@ class Worker:
         host: str,
         connect_s: float,
         slot_limits: SlotLimits,
+        planned_bytes: int | None = None,
     ) -> None:
-        """Cut the model, keep this mesh's stages and connect to every peer."""
+        """Cut the model, keep this mesh's stages and connect to every peer.
+
+        `planned_bytes` is the most that this mesh holds by the plan, for messages.
+        """
+        self._planned_bytes = planned_bytes
+        with self._memory_told():
+            self._load(
+                begins=begins,
+                mesh_of_stage=mesh_of_stage,
+                program=program,
+                planned_s=planned_s,
+                topology=topology,
+                store=store,
+                host=host,
+                connect_s=connect_s,
+                slot_limits=slot_limits,
+            )
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def restore(self, uri: str) -> int:
+        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
+        own = self._engine.state()
+        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
+        state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
+        self._engine.load_state(state)
+        return step
+
+    def run_step(self, step: int) -> dict[str, Any]:
+        """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
+        inputs, targets = self._batch(step)
+        rate = None if self._optimizer is None else learning_rate(self._optimizer)
+        self._memory.begin()
+        with self._memory_told():
+            try:
+                result = self._engine.run_step(step, inputs, targets)
+            except EngineError as error:
+                raise _engine_failure(error) from error
+            except Exception as error:
+                raise as_failure(error, Reason.INTERNAL) from error
+        return {
+            "losses": result.losses,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "skipped": result.skipped,
+            "started_s": result.started_s,
+            "ended_s": result.ended_s,
+            "slots": result.slots,
+            "peak_memory_bytes": self._memory.read(),
+        }
+
+    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
+    def try_checkpoints(self, uri: str) -> None:
+        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
+        checkpoint.try_writing(uri)
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def save(self, uri: str, step: int) -> None:
+        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
+        if self._worker == 0:
+            checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+
+    def _load(
+        self,
+        *,
+        begins: Sequence[str],
+        mesh_of_stage: Sequence[str],
+        program: Sequence[Mapping[str, Any]],
+        planned_s: Sequence[float] | None,
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        connect_s: float,
+        slot_limits: SlotLimits,
+    ) -> None:
         training, schedule = self._job.training, self._job.optimizer.schedule
         here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
         graph = self._cut(begins, here)
@@ -197,46 +279,6 @@ class Worker:
             self._engine.connect()
         except ConnectError as error:
             raise as_failure(error, Reason.START_TIMEOUT) from None
-
-    @attributed_to(Reason.CHECKPOINT_FAILED)
-    def restore(self, uri: str) -> int:
-        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
-        own = self._engine.state()
-        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
-        state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
-        self._engine.load_state(state)
-        return step
-
-    def run_step(self, step: int) -> dict[str, Any]:
-        """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
-        inputs, targets = self._batch(step)
-        rate = None if self._optimizer is None else learning_rate(self._optimizer)
-        try:
-            result = self._engine.run_step(step, inputs, targets)
-        except EngineError as error:
-            raise _engine_failure(error) from None
-        except Exception as error:
-            raise as_failure(error, Reason.INTERNAL) from None
-        return {
-            "losses": result.losses,
-            "grad_norm": result.grad_norm,
-            "learning_rate": rate,
-            "skipped": result.skipped,
-            "started_s": result.started_s,
-            "ended_s": result.ended_s,
-            "slots": result.slots,
-        }
-
-    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
-    def try_checkpoints(self, uri: str) -> None:
-        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
-        checkpoint.try_writing(uri)
-
-    @attributed_to(Reason.CHECKPOINT_FAILED)
-    def save(self, uri: str, step: int) -> None:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
-        if self._worker == 0:
-            checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
 
     @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
@@ -299,6 +341,27 @@ class Worker:
         share = len(indices) // self._workers_per_mesh
         return collate([self._example(i) for i in indices[self._worker * share : (self._worker + 1) * share]])
 
+    @contextlib.contextmanager
+    def _memory_told(self) -> Iterator[None]:
+        """When memory runs out in the body: say what was planned, and what was seen."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.OUT_OF_MEMORY)
+            peak = self._memory.read()
+            seen = peak + min(tried_bytes(failure.message), peak)
+            planned = "an unknown number of" if self._planned_bytes is None else f"{self._planned_bytes:,}"
+            way = "allocated by torch" if self._device == "cuda" else "resident in its process"
+            raise OutOfMemoryFailure(
+                f"{failure.message}; mesh {self._mesh} was planned with {planned} bytes and came to "
+                f"{seen:,} bytes ({way}, and the tensor that found no place)",
+                failure.details,
+                self._mesh,
+                seen,
+            ) from None
+
     def _example(self, index: int) -> Any:
         try:
             return self._dataset[index]
@@ -309,8 +372,8 @@ class Worker:
             ) from error
 
     def _profile_key(self) -> str:
-        """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch, and
-        on CPU the workers that share the cores."""
+        """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
+        workers of the gang, which share the cores. Workers of two kinds thus have two keys."""
         inputs, target = self._sample
         parts = {
             "model": asdict(self._job.model),
@@ -319,7 +382,7 @@ class Worker:
             "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
             "precision": self._job.training.precision,
             "device": self._device,
-            "device_name": torch.cuda.get_device_name() if self._device == "cuda" else socket.gethostname(),
+            "device_name": device_kind(self._device),
             "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,
             "torch": torch.__version__,
             "format": PROFILE_FORMAT,

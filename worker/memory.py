@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -72,6 +73,16 @@ def _reclaimable(group: Path) -> int:
             if line.startswith(("inactive_file ", "total_inactive_file ")):
                 return int(line.split()[1])
     return 0
+
+
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def tried_bytes(text: str) -> int:
+    """The size of the tensor that found no place, as torch's message says it; 0 where it does not."""
+    found = _TRIED.search(text)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 class PeakMemory:

@@ -54,6 +54,7 @@ class ReportedStep(_FromDriver):
     overlap_ratio: Number = None
     grad_norm: Number = None
     started_at: Number = None
+    peak_memory_bytes: dict[Label, Annotated[int, Field(ge=0, lt=2**63)]] = {}
 
 
 class ReportedSlot(_FromDriver):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.memory import MARGIN, PeakMemory, available_bytes, memory_limit
+from worker.memory import MARGIN, PeakMemory, available_bytes, memory_limit, tried_bytes
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -57,6 +57,18 @@ def test_workers_of_one_node_share_what_is_available_less_the_margin(tmp_path):
 
 def test_this_machine_says_what_is_available():
     assert memory_limit("cpu", 1) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has", 2.5 * GIB),
+        ("can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("no word of it", 0),
+    ],
+)
+def test_the_tensor_that_found_no_place_is_read_from_the_message(text, size):
+    assert tried_bytes(text) == size
 
 
 def test_the_peak_of_a_process_contains_what_came_and_went_since_the_beginning():

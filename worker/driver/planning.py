@@ -6,15 +6,16 @@ Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.report import Reporter
-from worker.failure import AttemptFailure
-from worker.model.profile import LayerProfile, mean_profile
+from worker.failure import AttemptFailure, OutOfMemoryFailure
+from worker.model.memory_plan import correction, planned_peak_bytes, static_bytes_by_mesh
+from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
@@ -56,6 +57,8 @@ class Planner:
         interrupted: Callable[[], None],
     ):
         self._stages = stages
+        self._profiles: dict[str, LayerProfile] = {}
+        self._planned: PlannedJob | None = None
         self._control = control
         self._reporter = reporter
         self._gang = gang
@@ -73,14 +76,9 @@ class Planner:
             "building the model and the data",
             self._limits.prepare_s,
         )
-        profile = self._control.cached_profile(keys[0])
-        if profile is None:
-            profile = self._measure_layers()
-            self._control.store_profile(keys[0], profile)
-            self._reporter.event(
-                "profiled", f"{len(profile['layers'])} layers measured on {self._gang.addresses[0].node}"
-            )
+        profile = self._profile_of(keys).to_json()
         planned = self._ask(profile, self._measure_network(profile), self._measure_memory())
+        self._planned = planned
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
@@ -88,13 +86,56 @@ class Planner:
         )
         return planned
 
-    def _measure_layers(self) -> dict[str, Any]:
-        """JSON of the layers' costs: on CPU from all workers at once, which share cores as in training."""
-        workers = self._gang.workers if self._device == "cpu" else self._gang.workers[:1]
-        profiles = self._call(
-            [worker.profile.remote() for worker in workers], "profiling the layers", self._limits.prepare_s
+    def correct(self, failure: OutOfMemoryFailure) -> None:
+        """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""
+        if self._planned is None:
+            return
+        planned = planned_peak_bytes(self._planned.spec, self._planned.plan)
+        factor = correction(
+            planned_bytes=planned.get(failure.mesh, 0),
+            static_bytes=static_bytes_by_mesh(self._planned.spec).get(failure.mesh, 0),
+            seen_bytes=failure.seen_bytes,
         )
-        return mean_profile([LayerProfile.from_json(profile) for profile in profiles]).to_json()
+        total = factor * max(profile.activation_factor for profile in self._profiles.values())
+        for key, profile in self._profiles.items():
+            self._control.store_profile(key, replace(profile, activation_factor=total).to_json())
+        self._reporter.event(
+            "memory_corrected", f"the next plan takes {total:.3g} times the activations that were profiled"
+        )
+
+    def _profile_of(self, keys: Sequence[str]) -> LayerProfile:
+        """The costs of the layers, of the slowest kind of accelerator; `keys`, one a worker, tell kinds apart.
+
+        A kind that has no stored profile is measured: on CPU by all its workers at once, which share
+        cores as in training.
+        """
+        workers_of: dict[str, list[int]] = {}
+        for index, key in enumerate(keys):
+            workers_of.setdefault(key, []).append(index)
+        for key in workers_of:
+            if (stored := self._control.cached_profile(key)) is not None:
+                self._profiles[key] = LayerProfile.from_json(stored)
+        missing = {
+            key: indices if self._device == "cpu" else indices[:1]
+            for key, indices in workers_of.items()
+            if key not in self._profiles
+        }
+        measuring = [index for indices in missing.values() for index in indices]
+        measured = self._call(
+            [self._gang.workers[index].profile.remote() for index in measuring],
+            "profiling the layers",
+            self._limits.prepare_s,
+        )
+        found = dict(zip(measuring, measured, strict=True))
+        for key, indices in missing.items():
+            profile = mean_profile([LayerProfile.from_json(found[index]) for index in indices])
+            self._profiles[key] = profile
+            self._control.store_profile(key, profile.to_json())
+            self._reporter.event(
+                "profiled",
+                f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}",
+            )
+        return slowest_profile(list(self._profiles.values()))
 
     def _measure_network(self, profile: Mapping[str, Any]) -> dict[str, Any]:
         """JSON of a NetworkSpec: what transfers between the meshes cost and share, on a rendezvous of its own."""

@@ -173,6 +173,22 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
     return replace(first, layers=tuple(layers))
 
 
+def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    """Of one model's profiles on several kinds of accelerators the one whose layers take longest in sum.
+
+    Stages are cut before it is known which kind runs which: a plan with these times is late nowhere. The
+    largest correction of activations goes with it. Raises ValueError when the layers differ.
+    """
+    mean_profile(profiles)
+    slowest = max(
+        profiles,
+        key=lambda profile: sum(
+            c.forward_s + c.backward_input_s + c.backward_weight_s for c in profile.layers
+        ),
+    )
+    return replace(slowest, activation_factor=max(profile.activation_factor for profile in profiles))
+
+
 def resolve_begins(layers: Sequence[str], names: Sequence[str]) -> list[str]:
     """The layers that begin the stages of a cut given by names, the first layer always first.
 
