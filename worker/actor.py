@@ -275,6 +275,7 @@ class Worker:
             planned_s=planned_s,
         )
         self._traced = None
+        self._memory.settle(t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers()))
         try:
             self._engine.connect()
         except ConnectError as error:
@@ -350,16 +351,15 @@ class Worker:
             if not is_out_of_memory(error):
                 raise
             failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.OUT_OF_MEMORY)
-            peak = self._memory.read()
-            seen = peak + min(tried_bytes(failure.message), peak)
+            peak, tried = self._memory.read(), tried_bytes(failure.message)
             planned = "an unknown number of" if self._planned_bytes is None else f"{self._planned_bytes:,}"
             way = "allocated by torch" if self._device == "cuda" else "resident in its process"
             raise OutOfMemoryFailure(
-                f"{failure.message}; mesh {self._mesh} was planned with {planned} bytes and came to "
-                f"{seen:,} bytes ({way}, and the tensor that found no place)",
+                f"{failure.message}; mesh {self._mesh} was planned with {planned} bytes and had come to "
+                f"{peak:,} bytes ({way})",
                 failure.details,
                 self._mesh,
-                seen,
+                peak + min(tried, peak),
             ) from None
 
     def _example(self, index: int) -> Any:

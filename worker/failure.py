@@ -44,7 +44,10 @@ class AttemptFailure(RuntimeError):
 
 
 class OutOfMemoryFailure(AttemptFailure):
-    """A worker of `mesh` found no place for a tensor; it had held up to `seen_bytes` (0: nobody looked)."""
+    """A worker of `mesh` found no place for a tensor.
+
+    `seen_bytes` is what it had held at most and that tensor, counted as no more than as much again.
+    """
 
     def __init__(self, message: str, details: str, mesh: str, seen_bytes: int):
         super().__init__(Reason.OUT_OF_MEMORY, message, details)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -88,13 +89,18 @@ def tried_bytes(text: str) -> int:
 class PeakMemory:
     """The most bytes held since `begin`, the same way at each step.
 
-    On CUDA what torch had allocated. On CPU what of the process was resident, less what was at
-    construction: torch does not count its tensors there, so caches and libraries are in it too.
+    On CUDA what torch had allocated. On CPU what of the process was resident beyond `settle` (or the
+    construction): torch does not count its tensors there, so whatever else the process got is in it too.
     """
 
     def __init__(self, device: str):
         self._device = device
         self._before = 0 if device == "cuda" else _status("VmRSS")
+
+    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on, of all that is resident, only the bytes of `tensors` count."""
+        if self._device != "cuda":
+            self._before = _status("VmRSS") - sum(tensor.nbytes for tensor in tensors)
 
     def begin(self) -> None:
         if self._device == "cuda":

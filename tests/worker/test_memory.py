@@ -78,3 +78,12 @@ def test_the_peak_of_a_process_contains_what_came_and_went_since_the_beginning()
     before = peak.read()
     torch.ones(size, dtype=torch.uint8)
     assert size * 0.9 < peak.read() - before < size * 1.5
+
+
+def test_what_was_there_before_counts_only_as_far_as_it_is_held():
+    peak = PeakMemory("cpu")
+    other, held = torch.ones(64 << 20, dtype=torch.uint8), torch.ones(8 << 20, dtype=torch.uint8)
+    peak.settle([held])
+    peak.begin()
+    assert 7 << 20 < peak.read() < 16 << 20
+    del other

@@ -39,7 +39,7 @@ def planned_peak_bytes(spec: Mapping[str, Any], plan: Mapping[str, Any]) -> dict
 def correction(*, planned_bytes: int, static_bytes: int, seen_bytes: int) -> float:
     """The factor by which a mesh's activations were larger than planned, from 1.25 to 4.
 
-    `seen_bytes` is the most that the mesh held when it ran out; 0 where nobody saw it.
+    `seen_bytes` is the most that the mesh held and wanted when it ran out; 0 where nobody saw it.
     """
     activations = planned_bytes - static_bytes
     found = (seen_bytes - static_bytes) / activations if activations > 0 else LEAST_CORRECTION

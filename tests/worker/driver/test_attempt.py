@@ -121,7 +121,7 @@ def test_an_attempt_that_runs_out_of_memory_says_so_and_the_next_one_plans_with_
     spec, profiles = job(loss=loss), {}
     spec["training"]["steps"] = 1000
     first, process = attempt(spec, profiles=profiles)
-    assert process.wait(120) == 0
+    assert process.wait(120) == 1
     assert first.states == ["RUNNING", "FAILED"]
     last = first.reports[-1]
     assert last["reason"] == "OUT_OF_MEMORY"
