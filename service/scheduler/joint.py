@@ -25,9 +25,9 @@ from service.scheduler.recomputation import may_recompute, relaxed, with_choice
 from service.scheduler.schedules import AUTO
 from service.scheduler.search.auto import search
 from service.scheduler.search.bounds import lower_bound
-from worker.model.profile import LayerProfile
+from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
 
-_EVERY_CUT = 300  # cuts of one shape up to which all are judged
+_EVERY_CUT = 30  # cuts of one shape, for each second of the budget, up to which all are judged
 _MOVES_PER_SECOND = (
     5_000_000  # tasks judged by constructive schedules in a second of the budget, with all rules
 )
@@ -69,13 +69,17 @@ def choose(
     overlap: bool = True,
     budget_s: float = 10.0,
     expired: Callable[[], bool] | None = None,
+    optimizer: OptimizerState | None = None,
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
-    `stages` the numbers of stages that may be. Names in `cut` fix it. Raises SpecError where nothing fits.
+    `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
+    bytes. Raises CutError for more stages than layers, SpecError where nothing fits.
     """
-    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired)
+    for profile in profiles.values():
+        check_stage_count([layer.name for layer in profile.layers], min(stages))
+    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer)
     shapes = [
         _Shape(microbatches, placement)
         for microbatches in profiles
@@ -103,9 +107,7 @@ def placements(stages: int, meshes: int, schedule: str) -> list[tuple[int, ...]]
         return [looped]
     if stages == 2 * meshes and schedule == AUTO:
         return [folded, looped]
-    if schedule == "zb-v":
-        return [folded] if stages == 2 * meshes else []
-    return [looped]
+    return [folded if schedule == "zb-v" and stages == 2 * meshes else looped]
 
 
 class _Choice:
@@ -118,10 +120,13 @@ class _Choice:
         overlap: bool,
         budget_s: float,
         expired: Callable[[], bool] | None,
+        optimizer: OptimizerState | None,
     ) -> None:
         self._profiles, self._meshes, self._network = profiles, list(meshes), network
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
+        self._every_cut = int(_EVERY_CUT * budget_s)
+        self._optimizer = optimizer
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
@@ -137,7 +142,7 @@ class _Choice:
         layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
         if stages > layers:
             return
-        if math.comb(layers - 1, stages - 1) <= _EVERY_CUT:
+        if math.comb(layers - 1, stages - 1) <= share * self._every_cut:
             for borders in combinations(range(1, layers), stages - 1):
                 self._judge(shape, (0, *borders))
             return
@@ -169,8 +174,7 @@ class _Choice:
             raise self._failed or SpecError(
                 "no cut of this model fits the meshes: raise their memory, or use more"
             )
-        small = len(candidates) <= _EVERY_CUT and len(self._seen) <= _EVERY_CUT
-        tried = candidates if small else candidates[:_WINNERS]
+        tried = candidates if len(self._seen) <= self._every_cut else candidates[:_WINNERS]
         # the first deserve most; where all are tried, the last ones have little left to show
         shares = np.arange(1, len(tried) + 1) ** -1.5
         shares *= self._budget_s * (1 - _JUDGED_SHARE) / shares.sum()
@@ -228,6 +232,7 @@ class _Choice:
             schedule=self._schedule,
             overlap=self._overlap,
             placement=shape.placement,
+            optimizer=self._optimizer,
         )
 
     def _late(self) -> bool:
