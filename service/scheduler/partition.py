@@ -42,9 +42,9 @@ def partition(
 
     `cut` "auto" minimises the estimated step, (microbatches - 1) times the busiest mesh's time for
     one microbatch plus the transfers of one microbatch, within the meshes' activation limits at the
-    number of microbatches that `schedule` keeps in flight. `optimizer` says what its state adds to the
-    stages' static bytes. Names give the cut by hand. Raises
-    CutError for a cut that the layers do not admit, SpecError for meshes or limits that do not fit.
+    number of microbatches that `schedule` keeps in flight. Names give the cut by hand. `optimizer` says
+    what its state adds to the stages' static bytes. Raises CutError for a cut that the layers do not
+    admit, SpecError for meshes or limits that do not fit.
     """
     if not isinstance(profile, LayerProfile):
         profile = LayerProfile.from_json(profile)
