@@ -37,7 +37,6 @@ from worker.failure import (
     OutOfMemoryFailure,
     as_failure,
     attributed_to,
-    is_out_of_memory,
 )
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
@@ -197,9 +196,9 @@ class Worker:
             try:
                 result = self._engine.run_step(step, inputs, targets)
             except EngineError as error:
-                raise _engine_failure(error) from error
+                raise _engine_failure(error) from None
             except Exception as error:
-                raise as_failure(error, Reason.INTERNAL) from error
+                raise as_failure(error, Reason.INTERNAL) from None
         return {
             "losses": result.losses,
             "grad_norm": result.grad_norm,
@@ -348,9 +347,9 @@ class Worker:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error):
+            failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.INTERNAL)
+            if failure.reason is not Reason.OUT_OF_MEMORY:
                 raise
-            failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.OUT_OF_MEMORY)
             peak, tried = self._memory.read(), tried_bytes(failure.message)
             planned = "an unknown number of" if self._planned_bytes is None else f"{self._planned_bytes:,}"
             way = "allocated by torch" if self._device == "cuda" else "resident in its process"

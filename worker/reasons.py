@@ -65,7 +65,7 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = (
         "OUT_OF_MEMORY",
         Cause.INFRASTRUCTURE,  # the next attempt plans with more; when nothing fits it is PLAN_INFEASIBLE
-        "an accelerator had less memory than the plan used",
+        "an accelerator had no memory left for a tensor",
     )
     INTERNAL = "INTERNAL", Cause.INFRASTRUCTURE, "Slotline failed in a way that it has no other code for"
 

@@ -201,12 +201,14 @@ def _plan_job(
         measured = measured.model_copy(update={"contention": "link"})
 
     names = [f"m{index}" for index in range(job["resources"]["meshes"])]
+    given = job["resources"].get("memory_per_worker")  # for drivers that tell no memory
+    limit = given if isinstance(given, int) else None
     pipeline = job["pipeline"]
     microbatches = job["training"]["microbatches"]
     found = choose(
         {microbatches: LayerProfile.from_json(profile)},
         stages=[pipeline["stages"]],
-        meshes=[MeshSpec(name=name, memory_bytes=memory.get(name)) for name in names],
+        meshes=[MeshSpec(name=name, memory_bytes=memory.get(name, limit)) for name in names],
         cut=pipeline["cut"],
         network=measured,
         schedule=pipeline["schedule"],

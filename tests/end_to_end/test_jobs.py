@@ -78,7 +78,15 @@ def test_two_jobs_at_once_take_turns_and_learn_what_a_plain_loop_learns(server, 
 def test_a_finished_job_shows_plan_timeline_and_trace(server):
     job_id = server.submit(job_spec("gpt-timeline", pipeline={"stages": 4, "schedule": "eager-1f1b"}))
     server.wait(job_id)
-    plan = server.client.get(f"/api/v1/jobs/{job_id}/plan").json()["plan"]
+    answer = server.client.get(f"/api/v1/jobs/{job_id}/plan").json()
+    plan, spec = answer["plan"], answer["spec"]
+    assert spec["network"]["contention"] in ("link", "full-duplex", "half-duplex")
+    neighbours = {(f"m{a}", f"m{b}") for i in range(3) for a, b in ((i, i + 1), (i + 1, i))}
+    assert neighbours <= {(link["source"], link["target"]) for link in spec["network"]["links"]}
+    assert all(mesh["memory_bytes"] > 1 << 20 for mesh in spec["meshes"])
+    assert all(stage["static_bytes"] > 0 for stage in spec["stages"])
+    shown = server.client.get(f"/jobs/{job_id}/memory").json()["meshes"]
+    assert all(0 < one["planned_bytes"] <= one["limit_bytes"] and one["measured_bytes"] > 0 for one in shown)
     assert plan["schedule"] == "eager-1f1b" and plan["makespan_s"] > 0
     timeline = server.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"step": 12}).json()
     key = lambda s: (s["mesh"], s["lane"], s["action"], s["stage"], s["microbatch"])  # noqa: E731

@@ -15,6 +15,7 @@ from worker.data.sampler import BatchSampler, collate
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
 from worker.model import build_model, call_factory
+from worker.model.profile import OptimizerState
 from worker.reasons import Reason
 
 SCHEDULES = {
@@ -181,6 +182,17 @@ def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reaso
     with pytest.raises(AttemptFailure, match=told) as caught:
         Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(1)
     assert caught.value.reason == reason
+
+
+def test_a_worker_tells_the_memory_that_it_was_given_or_has_and_what_its_optimizer_keeps():
+    def worker(**resources):
+        spec = job() | {"resources": {"meshes": 2, **resources}}
+        return Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+
+    assert worker(memory_per_worker=12345).memory_limit(3) == 12345
+    whole, half = worker().memory_limit(1), worker(memory_per_worker="auto").memory_limit(2)
+    assert whole / 4 < half < whole
+    assert worker().optimizer_state() == OptimizerState(2.0, 4)
 
 
 def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():

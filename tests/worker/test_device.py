@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from worker.device import choose_device, gpu_index, make_transport
+from worker.device import choose_device, device_kind, gpu_index, make_transport
 from worker.transport import Topology
 from worker.transport.gloo import GlooTransport, host_store
 
@@ -59,6 +59,15 @@ def test_a_process_has_a_hardware_queue_for_each_lane_before_it_uses_cuda(monkey
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.append(index))
     choose_device("cuda", lambda: [0])
     assert seen == [given or "16", 0]
+
+
+def test_kinds_of_accelerators_are_told_apart_by_name_and_not_by_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    assert device_kind("cuda") == "H200"
+    here = device_kind("cpu")
+    assert here.endswith(" cores") and here != ", cores" and socket.gethostname() not in here
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert device_kind("cpu").endswith(", 1 cores")
 
 
 def make(device):

@@ -14,7 +14,7 @@ from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.report import Reporter
 from worker.failure import AttemptFailure, OutOfMemoryFailure
-from worker.model.memory_plan import correction, planned_peak_bytes, static_bytes_by_mesh
+from worker.model.memory_plan import corrected_factor, planned_peak_bytes, static_bytes_by_mesh
 from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.node import own_node_address
 from worker.reasons import Reason
@@ -91,16 +91,16 @@ class Planner:
         if self._planned is None:
             return
         planned = planned_peak_bytes(self._planned.spec, self._planned.plan)
-        factor = correction(
+        factor = corrected_factor(
+            max(profile.activation_factor for profile in self._profiles.values()),
             planned_bytes=planned.get(failure.mesh, 0),
             static_bytes=static_bytes_by_mesh(self._planned.spec).get(failure.mesh, 0),
             seen_bytes=failure.seen_bytes,
         )
-        total = factor * max(profile.activation_factor for profile in self._profiles.values())
         for key, profile in self._profiles.items():
-            self._control.store_profile(key, replace(profile, activation_factor=total).to_json())
+            self._control.store_profile(key, replace(profile, activation_factor=factor).to_json())
         self._reporter.event(
-            "memory_corrected", f"the next plan takes {total:.3g} times the activations that were profiled"
+            "memory_corrected", f"the next plan takes {factor:.3g} times the activations that were profiled"
         )
 
     def _profile_of(self, keys: Sequence[str]) -> LayerProfile:

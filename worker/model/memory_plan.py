@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# The factor on activations after an attempt ran out of memory: what was seen tells it, but the tensor that found
-# no place is not in there, and a wrong measurement must not make all plans impossible.
+# How much larger than profiled activations are taken to be after an attempt ran out of memory. What was seen
+# tells it; but the next plan must differ, and a mistake in the model must not make all plans impossible.
 LEAST_CORRECTION = 1.25
 MOST_CORRECTION = 4.0
+MOST_IN_ALL = 8.0
 
 
 def static_bytes_by_mesh(spec: Mapping[str, Any]) -> dict[str, int]:
@@ -36,11 +37,12 @@ def planned_peak_bytes(spec: Mapping[str, Any], plan: Mapping[str, Any]) -> dict
     return peaks
 
 
-def correction(*, planned_bytes: int, static_bytes: int, seen_bytes: int) -> float:
-    """The factor by which a mesh's activations were larger than planned, from 1.25 to 4.
+def corrected_factor(before: float, *, planned_bytes: int, static_bytes: int, seen_bytes: int) -> float:
+    """The factor on profiled activations to plan with after a mesh ran out that was planned with `before`.
 
+    It grows by what was seen above the static bytes against what was planned there, at least by a quarter.
     `seen_bytes` is the most that the mesh held and wanted when it ran out; 0 where nobody saw it.
     """
     activations = planned_bytes - static_bytes
     found = (seen_bytes - static_bytes) / activations if activations > 0 else LEAST_CORRECTION
-    return min(max(found, LEAST_CORRECTION), MOST_CORRECTION)
+    return min(before * min(max(found, LEAST_CORRECTION), MOST_CORRECTION), MOST_IN_ALL)

@@ -117,18 +117,19 @@ async def test_a_job_is_planned_with_the_sharing_and_the_links_that_were_measure
         assert slot["end_s"] - slot["start_s"] == pytest.approx(0.5 + size)
 
 
+@pytest.mark.parametrize(("resources", "other"), [({}, None), ({"memory_per_worker": 10**10}, 10**10)])
 async def test_a_job_is_planned_with_the_memory_of_its_meshes_and_the_state_of_its_optimizer(
-    make_api: ApiMaker,
+    make_api: ApiMaker, resources: dict[str, int], other: int | None
 ):
     async with make_api() as api:
-        job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"})
+        job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"}, resources=resources)
         body = {
             "profile": PROFILE,
             "memory": [{"mesh": "m1", "memory_bytes": 10**9}],
             "optimizer": {"bytes_per_parameter_byte": 2.0, "bytes_per_tensor": 4},
         }
         spec = (await api.driver(job_id, "POST", "/plan", json=body)).json()["spec"]
-    assert [mesh["memory_bytes"] for mesh in spec["meshes"]] == [None, 10**9, None, None]
+    assert [mesh["memory_bytes"] for mesh in spec["meshes"]] == [other, 10**9, other, other]
     assert spec["stages"][0]["static_bytes"] == PROFILE["parameter_sizes"]["layers.0.weight"] * 4 + 4
 
 

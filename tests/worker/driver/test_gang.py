@@ -206,3 +206,11 @@ def test_workers_that_share_a_gpu_are_hosts_of_their_own_to_nccl(cluster):
         assert len({host for _, host in found} - {None}) == 4
     with pytest.raises(ValueError, match="workers_per_gpu is 0"):
         Gang(meshes=1, workers_per_mesh=1, device="cuda", start_timeout_s=60, workers_per_gpu=0)
+
+
+@pytest.mark.parametrize(("device", "sharing"), [("cpu", [2, 1, 2]), ("cuda", [3, 3, 3])])
+def test_workers_share_the_memory_of_their_node_or_of_their_gpu(device, sharing):
+    gang = Gang(meshes=3, workers_per_mesh=1, device=device, start_timeout_s=1.0, workers_per_gpu=3)
+    gang.addresses = tuple(WorkerAddress(f"m{i}", 0, n, n, i, device) for i, n in enumerate("aba"))
+    assert [gang.sharing(address) for address in gang.addresses] == sharing
+    gang.addresses = ()

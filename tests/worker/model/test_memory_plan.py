@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.model.memory_plan import correction, planned_peak_bytes, static_bytes_by_mesh
+from worker.model.memory_plan import corrected_factor, planned_peak_bytes, static_bytes_by_mesh
 
 SPEC = {
     "meshes": [{"name": "m0"}, {"name": "m1"}],
@@ -27,12 +27,12 @@ def test_the_planned_peak_is_the_plans_own_or_static_bytes_and_activations():
 
 
 @pytest.mark.parametrize(
-    ("seen", "factor"),
-    [(250, 2.0), (0, 1.25), (150, 1.25), (10_000, 4.0)],
+    ("before", "seen", "factor"),
+    [(1.0, 250, 2.0), (1.0, 0, 1.25), (1.0, 150, 1.25), (1.0, 10_000, 4.0), (1.5, 250, 3.0), (6.0, 250, 8.0)],
 )
-def test_activations_are_corrected_by_what_was_seen_above_the_static_bytes(seen, factor):
-    assert correction(planned_bytes=150, static_bytes=50, seen_bytes=seen) == factor
+def test_activations_are_corrected_by_what_was_seen_above_the_static_bytes(before, seen, factor):
+    assert corrected_factor(before, planned_bytes=150, static_bytes=50, seen_bytes=seen) == factor
 
 
 def test_a_mesh_without_activations_is_corrected_by_the_least():
-    assert correction(planned_bytes=50, static_bytes=50, seen_bytes=90) == 1.25
+    assert corrected_factor(1.0, planned_bytes=50, static_bytes=50, seen_bytes=90) == 1.25

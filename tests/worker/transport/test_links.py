@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 
 import pytest
 
 from worker.transport import Topology, links
-from worker.transport.links import groups_of, lanes_of, measure_links
+from worker.transport.links import SMALL_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.local import LocalTransport
 from worker.transport.network import Probe, contention_of
 
-LATENCY_S, BANDWIDTH, LARGE_BYTES = 0.002, 1e6, 25_000
+LATENCY_S, BANDWIDTH = 0.002, 1e8
 MESHES = ("m0", "m1", "m2")
 PROBES = (Probe("m0", ("m1",)), Probe("m1", ("m2",)), Probe("m1", ("m0", "m2")))
 
@@ -25,51 +23,86 @@ OCCUPIED = {
 }
 
 
-class Wire:
-    """A transport on which a send takes the latency and then its bytes' time, and occupies `resources`."""
+class Wires:
+    """A network on a clock of its own: a transfer begins when both ends are there, takes the latency, waits for
+    what `contention` lets it occupy, and takes its bytes' time. Words of a few bytes occupy nothing."""
 
-    def __init__(self, inner, contention, bandwidths, resources):
-        self._inner, self._contention, self._bandwidths = inner, contention, bandwidths
-        self._resources = resources
-        self.topology, self.mesh = inner.topology, inner.mesh
-        self.receive, self.all_reduce = inner.receive, inner.all_reduce
+    def __init__(self, contention, bandwidths):
+        self._contention, self._bandwidths = contention, bandwidths
+        self._posted: dict[tuple, dict[str, float]] = {}
+        self._ends: dict[tuple, float] = {}
+        self._free: dict[str, float] = {}
+        self._changed = threading.Condition()
+
+    def post(self, transfer, end, at_s, size):
+        """`transfer` is (source, target, tag); `end` is "send" or "receive"."""
+        with self._changed:
+            posted = self._posted.setdefault(transfer, {})
+            posted[end] = at_s
+            if len(posted) < 2:
+                return
+            del self._posted[transfer]
+            source, target, _ = transfer
+            begin_s = max(posted.values()) + LATENCY_S
+            occupied = OCCUPIED[self._contention](source, target) if size > SMALL_BYTES else []
+            begin_s = max([begin_s, *(self._free.get(name, 0.0) for name in occupied)])
+            end_s = begin_s + size / self._bandwidths.get((source, target), BANDWIDTH)
+            self._free |= dict.fromkeys(occupied, end_s)
+            self._ends[transfer] = end_s
+            self._changed.notify_all()
+
+    def wait(self, transfer):
+        """When it ended."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: transfer in self._ends, 60)
+            return self._ends[transfer]
+
+
+class Clock(threading.local):
+    """The time of each mesh, which is a thread here: only what it waits for moves it."""
+
+    now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+CLOCK = Clock()
+
+
+class Wire:
+    """One mesh's end of the wires."""
+
+    def __init__(self, local, wires):
+        self.topology, self.mesh, self.all_reduce = local.topology, local.mesh, local.all_reduce
+        self._wires = wires
 
     def send(self, peer, tag, tensor):
-        arrived: list = []
-        mover = threading.Thread(target=self._move, args=(peer, tag, tensor, arrived))
-        mover.start()
+        return self._start((self.mesh, peer, tag), "send", tensor)
+
+    def receive(self, peer, tag, out):
+        return self._start((peer, self.mesh, tag), "receive", out)
+
+    def _start(self, transfer, end, tensor):
+        self._wires.post(transfer, end, CLOCK.now_s, tensor.numel())
 
         def wait():
-            mover.join()
-            arrived[0]()
+            CLOCK.now_s = max(CLOCK.now_s, self._wires.wait(transfer))
 
         return wait
-
-    def _move(self, peer, tag, tensor, arrived):
-        time.sleep(LATENCY_S)
-        with contextlib.ExitStack() as stack:
-            for name in OCCUPIED[self._contention](self.mesh, peer):
-                stack.enter_context(self._resources[name])
-            time.sleep(tensor.numel() / self._bandwidths.get((self.mesh, peer), BANDWIDTH))
-        arrived.append(self._inner.send(peer, tag, tensor))
 
 
 def measure_all(contention, bandwidths, probes=PROBES, meshes=MESHES):
     topology = Topology(meshes)
     group = LocalTransport.group(topology)
-    resources = {
-        name: threading.Lock()
-        for a in meshes
-        for b in meshes
-        for occupied in OCCUPIED.values()
-        for name in occupied(a, b)
-    }
-    found: dict[str, list] = {}
+    wires = [Wires(contention, bandwidths) for _ in probes]  # tags begin again with each probe
+    found: dict[str, list] = {mesh: [] for mesh in meshes}
 
     def run(mesh):
         transport = group[(mesh, 0)]
         transport.connect(groups_of(topology), lanes_of(probes))
-        found[mesh] = measure_links(Wire(transport, contention, bandwidths, resources), probes)
+        for probe, wire in zip(probes, wires, strict=True):
+            found[mesh] += measure_links(Wire(transport, wire), [probe])
 
     threads = [threading.Thread(target=run, args=(m,)) for m in meshes]
     for thread in threads:
@@ -83,11 +116,8 @@ def measure_all(contention, bandwidths, probes=PROBES, meshes=MESHES):
 
 
 @pytest.fixture(autouse=True)
-def few_rounds(monkeypatch):
-    monkeypatch.setitem(links.LARGE_BYTES, "cpu", LARGE_BYTES)
-    monkeypatch.setattr(links, "SMALL_ROUNDS", 4)
-    monkeypatch.setattr(links, "LARGE_ROUNDS", 3)
-    monkeypatch.setattr(links, "WARM_UP_ROUNDS", 1)
+def clock(monkeypatch):
+    monkeypatch.setattr(links, "time", CLOCK)
 
 
 @pytest.mark.parametrize("contention", list(OCCUPIED))
@@ -103,9 +133,9 @@ def test_each_direction_of_a_pair_has_its_own_bandwidth():
     (measured,) = measure_all("link", bandwidths, PROBES[:1], MESHES[:2])["m0"]
     there, back = measured.links
     assert (there.source, there.target, back.source, back.target) == ("m0", "m1", "m1", "m0")
-    assert there.bandwidth_bytes_per_s == pytest.approx(BANDWIDTH, rel=0.3)
-    assert back.bandwidth_bytes_per_s == pytest.approx(BANDWIDTH / 4, rel=0.3)
-    assert there.latency_s == back.latency_s == pytest.approx(LATENCY_S, abs=0.002)
+    assert there.bandwidth_bytes_per_s == pytest.approx(BANDWIDTH, rel=1e-3)
+    assert back.bandwidth_bytes_per_s == pytest.approx(BANDWIDTH / 4, rel=1e-3)
+    assert there.latency_s == back.latency_s == pytest.approx(LATENCY_S, rel=1e-3)
 
 
 def test_a_mesh_that_is_no_part_of_a_probe_finds_nothing_and_waits_for_the_others():
