@@ -1,7 +1,8 @@
 """`make mutants`: small changes to the pure and the dangerous parts, one at a time, that no test notices.
 
 cosmic-ray makes the changes, in a copy of the checkout. Which ones are tried is drawn anew each time, evenly over
-the files, for SLOTLINE_MUTANTS_S seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again. The
+the files, for SLOTLINE_MUTANTS_S seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again, and
+`python -m tests.mutants decide checkpoint` draws of files with these words in their names. The
 dashboards are not among the files: their queries are text, which the tool leaves as it is.
 
 A change that is none (equivalent.toml says why) is not counted. This is a report: look at every survivor, and
@@ -132,7 +133,7 @@ def _drawn(database: WorkDB, draw: random.Random) -> Iterator[tuple[WorkItem, st
         for patterns, tests in GROUPS.items()
         for pattern in patterns.split()
         for path in sorted(Path().glob(pattern))
-        if path.name != "__init__.py"
+        if path.name != "__init__.py" and any(word in str(path) for word in sys.argv[1:] or [""])
     }
     init(tests_of, database, {})
     by_file: dict[Path, list[WorkItem]] = defaultdict(list)
