@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 _NOT_STORABLE = re.compile("[\x00\ud800-\udfff]")
+MAX_BYTES = 2**53  # what every reader of JSON takes as it is
 PACKAGE_PREFIX = "package:"
 REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
 TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
@@ -100,6 +101,17 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
+def _memory(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_BYTES):
+        return value
+    raise ValueError(
+        f"memory_per_worker is {value!r}: write auto, or a whole number of bytes from 1 to {MAX_BYTES}"
+    )
+
+
+MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_memory)]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -169,6 +181,10 @@ class Resources(_Part):
     )
     workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory_per_worker: MemoryPerWorker = Field(
+        default="auto",
+        description="Bytes that the plan of one worker may use; auto is what its accelerator has free, less a margin",
+    )
 
 
 class Checkpoint(_Part):

@@ -6,13 +6,13 @@ the class) and does not know the control plane.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from worker import checkpoint
 from worker.data.sampler import BatchSampler, collate
-from worker.device import choose_device, make_transport
+from worker.device import choose_device, device_kind, make_transport
 from worker.engine import (
     AbortedError,
     Engine,
@@ -32,17 +32,32 @@ from worker.engine import (
     StageError,
     StallError,
 )
-from worker.failure import AttemptFailure, as_failure, attributed_to
+from worker.failure import (
+    AttemptFailure,
+    OutOfMemoryFailure,
+    as_failure,
+    attributed_to,
+    is_out_of_memory,
+)
 from worker.job import Job
+from worker.memory import PeakMemory, memory_limit, tried_bytes
 from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
 from worker.model.errors import FactoryError
-from worker.model.profile import PROFILE_FORMAT
+from worker.model.profile import PROFILE_FORMAT, OptimizerState
 from worker.node import WorkerAddress, own_node_address
 from worker.program import program_from_json
 from worker.reasons import Reason
-from worker.training import learning_rate, make_loss, make_optimizer, make_schedule, without_implementation
+from worker.training import (
+    learning_rate,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+    measure_optimizer_state,
+    without_implementation,
+)
 from worker.transport import ConnectError, Topology
-from worker.transport.links import Link, measure_links, neighbour_lanes
+from worker.transport.links import groups_of, lanes_of, measure_links
+from worker.transport.network import Measured, Probe
 
 PROFILE_REPEATS = 5
 
@@ -59,6 +74,8 @@ class Worker:
         self._traced: TracedModel | None = None
         self._engine: Engine | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._memory = PeakMemory(device)
+        self._planned_bytes: int | None = None
 
     def address(self) -> WorkerAddress:
         """Where this worker runs; takes its GPU. RuntimeError when there is none."""
@@ -87,11 +104,26 @@ class Worker:
         self._build_model()
         return self._profile_key()
 
+    def memory_limit(self, sharing: int) -> int | None:
+        """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
+        given = self._job.resources.memory_per_worker
+        return given if isinstance(given, int) else memory_limit(self._device, sharing)
+
+    def optimizer_state(self) -> OptimizerState:
+        """What the job's optimizer keeps of the parameters that it trains."""
+        return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
+
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
-        self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
-    ) -> Link | None:
-        """What a transfer to the next mesh costs; every worker 0 calls this at the same time."""
+        self,
+        *,
+        probes: Sequence[Probe],
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        connect_s: float,
+    ) -> list[Measured]:
+        """What the probes found whose hub this mesh is; every worker 0 calls this at the same time."""
         transport = make_transport(
             self._device,
             topology,
@@ -102,8 +134,8 @@ class Worker:
             connect_s=connect_s,
         )
         try:
-            transport.connect({}, neighbour_lanes(topology.meshes))
-            return measure_links(transport, self._device)
+            transport.connect(groups_of(topology), lanes_of(probes))
+            return measure_links(transport, probes, self._device)
         finally:
             transport.close()
 
@@ -127,8 +159,82 @@ class Worker:
         host: str,
         connect_s: float,
         slot_limits: SlotLimits,
+        planned_bytes: int | None = None,
     ) -> None:
-        """Cut the model, keep this mesh's stages and connect to every peer."""
+        """Cut the model, keep this mesh's stages and connect to every peer.
+
+        `planned_bytes` is the most that this mesh holds by the plan, for messages.
+        """
+        self._planned_bytes = planned_bytes
+        with self._memory_told():
+            self._load(
+                begins=begins,
+                mesh_of_stage=mesh_of_stage,
+                program=program,
+                planned_s=planned_s,
+                topology=topology,
+                store=store,
+                host=host,
+                connect_s=connect_s,
+                slot_limits=slot_limits,
+            )
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def restore(self, uri: str) -> int:
+        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
+        own = self._engine.state()
+        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
+        state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
+        self._engine.load_state(state)
+        return step
+
+    def run_step(self, step: int) -> dict[str, Any]:
+        """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
+        inputs, targets = self._batch(step)
+        rate = None if self._optimizer is None else learning_rate(self._optimizer)
+        self._memory.begin()
+        with self._memory_told():
+            try:
+                result = self._engine.run_step(step, inputs, targets)
+            except EngineError as error:
+                raise _engine_failure(error) from error
+            except Exception as error:
+                raise as_failure(error, Reason.INTERNAL) from error
+        return {
+            "losses": result.losses,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "skipped": result.skipped,
+            "started_s": result.started_s,
+            "ended_s": result.ended_s,
+            "slots": result.slots,
+            "peak_memory_bytes": self._memory.read(),
+        }
+
+    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
+    def try_checkpoints(self, uri: str) -> None:
+        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
+        checkpoint.try_writing(uri)
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def save(self, uri: str, step: int) -> None:
+        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
+        if self._worker == 0:
+            checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+
+    def _load(
+        self,
+        *,
+        begins: Sequence[str],
+        mesh_of_stage: Sequence[str],
+        program: Sequence[Mapping[str, Any]],
+        planned_s: Sequence[float] | None,
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        connect_s: float,
+        slot_limits: SlotLimits,
+    ) -> None:
         training, schedule = self._job.training, self._job.optimizer.schedule
         here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
         graph = self._cut(begins, here)
@@ -169,50 +275,11 @@ class Worker:
             planned_s=planned_s,
         )
         self._traced = None
+        self._memory.settle(t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers()))
         try:
             self._engine.connect()
         except ConnectError as error:
             raise as_failure(error, Reason.START_TIMEOUT) from None
-
-    @attributed_to(Reason.CHECKPOINT_FAILED)
-    def restore(self, uri: str) -> int:
-        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
-        own = self._engine.state()
-        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
-        state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
-        self._engine.load_state(state)
-        return step
-
-    def run_step(self, step: int) -> dict[str, Any]:
-        """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
-        inputs, targets = self._batch(step)
-        rate = None if self._optimizer is None else learning_rate(self._optimizer)
-        try:
-            result = self._engine.run_step(step, inputs, targets)
-        except EngineError as error:
-            raise _engine_failure(error) from None
-        except Exception as error:
-            raise as_failure(error, Reason.INTERNAL) from None
-        return {
-            "losses": result.losses,
-            "grad_norm": result.grad_norm,
-            "learning_rate": rate,
-            "skipped": result.skipped,
-            "started_s": result.started_s,
-            "ended_s": result.ended_s,
-            "slots": result.slots,
-        }
-
-    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
-    def try_checkpoints(self, uri: str) -> None:
-        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
-        checkpoint.try_writing(uri)
-
-    @attributed_to(Reason.CHECKPOINT_FAILED)
-    def save(self, uri: str, step: int) -> None:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
-        if self._worker == 0:
-            checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
 
     @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
@@ -275,6 +342,26 @@ class Worker:
         share = len(indices) // self._workers_per_mesh
         return collate([self._example(i) for i in indices[self._worker * share : (self._worker + 1) * share]])
 
+    @contextlib.contextmanager
+    def _memory_told(self) -> Iterator[None]:
+        """When memory runs out in the body: say what was planned, and what was seen."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.OUT_OF_MEMORY)
+            peak, tried = self._memory.read(), tried_bytes(failure.message)
+            planned = "an unknown number of" if self._planned_bytes is None else f"{self._planned_bytes:,}"
+            way = "allocated by torch" if self._device == "cuda" else "resident in its process"
+            raise OutOfMemoryFailure(
+                f"{failure.message}; mesh {self._mesh} was planned with {planned} bytes and had come to "
+                f"{peak:,} bytes ({way})",
+                failure.details,
+                self._mesh,
+                peak + min(tried, peak),
+            ) from None
+
     def _example(self, index: int) -> Any:
         try:
             return self._dataset[index]
@@ -285,8 +372,8 @@ class Worker:
             ) from error
 
     def _profile_key(self) -> str:
-        """Same key, same layer times: model, shapes, precision, loss, device type, host type, torch, and
-        on CPU the workers that share the cores."""
+        """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
+        workers of the gang, which share the cores. Workers of two kinds thus have two keys."""
         inputs, target = self._sample
         parts = {
             "model": asdict(self._job.model),
@@ -295,7 +382,7 @@ class Worker:
             "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
             "precision": self._job.training.precision,
             "device": self._device,
-            "device_name": torch.cuda.get_device_name() if self._device == "cuda" else socket.gethostname(),
+            "device_name": device_kind(self._device),
             "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,
             "torch": torch.__version__,
             "format": PROFILE_FORMAT,

@@ -6,9 +6,12 @@ the width of NCCL's kernels (GPU.md: a waiting one takes multiprocessors from co
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +63,22 @@ def choose_device(device: str, assigned: Callable[[], Sequence[str | int]]) -> N
                 "install a CUDA build of torch there, or set resources.device to cpu"
             )
         torch.cuda.set_device(gpu_index(os.environ, assigned()))
+
+
+def device_kind(device: str) -> str:
+    """What has the same speed: the name of this worker's GPU, or of the processor with how many cores we may use."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_processor()}, {cores} cores"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def make_transport(

@@ -56,11 +56,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Resources:
-    """`meshes` None is one a stage; see `Job.meshes`."""
+    """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes."""
 
     meshes: int | None = None
     workers_per_mesh: int = 1
     device: str = "auto"
+    memory_per_worker: str | int = "auto"
 
 
 @dataclass(frozen=True)

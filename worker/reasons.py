@@ -62,6 +62,11 @@ class Reason(StrEnum):
     START_REFUSED = "START_REFUSED", Cause.INFRASTRUCTURE, "the Ray cluster did not accept the driver"
     DRIVER_LOST = "DRIVER_LOST", Cause.INFRASTRUCTURE, "the driver ended or fell silent without a report"
     CHECKPOINT_FAILED = "CHECKPOINT_FAILED", Cause.INFRASTRUCTURE, "a checkpoint cannot be saved or restored"
+    OUT_OF_MEMORY = (
+        "OUT_OF_MEMORY",
+        Cause.INFRASTRUCTURE,  # the next attempt plans with more; when nothing fits it is PLAN_INFEASIBLE
+        "an accelerator had less memory than the plan used",
+    )
     INTERNAL = "INTERNAL", Cause.INFRASTRUCTURE, "Slotline failed in a way that it has no other code for"
 
     PREEMPTED = "PREEMPTED", Cause.PREEMPTION, "the accelerators were taken for something else"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from worker.failure import attributed_to
 from worker.job import Factory
 from worker.model.errors import FactoryError
 from worker.model.factory import call_factory, resolve
+from worker.model.profile import OptimizerState
 from worker.reasons import Reason
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,6 +28,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # need not look at it.
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+# The parameters whose state is counted, beside one of a single element: a vector and a matrix.
+_STATE_SHAPES = ((4096,), (64, 64))
 
 
 def make_loss(spec: Factory, device: str = "cpu") -> Loss:
@@ -72,6 +76,55 @@ def make_optimizer(spec: Factory, parameters: Sequence[nn.Parameter]) -> torch.o
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
     return optimizer
+
+
+def optimizer_state_bytes(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], shape: Sequence[int], device: str = "cpu"
+) -> int:
+    """Bytes of all tensors that the optimizer of `make` keeps of one fp32 parameter after its first step."""
+    parameter = nn.Parameter(torch.zeros(*shape, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    return _tensor_bytes(list(optimizer.state.values()))
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def measure_optimizer_state(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
+) -> OptimizerState:
+    """What the optimizer of `make` keeps, found by steps of small parameters.
+
+    State that grows more slowly than its parameter (Adafactor's rows and columns) is taken as that of a
+    vector, which is more than a matrix needs. Shapes that the optimizer refuses are left out (Muon takes
+    matrices only); what it raises for all of them is raised.
+    """
+    found: dict[tuple[int, ...], int] = {}
+    refused: list[Exception] = []
+    for shape in ((1,), *_STATE_SHAPES):
+        try:
+            found[shape] = optimizer_state_bytes(make, shape, device)
+        except Exception as error:
+            refused.append(error)
+    if not found.keys() - {(1,)}:
+        raise refused[-1]
+    least = found.get((1,), 0)
+    item = torch.get_default_dtype().itemsize
+    each = max(
+        (size - least) / (item * (math.prod(shape) - (1 if least else 0)))
+        for shape, size in found.items()
+        if shape != (1,)
+    )
+    each = max(each, 0.0)
+    return OptimizerState(each, max(0, round(least - each * item)))
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _implementation(

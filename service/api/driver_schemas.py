@@ -54,6 +54,7 @@ class ReportedStep(_FromDriver):
     overlap_ratio: Number = None
     grad_norm: Number = None
     started_at: Number = None
+    peak_memory_bytes: dict[Label, Annotated[int, Field(ge=0, lt=2**63)]] = {}
 
 
 class ReportedSlot(_FromDriver):
@@ -103,9 +104,24 @@ class ReportAnswer(BaseModel):
     command: Literal["continue", "cancel"]
 
 
+Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Latency = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class MeasuredLink(_FromDriver):
+    source: Label
+    target: Label
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Latency | None = None
+
+
 class Network(_FromDriver):
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A NetworkSpec as it was measured. Drivers that measure no contention send none of it: `link` is planned."""
+
+    contention: Literal["none", "link", "full-duplex", "half-duplex"] = "link"
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Latency = 0.0
+    links: Annotated[list[MeasuredLink], Field(max_length=100_000)] = []
 
 
 class PlacedWorker(_FromDriver):
@@ -115,7 +131,25 @@ class PlacedWorker(_FromDriver):
     device: str | None = None
 
 
+class MeshMemory(_FromDriver):
+    """What each worker of a mesh may use."""
+
+    mesh: Label
+    memory_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class OptimizerMemory(_FromDriver):
+    """An OptimizerState of worker/model/profile.py as it was measured."""
+
+    bytes_per_parameter_byte: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    bytes_per_tensor: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
 class PlanRequest(_FromDriver):
+    """Drivers that measure no memory send no `memory`: their plans have no limit of the whole."""
+
     profile: Arguments
     network: Network = Network()
+    memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []
+    optimizer: OptimizerMemory = OptimizerMemory()
     workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []

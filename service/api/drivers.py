@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -12,7 +13,13 @@ from fastapi import APIRouter, Query, Response
 
 from service.api.auth import DriverAttempt
 from service.api.context import Current, Service
-from service.api.driver_schemas import AttemptGiven, PlanRequest, ReportAnswer, ReportIn
+from service.api.driver_schemas import (
+    AttemptGiven,
+    PlanRequest,
+    ReportAnswer,
+    ReportedStep,
+    ReportIn,
+)
 from service.api.errors import ProblemError, responses
 from service.api.schemas import JobPlanView
 from service.api.views import checkpoint_view
@@ -77,7 +84,12 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
     job = await _current_job(service, attempt)
     try:
         planned = await service.planner.plan_job(
-            job.spec, request.profile, request.network.model_dump(), budget_s=service.settings.plan_budget_s
+            job.spec,
+            request.profile,
+            request.network.model_dump(),
+            memory={one.mesh: one.memory_bytes for one in request.memory},
+            optimizer=request.optimizer.model_dump(),
+            budget_s=service.settings.plan_budget_s,
         )
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
@@ -116,6 +128,15 @@ async def _check_current(session: Any, attempt: Attempt) -> Job:
     return job
 
 
+def _peaks(steps: Sequence[ReportedStep]) -> dict[str, int]:
+    """The most of all steps, by mesh."""
+    peaks: dict[str, int] = {}
+    for step in steps:
+        for mesh, size in step.peak_memory_bytes.items():
+            peaks[mesh] = max(size, peaks.get(mesh, 0))
+    return peaks
+
+
 def _report(body: ReportIn) -> outcome.Report:
     reason, message = Reason.read(body.reason, body.message)  # a driver may be newer than this control plane
     return outcome.Report(
@@ -123,7 +144,8 @@ def _report(body: ReportIn) -> outcome.Report:
         state=None if body.state is None else AttemptState(body.state),
         reason=reason,
         message=message,
-        steps=[StepRecord(**vars(step)) for step in body.steps],
+        steps=[StepRecord(**step.model_dump(exclude={"peak_memory_bytes"})) for step in body.steps],
+        peak_memory_bytes=_peaks(body.steps),
         timelines=[
             outcome.TimelineRecord(
                 step=timeline.step,

@@ -31,6 +31,10 @@ class AttemptView(BaseModel):
     finished_at: datetime | None
     heartbeat_at: datetime | None
     metrics_endpoint: str | None
+    peak_memory_bytes: dict[str, int] | None = Field(
+        default=None,
+        description="The most that a worker of each mesh held in a step: allocated on CUDA, resident on CPU",
+    )
 
 
 class Progress(BaseModel):

@@ -5,8 +5,8 @@ Works inside a write session of the caller; the decision itself is decide.after_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -53,6 +53,7 @@ class Report:
     reason: Reason | None = None
     message: str | None = None
     steps: Sequence[StepRecord] = ()
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     timelines: Sequence[TimelineRecord] = ()
     events: Sequence[EventRecord] = ()
     metrics_endpoint: str | None = None
@@ -192,6 +193,11 @@ async def _store_measurements(
             slots=timeline.slots,
             keep=keep,
         )
+    if report.peak_memory_bytes:
+        known, new = attempt.peak_memory_bytes or {}, report.peak_memory_bytes
+        attempt.peak_memory_bytes = {
+            mesh: max(known.get(mesh, 0), new.get(mesh, 0)) for mesh in {**known, **new}
+        }
     if report.metrics_endpoint is not None:
         attempt.metrics_endpoint = report.metrics_endpoint
     if report.checkpoint is not None:

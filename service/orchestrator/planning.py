@@ -9,14 +9,20 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import logging
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.scheduler import PipelineSpec
+
+logger = logging.getLogger(__name__)
 
 PLAN_FORMATS = {
     "json": "application/json",
@@ -57,10 +63,15 @@ class Planner:
         profile: Mapping[str, Any],
         network: Mapping[str, Any],
         *,
+        memory: Mapping[str, int],
+        optimizer: Mapping[str, Any],
         budget_s: float,
     ) -> str:
-        """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec and plan."""
-        return await self._run(_plan_job, job, profile, network, budget_s)
+        """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec and plan.
+
+        `memory` is bytes by mesh, `optimizer` the JSON of an OptimizerState.
+        """
+        return await self._run(_plan_job, job, profile, network, memory, optimizer, budget_s)
 
     async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
@@ -132,8 +143,11 @@ def _begin() -> None:
 
 
 def _import_scheduler() -> None:
-    import service.scheduler.planner
+    import service.scheduler.joint
     import service.scheduler.views.render  # noqa: F401
+    from service.scheduler.planner import compile_kernels
+
+    compile_kernels()
 
 
 def _guarded(function: Callable[..., str], deadline: float, *arguments: Any) -> tuple[bool, str]:
@@ -142,6 +156,12 @@ def _guarded(function: Callable[..., str], deadline: float, *arguments: Any) -> 
         return False, function(lambda: time.time() > deadline, *arguments)
     except ValueError as error:
         return True, _message(error)
+
+
+def _log_notes(notes: Sequence[str], spec: PipelineSpec) -> None:
+    """What went wrong while planning is a defect of ours: it is told with all that is needed to see it again."""
+    for note in notes:
+        logger.error("planning: %s; the spec: %s", note, spec.model_dump_json())
 
 
 def _message(error: ValueError) -> str:
@@ -159,6 +179,7 @@ def _plan_spec(expired: Callable[[], bool], text: str, budget_s: float, format: 
 
     spec = load_spec(text)
     plan = make_plan(spec, budget_s=budget_s, expired=expired)
+    _log_notes(plan.notes, spec)
     return plan.model_dump_json() if format == "json" else render(spec, plan, format)
 
 
@@ -167,29 +188,40 @@ def _plan_job(
     job: Mapping[str, Any],
     profile: Mapping[str, Any],
     network: Mapping[str, Any],
+    memory: Mapping[str, int],
+    optimizer: Mapping[str, Any],
     budget_s: float,
 ) -> str:
-    from service.scheduler import make_plan
+    from service.scheduler.joint import choose
     from service.scheduler.model.spec import MeshSpec, NetworkSpec
-    from service.scheduler.partition import partition
+    from worker.model.profile import LayerProfile, OptimizerState
 
+    measured = NetworkSpec.model_validate(network)
+    if measured.contention == "none":  # the programs of a job serialise each pair: so must its plan
+        measured = measured.model_copy(update={"contention": "link"})
+
+    names = [f"m{index}" for index in range(job["resources"]["meshes"])]
     pipeline = job["pipeline"]
-    result = partition(
-        profile,
-        stages=pipeline["stages"],
-        meshes=[MeshSpec(name=f"m{index}") for index in range(job["resources"]["meshes"])],
+    microbatches = job["training"]["microbatches"]
+    found = choose(
+        {microbatches: LayerProfile.from_json(profile)},
+        stages=[pipeline["stages"]],
+        meshes=[MeshSpec(name=name, memory_bytes=memory.get(name)) for name in names],
         cut=pipeline["cut"],
-        microbatches=job["training"]["microbatches"],
-        network=NetworkSpec(**network),
+        network=measured,
         schedule=pipeline["schedule"],
         overlap=pipeline["overlap"],
+        optimizer=OptimizerState(**optimizer),
+        budget_s=budget_s,
+        expired=expired,
     )
-    plan = make_plan(result.spec, budget_s=budget_s, expired=expired)
+    spec = found.partition.spec
+    _log_notes(found.plan.notes, spec)
     return json.dumps(
         {
-            "begins": list(result.begins),
-            "spec": result.spec.model_dump(mode="json"),
-            "plan": plan.model_dump(mode="json"),
+            "begins": list(found.partition.begins),
+            "spec": spec.model_dump(mode="json"),
+            "plan": found.plan.model_dump(mode="json"),
         },
         allow_nan=False,
     )

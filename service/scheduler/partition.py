@@ -13,7 +13,7 @@ from typing import Any, Literal
 from service.scheduler.cut.formula import best_cut
 from service.scheduler.cut.layers import CutProblem, layer_ranges, stage_of_layer
 from service.scheduler.model.spec import EdgeSpec, MeshSpec, NetworkSpec, PipelineSpec, SpecError, StageSpec
-from worker.model.profile import LayerProfile, check_stage_count, resolve_begins
+from worker.model.profile import LayerProfile, OptimizerState, check_stage_count, resolve_begins
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,22 @@ def partition(
     overlap: bool = True,
     split_backward: bool | None = None,
     max_in_flight: int | None = None,
+    placement: Sequence[int] | None = None,
+    optimizer: OptimizerState | None = None,
 ) -> PartitionResult:
     """Cut the layers of `profile` into `stages` contiguous stages and place them on `meshes`.
 
     `cut` "auto" minimises the estimated step, (microbatches - 1) times the busiest mesh's time for
     one microbatch plus the transfers of one microbatch, within the meshes' activation limits at the
-    number of microbatches that `schedule` keeps in flight. Names give the cut by hand. Raises
-    CutError for a cut that the layers do not admit, SpecError for meshes or limits that do not fit.
+    number of microbatches that `schedule` keeps in flight. Names give the cut by hand, `placement` the mesh
+    of every stage; `optimizer` says what its state adds to their static bytes. Raises CutError for a cut that the
+    layers do not admit, SpecError for meshes or limits that do not fit.
     """
     if not isinstance(profile, LayerProfile):
         profile = LayerProfile.from_json(profile)
+    profile = profile.corrected()
     names = [layer.name for layer in profile.layers]
-    mesh_of_stage = place(stages, len(meshes), schedule)
+    mesh_of_stage = place(stages, len(meshes), schedule) if placement is None else list(placement)
     problem = CutProblem(
         profile=profile,
         mesh_of_stage=mesh_of_stage,
@@ -72,7 +76,7 @@ def partition(
         spec=PipelineSpec(
             microbatches=microbatches,
             meshes=list(meshes),
-            stages=_stage_specs(problem, begins),
+            stages=_stage_specs(problem, begins, optimizer or OptimizerState()),
             edges=_edge_specs(problem, begins),
             network=problem.network,
             overlap=overlap,
@@ -94,7 +98,7 @@ def place(stages: int, meshes: int, schedule: str) -> list[int]:
     return [stage % meshes for stage in range(stages)]
 
 
-def _stage_specs(problem: CutProblem, begins: Sequence[int]) -> list[StageSpec]:
+def _stage_specs(problem: CutProblem, begins: Sequence[int], optimizer: OptimizerState) -> list[StageSpec]:
     layers = problem.profile.layers
     specs = []
     for index, (first, end) in enumerate(layer_ranges(begins, len(layers))):
@@ -109,6 +113,7 @@ def _stage_specs(problem: CutProblem, begins: Sequence[int]) -> list[StageSpec]:
                 backward_weight_s=sum(layer.backward_weight_s for layer in part),
                 activation_bytes=activation,
                 weight_stash_bytes=min(activation, sum(layer.weight_stash_bytes for layer in part)),
+                static_bytes=problem.profile.static_bytes(first, end, optimizer),
             )
         )
     return specs

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, field_serializer
 
 from service.scheduler.model.local_actions import LocalAction, local_actions
-from service.scheduler.model.memory import peak_activation, peak_receive_buffers
+from service.scheduler.model.memory import peak_activation, peak_memory, peak_receive_buffers
 from service.scheduler.model.metrics import TimelineMetrics, combine, mesh_metrics
 from service.scheduler.model.timeline import Timeline
 from worker.program import Instruction, Program, program_from_json
@@ -57,6 +57,18 @@ class MeshPlan(BaseModel):
     compute_s: float
     exposed_transfer_s: float
     peak_receive_buffers: int
+    peak_memory_bytes: int | None = (
+        None  # static, activations, stashes and buffers; None in plans of the past
+    )
+
+
+class StagePlan(BaseModel):
+    """What the plan asks of one stage."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    recomputed: bool
 
 
 class Plan(BaseModel):
@@ -71,10 +83,12 @@ class Plan(BaseModel):
     lower_bound_s: float
     proven_optimal: bool
     truncated: bool = False
+    programs_makespan_s: float | None = None  # what the programs reach: more only with contention none
     notes: list[str] = []  # what went wrong while planning, and what was done instead
     bubble_ratio: float
     overlap_ratio: float
     meshes: list[MeshPlan]
+    stages: list[StagePlan] = []
     slots: list[Slot]
     programs: dict[str, list[dict[str, Any]]]
 
@@ -93,14 +107,16 @@ def make_plan_from(
     chosen: str,
     lower_bound_s: float,
     proven_optimal: bool,
+    programs_makespan_s: float,
     truncated: bool,
     notes: Sequence[str],
+    recomputed: Sequence[str] = (),
     programs: dict[str, list[Instruction]],
 ) -> Plan:
     """The plan of a timeline and its programs."""
     problem = timeline.problem
     metrics = plan_metrics(timeline)
-    buffers = peak_receive_buffers(timeline)
+    buffers, memory = peak_receive_buffers(timeline), peak_memory(timeline)
     lanes = timeline.lanes
     meshes = []
     for index, mesh in enumerate(problem.spec.meshes):
@@ -112,12 +128,14 @@ def make_plan_from(
                 compute_s=of_mesh.compute_s,
                 exposed_transfer_s=of_mesh.exposed_transfer_s,
                 peak_receive_buffers=buffers[index],
+                peak_memory_bytes=int(memory[index]),
             )
         )
     return Plan.model_construct(
         schedule=problem.spec.schedule,
         chosen=chosen,
         makespan_s=timeline.makespan,
+        programs_makespan_s=max(programs_makespan_s, timeline.makespan),
         span_s=metrics.span_s,
         lower_bound_s=lower_bound_s,
         proven_optimal=proven_optimal,
@@ -126,6 +144,7 @@ def make_plan_from(
         bubble_ratio=metrics.bubble_ratio,
         overlap_ratio=metrics.overlap_ratio,
         meshes=meshes,
+        stages=[StagePlan(name=s.name, recomputed=s.name in recomputed) for s in problem.spec.stages],
         slots=make_slots(timeline),
         programs={name: [_instruction_json(ins) for ins in program] for name, program in programs.items()},
     )

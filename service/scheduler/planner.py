@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
+from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.defects import SchedulerDefect, defect
 from service.scheduler.model.dispatcher import needed_receive_buffers
-from service.scheduler.model.memory import in_flight_violation, peak_activation, peak_receive_buffers
+from service.scheduler.model.memory import (
+    in_flight_violation,
+    keeps_memory,
+    over_memory,
+    peak_activation,
+    peak_receive_buffers,
+)
 from service.scheduler.model.problem import Problem, build_problem
 from service.scheduler.model.spec import PipelineSpec, SpecError, check_spec
 from service.scheduler.model.timeline import Timeline, simulate
 from service.scheduler.plan import Plan, make_plan_from
 from service.scheduler.programs.compile import compile_programs
-from service.scheduler.programs.verify import verify
+from service.scheduler.programs.replay import Replay
+from service.scheduler.programs.verify import check_slots, verify
+from service.scheduler.recomputation import Choice, candidates, may_recompute, relaxed, with_choice
 from service.scheduler.schedules import AUTO, find_schedule, fitting_names
 from service.scheduler.schedules.csv_orders import fused_of_orders
 from service.scheduler.search.auto import SEARCHED, Found, attains, search
 from service.scheduler.search.bounds import lower_bound, lower_bounds, settle
 from service.scheduler.search.memory_saving import save_memory
+from service.scheduler.search.robustness import keeps_slack
+from service.scheduler.search.tabu import tabu_search
 from service.scheduler.search.transfer_order import improve_transfers
 from worker.program import Instruction
 
@@ -43,25 +55,30 @@ def make_plan(
     """
     with _collector_paused():
         found = _find(spec, budget_s, expired)
-        found, programs = _verified(spec, found)
+        found, programs, played = _verified(spec, found)
         return make_plan_from(
             found.timeline,
             chosen=found.chosen,
             lower_bound_s=min(found.lower_bound_s, found.timeline.makespan),
-            proven_optimal=found.proven_optimal,
+            # of a timeline that the programs do not keep (contention none), nothing is proven
+            proven_optimal=found.proven_optimal
+            and attains(played.serialised_makespan_s, found.timeline.makespan),
+            recomputed=found.recomputed,
+            programs_makespan_s=played.serialised_makespan_s,
             truncated=found.truncated,
             notes=found.notes,
             programs=programs,
         )
 
 
-def _verified(spec: PipelineSpec, found: Found) -> tuple[Found, dict[str, list[Instruction]]]:
+def _verified(spec: PipelineSpec, found: Found) -> tuple[Found, dict[str, list[Instruction]], Replay]:
     """The found timeline with its proven programs; where the proof fails, the best of the others that pass."""
     while True:
         try:
             programs = compile_programs(found.timeline)
-            verify(spec, programs)
-            return found, programs
+            played = verify(with_choice(spec, found.recomputed), programs)
+            check_slots(found.timeline, played)
+            return found, programs, played
         except Exception as error:
             if not found.others:
                 raise
@@ -91,6 +108,34 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def compile_kernels() -> None:
+    """Compile what planning runs, or load it from the disk, before anybody waits for a plan."""
+    spec = PipelineSpec.model_validate(
+        {
+            "microbatches": 3,
+            "meshes": [
+                {"name": "m0", "activation_limit_bytes": 2, "receive_buffer_limit": 2},
+                {"name": "m1"},
+            ],
+            "stages": [
+                {
+                    "name": f"s{i}",
+                    "mesh": f"m{i}",
+                    "forward_s": 1.0,
+                    "backward_input_s": 1.5,
+                    "activation_bytes": 1,
+                }
+                for i in range(2)
+            ],
+            "edges": [{"source": "s0", "target": "s1", "forward_s": 0.7, "backward_s": 0.9}],
+            "network": {"contention": "half-duplex"},
+        }
+    )
+    make_plan(spec, budget_s=0.05)
+    timeline = find_timeline(spec.model_copy(update={"schedule": "1f1b"}), budget_s=0.0)
+    tabu_search(timeline.problem, timeline, goal_s=0.0, iterations=5, seed=1, stop=lambda: False)
+
+
 def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
     """The timeline of the plan of a spec, without programs."""
     return _find(spec, budget_s, None).timeline
@@ -98,7 +143,69 @@ def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
 
 def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
     check_spec(spec)
-    return _auto(spec, budget_s, expired) if spec.schedule == AUTO else _named(spec, budget_s, expired)
+    if spec.schedule != AUTO:
+        return _named(with_choice(spec, ()), budget_s, expired)
+    names = may_recompute(spec)
+    return (
+        _auto_with_choice(spec, names, budget_s, expired)
+        if names
+        else _auto(with_choice(spec, ()), budget_s, expired)
+    )
+
+
+def _auto_with_choice(
+    spec: PipelineSpec, names: list[str], budget_s: float, expired: Callable[[], bool] | None
+) -> Found:
+    """The best plan over choices of stages that recompute; never worse than with none or with all of them."""
+    failed: list[SpecError] = []
+
+    def plan(choice: Choice, seconds: float) -> Found | None:
+        decided = with_choice(spec, choice)
+        try:
+            check_spec(decided)
+            return replace(_auto(decided, seconds, expired), recomputed=tuple(sorted(choice)))
+        except SpecError as error:
+            failed.append(error)
+            return None
+
+    def judge(choice: Choice) -> float:
+        found = plan(choice, 0.0)
+        return math.inf if found is None else found.timeline.makespan
+
+    choices = candidates(names, judge)
+    failed.clear()
+    bound = lower_bound(build_problem(relaxed(spec), split=splits(spec), inference=False))
+    best: Found | None = None
+    bounds = []
+    truncated = False
+    for choice in choices:
+        if best is not None and attains(best.timeline.makespan, bound):
+            break
+        found = plan(choice, budget_s / len(choices))
+        if found is None:
+            continue
+        truncated = truncated or found.truncated
+        bounds.append(found.lower_bound_s)
+        if best is None or found.timeline.makespan < best.timeline.makespan * (1 - TOLERANCE):
+            best = found
+    if best is None:
+        raise failed[0]
+    if len(bounds) + len(failed) == 2 ** len(names):
+        bound = max(bound, min(bounds))
+    bound = min(bound, best.timeline.makespan)
+    return replace(
+        best,
+        lower_bound_s=bound,
+        proven_optimal=attains(best.timeline.makespan, bound),
+        truncated=truncated,
+    )
+
+
+def splits(spec: PipelineSpec) -> bool:
+    """Whether `auto` may split backwards: splitting can only help in this model, W right after I is never later."""
+    if spec.split_backward is not None:
+        return spec.split_backward
+    return any(stage.backward_weight_s > 0 for stage in spec.stages)
 
 
 def _named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
@@ -124,10 +231,7 @@ def _named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | No
 
 
 def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
-    # splitting can only help in this model: the same order with W right after I is never later
-    split = spec.split_backward
-    if split is None:
-        split = any(stage.backward_weight_s > 0 for stage in spec.stages)
+    split = splits(spec)
     problem = build_problem(spec, split=split, inference=False)
     seeds: list[tuple[str, Timeline]] = []
     notes: list[str] = []
@@ -203,9 +307,14 @@ def _search_with_less(
             least = count
             continue
         most = count
-        if sum(peak_receive_buffers(found.timeline)) <= sum(peak_receive_buffers(best)):
-            # under the limits of the spec again; its backwards may be split where those of `best` are not
-            best = replace(found.timeline, problem=replace(found.timeline.problem, spec=problem.spec))
+        # under the limits of the spec again; its backwards may be split where those of `best` are not
+        saved = replace(found.timeline, problem=replace(found.timeline.problem, spec=problem.spec))
+        if (
+            keeps_slack(saved, best)
+            and sum(peak_receive_buffers(saved)) <= sum(peak_receive_buffers(best))
+            and keeps_memory(saved)
+        ):
+            best = saved
     return best, False
 
 
@@ -242,15 +351,25 @@ def named_timeline(spec: PipelineSpec, name: str) -> Timeline:
         problem = build_problem(spec, split=split, inference=name == "inference")
     lanes = schedule.lanes(problem)
     check_limits(problem, lanes, name)
-    return simulate(problem, lanes)
+    timeline = simulate(problem, lanes)
+    _check_memory(timeline, name)
+    return timeline
+
+
+def _check_memory(timeline: Timeline, name: str) -> None:
+    for mesh, peak, limit in over_memory(timeline):
+        raise SpecError(
+            f"schedule {name!r} holds {peak} bytes on mesh {mesh!r}, over its memory_bytes {limit}: "
+            f"raise memory_bytes to {peak}, or use schedule 'auto'"
+        )
 
 
 def check_limits(problem: Problem, lanes: list[np.ndarray], name: str) -> None:
     """Raise SpecError where the compute orders of a schedule break a memory limit or max_in_flight."""
     for mesh, lane in enumerate(lanes):
-        limit = int(problem.activation_limit[mesh])
+        limit = problem.spec.meshes[mesh].activation_limit_bytes
         peak, _ = peak_activation(problem, lane)
-        if 0 <= limit < peak:
+        if limit is not None and limit < peak:
             raise SpecError(
                 f"schedule {name!r} holds {peak} bytes of activations on mesh {problem.spec.meshes[mesh].name!r}, over "
                 f"its activation_limit_bytes {limit}: raise the limit to {peak}, or use schedule 'auto'"

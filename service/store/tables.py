@@ -116,6 +116,8 @@ class Attempt(Base):
     heartbeat_at: Mapped[datetime | None]
     last_sequence: Mapped[int] = mapped_column(BigInteger, default=0)
     metrics_endpoint: Mapped[str | None] = mapped_column(String(300))
+    peak_memory_bytes: Mapped[dict[str, Any] | None]
+    """The most that a worker of each mesh held in a step, by mesh."""
     log: Mapped[str | None] = mapped_column(Text)
     """The driver's log, kept when the attempt is over; when it is long, from `log_first_line` on."""
     log_first_line: Mapped[int] = mapped_column(default=1)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("scheduler", "overhead")
+NAMES = ("scheduler", "measured_costs", "overhead")
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from workers import Workers
@@ -10,7 +12,7 @@ from tests.reference import accumulate, dataset_batches
 from worker import checkpoint
 from worker.actor import Worker
 from worker.data.sampler import BatchSampler, collate
-from worker.failure import AttemptFailure
+from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
 from worker.model import build_model, call_factory
 from worker.reasons import Reason
@@ -132,6 +134,25 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
     assert [results[0]["learning_rate"] for results in kept] == pytest.approx(rates)
     found = [[loss for result in results for loss in result["losses"]] for results in kept]
     assert [sum(values) / len(values) for values in found] == pytest.approx(losses, rel=1e-5)
+
+
+def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_planned_and_seen():
+    loss = {"factory": "workers:TooLargeAfter", "args": {"calls": 20}}  # profiling calls it some times
+    with Workers(job(loss=loss)) as run:
+        for step in range(1, 100):
+            try:
+                results = run.step(step)
+            except OutOfMemoryFailure as error:
+                failure = error
+                break
+            assert [result["peak_memory_bytes"] > 0 for result in results] == [True, True]
+    assert failure.reason is Reason.OUT_OF_MEMORY and failure.mesh == "m1" and failure.seen_bytes > 0
+    assert "can't allocate memory" in failure.message and "1F" in failure.message
+    assert "mesh m1 was planned with 1,234,567 bytes" in failure.message
+    assert f"had come to {failure.seen_bytes // 2:,} bytes (resident in its process" in failure.message
+    assert "torch.empty" in failure.details
+    copy = pickle.loads(pickle.dumps(failure))
+    assert (copy.reason, copy.mesh, copy.seen_bytes) == (failure.reason, "m1", failure.seen_bytes)
 
 
 # What a worker refuses, and what it remembers

@@ -36,7 +36,7 @@ WHOLE = {
         "non_finite": "skip",
     },
     "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False},
-    "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu"},
+    "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu", "memory_per_worker": 2**30},
     "checkpoint": {"uri": "s3://bucket/c", "every_steps": 5, "keep": 3},
     "code": {"working_dir": None, "pip": ["einops"]},
 }
@@ -107,6 +107,10 @@ def test_fields_of_a_newer_control_plane_are_passed_over():
         ({"checkpoint": {}}, r"job\.checkpoint\.uri is missing"),
         ({"code": {"pip": [1]}}, r"job\.code\.pip\[0\] is 1"),
         ({"pipeline": {"cut": None}}, r"job\.pipeline\.cut is None"),
+        (
+            {"resources": {"memory_per_worker": None}},
+            r"job\.resources\.memory_per_worker is None: str or int is wanted",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_read_is_refused_by_the_name_of_the_field(changes, said):

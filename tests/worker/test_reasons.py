@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from worker import reasons
-from worker.failure import CAUSES_BEFORE_CONSEQUENCES, AttemptFailure, attributed_to
+from worker.failure import CAUSES_BEFORE_CONSEQUENCES, AttemptFailure, as_failure, attributed_to
 from worker.reasons import Cause, Reason, UnknownReasonError, cause_of
+from worker.transport.base import EngineError
 
 TREE = Path(__file__).parents[2]
 
@@ -50,6 +51,20 @@ def test_an_unknown_code_of_a_newer_neighbour_is_internal_and_stays_in_the_messa
         assert cause_of("GPU_ON_FIRE") is Cause.INFRASTRUCTURE
     assert [record.message for record in caplog.records if "'GPU_ON_FIRE'" in record.message] != []
     assert len(caplog.records) == 1, "told once"
+
+
+def test_memory_that_ran_out_has_a_reason_of_its_own_whatever_failed_around_it():
+    allocator = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
+    for cause in (
+        RuntimeError(allocator),
+        type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})(),
+    ):
+        error = EngineError("1F0 raised")
+        error.__cause__ = cause
+        assert as_failure(error, Reason.USER_CODE_RAISED).reason is Reason.OUT_OF_MEMORY
+    for other in (EngineError(f"aborted because m1/0 said: {allocator}"), MemoryError(), RuntimeError("no")):
+        assert as_failure(other, Reason.SLOT_STALLED).reason is Reason.SLOT_STALLED
+    assert Reason.OUT_OF_MEMORY.cause is Cause.INFRASTRUCTURE
 
 
 def test_a_failure_reaches_the_driver_with_its_reason():

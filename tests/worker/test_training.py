@@ -15,8 +15,16 @@ from worker.engine.update import ModelUpdate, UpdateSettings
 from worker.failure import AttemptFailure
 from worker.job import Factory
 from worker.model.errors import FactoryError
+from worker.model.profile import OptimizerState
 from worker.reasons import Reason
-from worker.training import make_loss, make_optimizer, make_schedule, without_implementation
+from worker.training import (
+    make_loss,
+    make_optimizer,
+    make_schedule,
+    measure_optimizer_state,
+    optimizer_state_bytes,
+    without_implementation,
+)
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
 
@@ -39,6 +47,41 @@ def test_a_loss_that_is_no_single_number_is_refused_by_name(spec: Factory, found
     values = (torch.ones(2, 3), torch.zeros(2, 3)) if "torch" in spec.factory else ((1, 2), (3, 4))
     with pytest.raises(TypeError, match=f"loss '{spec.factory}' returned {found}, not one number"):
         loss(*values)
+
+
+STATES = [
+    ("torch.optim:SGD", {"lr": 0.1}, OptimizerState(0.0, 0)),
+    ("torch.optim:SGD", {"lr": 0.1, "momentum": 0.9}, OptimizerState(1.0, 0)),
+    ("torch.optim:AdamW", {}, OptimizerState(2.0, 4)),  # 4: the number of the step, a tensor of its own
+    ("torch.optim:AdamW", {"amsgrad": True}, OptimizerState(3.0, 4)),
+    ("torch.optim:Adagrad", {}, OptimizerState(1.0, 4)),
+    ("torch.optim:Adafactor", {}, OptimizerState(1.0, 4)),  # of a vector; a matrix has less
+    ("torch.optim:Muon", {}, OptimizerState(1.0, 0)),  # takes matrices only
+]
+
+
+@pytest.mark.parametrize(("factory", "arguments", "state"), STATES)
+def test_what_an_optimizer_keeps_is_counted_in_a_step_of_its_own(factory, arguments, state) -> None:
+    make = functools.partial(make_optimizer, Factory(factory, arguments))
+    assert measure_optimizer_state(make) == state
+
+
+@pytest.mark.parametrize(("factory", "arguments", "state"), STATES)
+@pytest.mark.parametrize("shape", [(30, 50), (17, 3)])
+def test_what_an_optimizer_keeps_of_any_matrix_is_no_more_than_counted(
+    factory, arguments, state, shape
+) -> None:
+    make = functools.partial(make_optimizer, Factory(factory, arguments))
+    expected = 4 * shape[0] * shape[1] * state.bytes_per_parameter_byte + state.bytes_per_tensor
+    kept = optimizer_state_bytes(make, shape)
+    assert kept < expected / 3 if "Adafactor" in factory and shape == (30, 50) else kept <= expected
+    assert "Adafactor" in factory or kept == expected
+
+
+def test_an_optimizer_that_cannot_step_alone_is_told_before_training() -> None:
+    with pytest.raises(AttemptFailure, match="closure") as raised:
+        measure_optimizer_state(functools.partial(make_optimizer, Factory("torch.optim:LBFGS")))
+    assert raised.value.reason is Reason.USER_CODE_RAISED
 
 
 def test_an_optimizer_gets_the_parameters_and_its_arguments() -> None:

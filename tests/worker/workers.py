@@ -14,6 +14,7 @@ from service.scheduler.partition import partition
 from worker.actor import Worker
 from worker.driver.planning import planned_seconds
 from worker.engine import SlotLimits
+from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
 from worker.model.profile import LayerProfile
 from worker.transport import Topology
@@ -31,6 +32,20 @@ class NanInStep(torch.nn.Module):
         self._calls += 1
         bad = (self._calls - 1) // self._microbatches == self._step - 1
         return torch.nn.functional.cross_entropy(output, target) * (float("nan") if bad else 1.0)
+
+
+class TooLargeAfter(torch.nn.Module):
+    """Cross entropy, but after so many calls it wants more memory than any machine has."""
+
+    def __init__(self, calls: int):
+        super().__init__()
+        self._left = calls
+
+    def forward(self, output, target):
+        self._left -= 1
+        if self._left < 0:
+            torch.empty(1 << 50)
+        return torch.nn.functional.cross_entropy(output, target)
 
 
 def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +96,7 @@ class Workers:
                 host="127.0.0.1",
                 connect_s=60.0,
                 slot_limits=SlotLimits(factor=20.0, floor_s=60.0),
+                planned_bytes=1234567,
             )
         )
 
@@ -112,7 +128,8 @@ class Workers:
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0]
+            known = [error for error in errors if isinstance(error, AttemptFailure)]
+            raise first_cause(known) if len(known) == len(errors) else errors[0]
         return results
 
     def __enter__(self) -> Workers:

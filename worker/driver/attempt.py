@@ -21,8 +21,9 @@ from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
 from worker.driver.termination import Termination
 from worker.engine.results import SlotLimits
-from worker.failure import AttemptFailure, as_failure
+from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
 from worker.job import Job
+from worker.model.memory_plan import planned_peak_bytes
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
@@ -113,60 +114,66 @@ def _train(
         start_timeout_s=limits.start_s,
         workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
     )
-    with gang:
-        gang.start(
-            ray.remote(Worker),
-            lambda mesh, worker: {
-                "job": job,
-                "mesh": mesh,
-                "worker": worker,
-                "device": attempt.device,
-            },
-            raise_if_cancelled,
-        )
-        reporter.event(
-            "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
-        )
-        checkpoints = Checkpoints(
-            job.checkpoint,
-            attempt.job_id,
-            gang=gang,
-            reporter=reporter,
-            limit_s=limits.checkpoint_s,
-            interrupted=raise_if_cancelled,
-        )
-        checkpoints.try_place()
-        planner = Planner(
-            control=control,
-            reporter=reporter,
-            gang=gang,
-            device=attempt.device,
-            limits=limits,
-            interrupted=raise_if_cancelled,
-        )
-        planned = planner.plan(workers_per_mesh)
-        metrics.set_plan(planned.plan)
-        store = host_store("0.0.0.0")
-        gang.call(
-            _load(gang, planned, workers_per_mesh, (own_node_address(), store.port), limits),
-            what="loading the stages",
-            limit_s=limits.prepare_s,
-            timeout_reason=Reason.START_TIMEOUT,
-            interrupted=raise_if_cancelled,
-        )
-        done = checkpoints.restore(attempt.resume_uri)
-        reporter.state("RUNNING")
-        run_steps(
-            done + 1,
-            job.training.steps,
-            planned=planned,
-            gang=gang,
-            reporter=reporter,
-            metrics=metrics,
-            checkpoints=checkpoints,
-            limits=limits,
-            interrupted=raise_if_cancelled,
-        )
+    planner = Planner(
+        control=control,
+        reporter=reporter,
+        gang=gang,
+        device=attempt.device,
+        limits=limits,
+        stages=job.pipeline.stages,
+        interrupted=raise_if_cancelled,
+    )
+    try:
+        with gang:
+            gang.start(
+                ray.remote(Worker),
+                lambda mesh, worker: {
+                    "job": job,
+                    "mesh": mesh,
+                    "worker": worker,
+                    "device": attempt.device,
+                },
+                raise_if_cancelled,
+            )
+            reporter.event(
+                "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
+            )
+            checkpoints = Checkpoints(
+                job.checkpoint,
+                attempt.job_id,
+                gang=gang,
+                reporter=reporter,
+                limit_s=limits.checkpoint_s,
+                interrupted=raise_if_cancelled,
+            )
+            checkpoints.try_place()
+            planned = planner.plan(workers_per_mesh)
+            metrics.set_plan(planned.plan)
+            metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
+            store = host_store("0.0.0.0")
+            gang.call(
+                _load(gang, planned, workers_per_mesh, (own_node_address(), store.port), limits),
+                what="loading the stages",
+                limit_s=limits.prepare_s,
+                timeout_reason=Reason.START_TIMEOUT,
+                interrupted=raise_if_cancelled,
+            )
+            done = checkpoints.restore(attempt.resume_uri)
+            reporter.state("RUNNING")
+            run_steps(
+                done + 1,
+                job.training.steps,
+                planned=planned,
+                gang=gang,
+                reporter=reporter,
+                metrics=metrics,
+                checkpoints=checkpoints,
+                limits=limits,
+                interrupted=raise_if_cancelled,
+            )
+    except OutOfMemoryFailure as failure:
+        planner.correct(failure)
+        raise
 
 
 def _load(
@@ -174,6 +181,7 @@ def _load(
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names)
+    peaks = planned_peak_bytes(planned.spec, planned.plan)
     topology = Topology(tuple(mesh.name for mesh in gang.meshes), workers_per_mesh)
     return [
         worker.load.remote(
@@ -186,6 +194,7 @@ def _load(
             host=address.node,
             connect_s=limits.connect_s,
             slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+            planned_bytes=peaks[address.mesh],
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]

@@ -125,6 +125,12 @@ class Gang:
             )
         )
 
+    def sharing(self, address: WorkerAddress) -> int:
+        """How many workers of the gang have the same memory as the one at `address`, itself included."""
+        if self._device == "cuda":
+            return self._workers_per_gpu
+        return sum(other.node_id == address.node_id for other in self.addresses)
+
     def call(
         self,
         refs: Sequence[ray.ObjectRef],

@@ -96,6 +96,12 @@ class JobMetrics:
         self._gauge("overlap_ratio", "Share of transfer time that computation hid in the last finished step.")
         self._gauge("plan_makespan_seconds", "Makespan that the plan promises.")
         self._gauge("plan_bubble_ratio", "Bubble that the plan promises.")
+        self._gauge("planned_memory_bytes", "The most that a mesh holds by its plan.", "mesh")
+        self._gauge(
+            "peak_memory_bytes",
+            "The most that a worker of a mesh held in the last finished step: allocated on CUDA, resident on CPU.",
+            "mesh",
+        )
 
     def observe_step(self, step: Mapping[str, Any]) -> None:
         """Take in one finished step, a `steps` item of a report; what is absent or null is skipped."""
@@ -109,11 +115,16 @@ class JobMetrics:
         self._set("bubble_ratio", step.get("bubble_ratio"))
         self._set("exposed_transfer_seconds", step.get("exposed_transfer_s"))
         self._set("overlap_ratio", step.get("overlap_ratio"))
+        self._set_by_mesh("peak_memory_bytes", step.get("peak_memory_bytes") or {})
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Take in the plan that the job now follows (the JSON of a Plan)."""
         self._set("plan_makespan_seconds", plan.get("makespan_s"))
         self._set("plan_bubble_ratio", plan.get("bubble_ratio"))
+
+    def set_planned_memory(self, peaks: Mapping[str, int]) -> None:
+        """Take in the most bytes that each mesh holds by the plan."""
+        self._set_by_mesh("planned_memory_bytes", peaks)
 
     def set_timeline(self, timeline: Mapping[str, Any]) -> None:
         """Take in a profiled step, a `timelines` item of a report: slots relative to `started_at`.
@@ -156,8 +167,8 @@ class JobMetrics:
             for metric in (*self._gauges.values(), self._step_seconds, self._action_seconds):
                 metric.clear()
 
-    def _gauge(self, name: str, text: str) -> None:
-        self._gauges[name] = Gauge(f"slotline_{name}", text, ("job",), registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> None:
+        self._gauges[name] = Gauge(f"slotline_{name}", text, ("job", *labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"slotline_{name}", text, ("job", *labels), registry=self.registry, buckets=buckets)
@@ -165,6 +176,10 @@ class JobMetrics:
     def _set(self, name: str, value: float | None) -> None:
         if value is not None:
             self._gauges[name].labels(self.job).set(value)
+
+    def _set_by_mesh(self, name: str, values: Mapping[str, float]) -> None:
+        for mesh, value in values.items():
+            self._gauges[name].labels(self.job, mesh).set(value)
 
 
 class _SlotCollector(Collector):

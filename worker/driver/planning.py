@@ -1,4 +1,4 @@
-"""From loaded data and models to a plan: costs of the layers, cost of a transfer, the control plane's answer.
+"""From loaded data and models to a plan: costs of the layers, cost of transfers, the control plane's answer.
 
 Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), planning the control plane's.
 """
@@ -6,20 +6,23 @@ Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.report import Reporter
-from worker.failure import AttemptFailure
-from worker.model.profile import LayerProfile, mean_profile
+from worker.failure import AttemptFailure, OutOfMemoryFailure
+from worker.model.memory_plan import correction, planned_peak_bytes, static_bytes_by_mesh
+from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
-from worker.transport.links import Link, slowest
+from worker.transport.network import choose_probes, network_of
 from worker.transport.rendezvous import host_store
+
+PROBE_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class PlannedJob:
 
 
 class Planner:
-    """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
+    """One attempt's way to a plan. `stages` is how many the job asks for; `interrupted` is that of `Gang.call`."""
 
     def __init__(
         self,
@@ -50,8 +53,12 @@ class Planner:
         gang: Gang,
         device: str,
         limits: Limits,
+        stages: int,
         interrupted: Callable[[], None],
     ):
+        self._stages = stages
+        self._profiles: dict[str, LayerProfile] = {}
+        self._planned: PlannedJob | None = None
         self._control = control
         self._reporter = reporter
         self._gang = gang
@@ -69,14 +76,9 @@ class Planner:
             "building the model and the data",
             self._limits.prepare_s,
         )
-        profile = self._control.cached_profile(keys[0])
-        if profile is None:
-            profile = self._measure_layers()
-            self._control.store_profile(keys[0], profile)
-            self._reporter.event(
-                "profiled", f"{len(profile['layers'])} layers measured on {self._gang.addresses[0].node}"
-            )
-        planned = self._ask(profile, self._measure_links())
+        profile = self._profile_of(keys).to_json()
+        planned = self._ask(profile, self._measure_network(profile), self._measure_memory())
+        self._planned = planned
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
@@ -84,44 +86,121 @@ class Planner:
         )
         return planned
 
-    def _measure_layers(self) -> dict[str, Any]:
-        """JSON of the layers' costs: on CPU from all workers at once, which share cores as in training."""
-        workers = self._gang.workers if self._device == "cpu" else self._gang.workers[:1]
-        profiles = self._call(
-            [worker.profile.remote() for worker in workers], "profiling the layers", self._limits.prepare_s
+    def correct(self, failure: OutOfMemoryFailure) -> None:
+        """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""
+        if self._planned is None:
+            return
+        planned = planned_peak_bytes(self._planned.spec, self._planned.plan)
+        factor = correction(
+            planned_bytes=planned.get(failure.mesh, 0),
+            static_bytes=static_bytes_by_mesh(self._planned.spec).get(failure.mesh, 0),
+            seen_bytes=failure.seen_bytes,
         )
-        return mean_profile([LayerProfile.from_json(profile) for profile in profiles]).to_json()
+        total = factor * max(profile.activation_factor for profile in self._profiles.values())
+        for key, profile in self._profiles.items():
+            self._control.store_profile(key, replace(profile, activation_factor=total).to_json())
+        self._reporter.event(
+            "memory_corrected", f"the next plan takes {total:.3g} times the activations that were profiled"
+        )
 
-    def _measure_links(self) -> Link | None:
-        """The slowest link between neighbouring meshes, on a rendezvous of its own; None for one mesh."""
-        meshes = self._gang.meshes
-        if len(meshes) < 2:
-            return None
+    def _profile_of(self, keys: Sequence[str]) -> LayerProfile:
+        """The costs of the layers, of the slowest kind of accelerator; `keys`, one a worker, tell kinds apart.
+
+        A kind that has no stored profile is measured: on CPU by all its workers at once, which share
+        cores as in training.
+        """
+        workers_of: dict[str, list[int]] = {}
+        for index, key in enumerate(keys):
+            workers_of.setdefault(key, []).append(index)
+        for key in workers_of:
+            if (stored := self._control.cached_profile(key)) is not None:
+                self._profiles[key] = LayerProfile.from_json(stored)
+        missing = {
+            key: indices if self._device == "cpu" else indices[:1]
+            for key, indices in workers_of.items()
+            if key not in self._profiles
+        }
+        measuring = [index for indices in missing.values() for index in indices]
+        measured = self._call(
+            [self._gang.workers[index].profile.remote() for index in measuring],
+            "profiling the layers",
+            self._limits.prepare_s,
+        )
+        found = dict(zip(measuring, measured, strict=True))
+        for key, indices in missing.items():
+            profile = mean_profile([LayerProfile.from_json(found[index]) for index in indices])
+            self._profiles[key] = profile
+            self._control.store_profile(key, profile.to_json())
+            self._reporter.event(
+                "profiled",
+                f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}",
+            )
+        return slowest_profile(list(self._profiles.values()))
+
+    def _measure_network(self, profile: Mapping[str, Any]) -> dict[str, Any]:
+        """JSON of a NetworkSpec: what transfers between the meshes cost and share, on a rendezvous of its own."""
+        meshes = [mesh.name for mesh in self._gang.meshes]
+        node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
+        ways = {
+            "loops": self._stages > len(meshes),
+            "skips": any(edge["target"] > edge["source"] + 1 for edge in profile["edges"]),
+        }
+        probes = choose_probes(meshes, node_of, **ways)
+        if not probes:
+            return network_of([], meshes, node_of, **ways)
         store = host_store("0.0.0.0")
-        topology = Topology(meshes=tuple(mesh.name for mesh in meshes))
-        nodes = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
-        links = self._call(
+        measured = self._call(
             [
                 mesh.workers[0].measure_links.remote(
-                    topology=topology,
+                    probes=probes,
+                    topology=Topology(meshes=tuple(meshes)),
                     store=(own_node_address(), store.port),
-                    host=nodes[mesh.name],
+                    host=node_of[mesh.name],
                     connect_s=self._limits.connect_s,
                 )
-                for mesh in meshes
+                for mesh in self._gang.meshes
             ],
-            "measuring the links",
-            2 * self._limits.connect_s,
+            f"measuring the links ({len(probes)} of them)",
+            2 * self._limits.connect_s + PROBE_LIMIT_S * len(probes),
         )
-        return slowest([link for link in links if link is not None])
+        network = network_of([one for found in measured for one in found], meshes, node_of, **ways)
+        self._reporter.event(
+            "links_measured",
+            f"{network['contention']}; the slowest moves {network['bandwidth_bytes_per_s']:.3g} bytes a second "
+            f"after {network['latency_s']:.2g} s",
+        )
+        return network
 
-    def _ask(self, profile: Mapping[str, Any], link: Link | None) -> PlannedJob:
+    def _measure_memory(self) -> dict[str, Any]:
+        """What each mesh may hold (of its workers the least) and what the optimizer will keep, for the request."""
+        gang = self._gang
+        limits = self._call(
+            [
+                worker.memory_limit.remote(gang.sharing(address))
+                for worker, address in zip(gang.workers, gang.addresses, strict=True)
+            ],
+            "looking at the memory",
+            self._limits.prepare_s,
+        )
+        (optimizer,) = self._call(
+            [gang.workers[0].optimizer_state.remote()], "trying the optimizer", self._limits.prepare_s
+        )
+        of_mesh: dict[str, list[int]] = {}
+        for address, limit in zip(gang.addresses, limits, strict=True):
+            if limit is not None:
+                of_mesh.setdefault(address.mesh, []).append(limit)
+        return {
+            "memory": [{"mesh": mesh, "memory_bytes": min(found)} for mesh, found in of_mesh.items()],
+            "optimizer": asdict(optimizer),
+        }
+
+    def _ask(
+        self, profile: Mapping[str, Any], network: Mapping[str, Any], memory: Mapping[str, Any]
+    ) -> PlannedJob:
         request = {
             "profile": profile,
-            "network": {
-                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s if link else None,
-                "latency_s": link.latency_s if link else 0.0,
-            },
+            "network": network,
+            **memory,
             "workers": [
                 {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device}
                 for a in self._gang.addresses

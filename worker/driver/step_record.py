@@ -35,7 +35,8 @@ def record_step(
 
     `results` and `offsets` come mesh by mesh, the workers of a mesh beside each other; worker 0 of a
     mesh lends it its slots. `clock` is one instant in Unix and in the driver's monotonic seconds.
-    The loss is the mean over microbatches and workers; times are relative to the first slot's start.
+    The loss is the mean over microbatches and workers, the peak of a mesh's memory that of its worker with
+    the most; times are relative to the first slot's start.
     """
     per_mesh = len(results) // len(meshes)
     measured = {
@@ -67,6 +68,12 @@ def record_step(
             "grad_norm": _first(results, "grad_norm"),
             "learning_rate": _first(results, "learning_rate"),
             "started_at": started_at,
+            "peak_memory_bytes": {
+                mesh: max(
+                    result["peak_memory_bytes"] for result in results[i * per_mesh : (i + 1) * per_mesh]
+                )
+                for i, mesh in enumerate(meshes)
+            },
         },
         timeline={
             "step": step,

@@ -51,7 +51,7 @@ def measure_layers(
     last_use = {edge.tensor: edge.target for edge in edges}  # edges are sorted by source only
     for edge in edges:
         last_use[edge.tensor] = max(last_use[edge.tensor], edge.target)
-    costs, sizes = [], {}
+    costs, sizes, buffer_sizes, frozen = [], {}, {}, {}
     saved_at: dict[str, set[int]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, name in enumerate(placed.layers):
@@ -70,6 +70,9 @@ def measure_layers(
             times = _measure(run, device, repeats, BUDGET_S / len(placed.layers))
             names = {stage.original_names[local]: p for local, p in stage.named_parameters()}
             sizes |= {key: value.nbytes for key, value in names.items()}
+            frozen |= {key: None for key, value in names.items() if not value.requires_grad}
+            buffers = {stage.original_names.get(local, local): b for local, b in stage.named_buffers()}
+            buffer_sizes |= {key: value.nbytes for key, value in buffers.items()}
             costs.append(
                 LayerCost(
                     name=name,
@@ -80,6 +83,7 @@ def measure_layers(
                     weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(builder, index, placed)),
                     parameter_bytes=sum(value.nbytes for value in names.values()),
                     parameters=tuple(names),
+                    buffers=tuple(buffers),
                 )
             )
             tensors |= run.results()
@@ -103,6 +107,8 @@ def measure_layers(
         device_type=device.type,
         microbatch=", ".join(f"{list(value.shape)} {_type_name(value)}" for value in traced.example_inputs),
         parameter_sizes=sizes,
+        frozen_parameters=tuple(frozen),
+        buffer_sizes=buffer_sizes,
     )
 
 

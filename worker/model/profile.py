@@ -6,14 +6,15 @@ Plain data that travels as JSON between worker and control plane. Light: no torc
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from worker.model.errors import CutError
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 2
+PROFILE_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class LayerCost:
 
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` the part that the gradient of the weights still needs afterwards.
-    `parameters` are original names, so that a tied parameter shows in each layer that uses it.
+    `parameters` and `buffers` are original names, so that what several layers use shows in each of them.
     """
 
     name: str
@@ -33,6 +34,7 @@ class LayerCost:
     weight_stash_bytes: int
     parameter_bytes: int
     parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +56,98 @@ class LayerEdge:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer keeps of trained parameters: so many bytes for each of their bytes, and for each tensor."""
+
+    bytes_per_parameter_byte: float = 0.0
+    bytes_per_tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """The layers of a model in execution order and the tensors between them."""
+    """The layers of a model in execution order and the tensors between them.
+
+    `parameter_sizes` and `buffer_sizes` are bytes by original name; `frozen_parameters` get no gradient.
+    `activation_factor` corrects all activation bytes, where an attempt has met more than were measured.
+    """
 
     layers: tuple[LayerCost, ...]
     edges: tuple[LayerEdge, ...]
     device_type: str
     microbatch: str
     parameter_sizes: Mapping[str, int]
+    frozen_parameters: tuple[str, ...] = ()
+    buffer_sizes: Mapping[str, int] = field(default_factory=dict)
+    activation_factor: float = 1.0
+
+    def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
+        """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
+        the optimizer's state and buffers, each once however many layers use it.
+
+        The casts of weights that autocast makes are no part of it: every microbatch in flight keeps its
+        own, and the layers' activation_bytes count them.
+        """
+        layers = self.layers[first:end]
+        parameters = {name for layer in layers for name in layer.parameters}
+        trained = parameters - set(self.frozen_parameters)
+        trained_bytes = sum(self.parameter_sizes[name] for name in trained)
+        state = trained_bytes * optimizer.bytes_per_parameter_byte + len(trained) * optimizer.bytes_per_tensor
+        buffers = {name for layer in layers for name in layer.buffers}
+        return (
+            sum(self.parameter_sizes[name] for name in parameters)
+            + trained_bytes
+            + math.ceil(state)
+            + sum(self.buffer_sizes[name] for name in buffers)
+        )
+
+    def corrected(self) -> LayerProfile:
+        """The same with `activation_factor` made part of the layers' bytes."""
+
+        def more(size: int) -> int:
+            return math.ceil(size * self.activation_factor)
+
+        layers = (
+            replace(
+                layer,
+                activation_bytes=more(layer.activation_bytes),
+                weight_stash_bytes=more(layer.weight_stash_bytes),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers), activation_factor=1.0)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
         out = asdict(self)
-        out["layers"] = [{**layer, "parameters": list(layer["parameters"])} for layer in out["layers"]]
-        return {**out, "edges": list(out["edges"])}
+        out["layers"] = [
+            {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
+            for layer in out["layers"]
+        ]
+        return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerProfile:
         """Inverse of `to_json`; raises ValueError naming a missing or unknown field."""
         top = _checked(cls, data)
-        layers = (_checked(LayerCost, item) for item in top["layers"])
+        layers = [_checked(LayerCost, item) for item in top["layers"]]
+        for field_name, sizes in (("parameters", "parameter_sizes"), ("buffers", "buffer_sizes")):
+            known = top.get(sizes, {})
+            if lost := sorted({n for layer in layers for n in layer.get(field_name, ())} - set(known)):
+                raise ValueError(f"LayerProfile's {sizes} lack {', '.join(lost)}, which its layers use")
         return cls(
             **{
                 **top,
                 "layers": tuple(
-                    LayerCost(**{**layer, "parameters": tuple(layer.get("parameters", ()))})
+                    LayerCost(
+                        **{
+                            **layer,
+                            "parameters": tuple(layer.get("parameters", ())),
+                            "buffers": tuple(layer.get("buffers", ())),
+                        }
+                    )
                     for layer in layers
                 ),
+                "frozen_parameters": tuple(top.get("frozen_parameters", ())),
                 "edges": tuple(LayerEdge(**_checked(LayerEdge, item)) for item in top["edges"]),
             }
         )
@@ -96,14 +163,30 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
     if any([c.name for c in other.layers] != [c.name for c in first.layers] for other in profiles):
         raise ValueError("the workers' profiles are of different layers: do all build the same model?")
 
-    def mean(index: int, field: str) -> float:
-        return sum(getattr(profile.layers[index], field) for profile in profiles) / len(profiles)
+    def mean(index: int, name: str) -> float:
+        return sum(getattr(profile.layers[index], name) for profile in profiles) / len(profiles)
 
     times = ("forward_s", "backward_input_s", "backward_weight_s")
     layers = (
-        replace(layer, **{field: mean(i, field) for field in times}) for i, layer in enumerate(first.layers)
+        replace(layer, **{name: mean(i, name) for name in times}) for i, layer in enumerate(first.layers)
     )
     return replace(first, layers=tuple(layers))
+
+
+def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    """Of one model's profiles on several kinds of accelerators the one whose layers take longest in sum.
+
+    Stages are cut before it is known which kind runs which: a plan with these times is late nowhere. The
+    largest correction of activations goes with it. Raises ValueError when the layers differ.
+    """
+    mean_profile(profiles)
+    slowest = max(
+        profiles,
+        key=lambda profile: sum(
+            c.forward_s + c.backward_input_s + c.backward_weight_s for c in profile.layers
+        ),
+    )
+    return replace(slowest, activation_factor=max(profile.activation_factor for profile in profiles))
 
 
 def resolve_begins(layers: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -154,17 +237,12 @@ def _find_layer(layers: Sequence[str], name: str) -> int:
 
 
 def _checked(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(cls)}
+    known = {one.name for one in fields(cls)}
     if unknown := sorted(set(data) - known):
         raise ValueError(
             f"{cls.__name__} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    required = {field.name for field in fields(cls)} - {
-        "order",
-        "saved_by_source",
-        "saved_by_target",
-        "parameters",
-    }
+    required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
     if missing := sorted(required - set(data)):
         raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
     return dict(data)

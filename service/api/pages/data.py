@@ -1,12 +1,13 @@
-"""What the job page asks for beside the JSON API: profiled steps, and the gaps of a step.
+"""What the job page asks for beside the JSON API: profiled steps, the gaps of a step, the memory of meshes.
 
-Turns stored plans and slots into the values of gaps.py; decides nothing.
+Turns stored plans, slots and peaks into the values of gaps.py; decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,9 +21,11 @@ from service.api.manage import JobId, existing_job
 from service.api.pages.gaps import find_gaps
 from service.api.schemas import Integer, SlotView
 from service.scheduler.model.spec import PipelineSpec
+from service.store.attempts import attempts_of
 from service.store.plans import find_plan
 from service.store.tables import JobPlan
 from service.store.timelines import SlotRecord, find_timeline, profiled_steps
+from worker.model.memory_plan import planned_peak_bytes
 from worker.program import COMPUTE_OPS, TRANSFER_OPS
 
 router = APIRouter(include_in_schema=False)
@@ -47,6 +50,33 @@ async def gaps(job_id: JobId, service: Current, step: Integer | None = None) -> 
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan yet: it gets one when its first attempt starts")
     return await asyncio.to_thread(_explain, plan.body, [] if timeline is None else timeline[1])
+
+
+@router.get("/jobs/{job_id}/memory")
+async def memory(job_id: JobId, service: Current) -> dict[str, Any]:
+    """Of each mesh of the job's plan: its limit, the peak by the plan, and the peak of the plan's attempt."""
+    async with service.database.read() as session:
+        await existing_job(session, job_id)
+        plan = await find_plan(session, job_id)
+        attempts = await attempts_of(session, job_id)
+    if plan is None:
+        return {"meshes": []}
+    peaks = next((one.peak_memory_bytes for one in attempts if one.number == plan.attempt), None)
+    return {"meshes": await asyncio.to_thread(_memory, plan.body, peaks or {})}
+
+
+def _memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any]]:
+    body = json.loads(plan_text)
+    planned = planned_peak_bytes(body["spec"], body["plan"])
+    return [
+        {
+            "mesh": mesh["name"],
+            "limit_bytes": mesh.get("memory_bytes"),
+            "planned_bytes": planned.get(mesh["name"]),
+            "measured_bytes": peaks.get(mesh["name"]),
+        }
+        for mesh in body["spec"]["meshes"]
+    ]
 
 
 def _explain(plan_text: str, records: list[SlotRecord]) -> dict[str, Any]:

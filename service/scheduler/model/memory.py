@@ -80,11 +80,20 @@ def latest_compute(timeline: Timeline, compute: np.ndarray, receives: np.ndarray
 
 def receive_waits(timeline: Timeline) -> Edges:
     """(compute tasks, receives): the last action that ended when a transfer starts, where buffers are limited."""
+    return _posting(timeline, np.flatnonzero(timeline.problem.receive_limit >= 0).tolist())
+
+
+def posting_waits(timeline: Timeline) -> Edges:
+    """(compute tasks, receives): the last action that ended when a transfer starts; the receive is posted after it."""
+    return _posting(timeline, list(range(timeline.problem.meshes)))
+
+
+def _posting(timeline: Timeline, meshes: list[int]) -> Edges:
     problem = timeline.problem
     transfers = timeline.transfers
     receivers = problem.receiver_of_kind[transfers // problem.microbatches]
     causes, effects = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    for mesh in np.flatnonzero(problem.receive_limit >= 0).tolist():
+    for mesh in meshes:
         received, lane = transfers[receivers == mesh], timeline.lanes[mesh]
         posted = latest_compute(timeline, lane, received)
         causes.append(lane[posted[posted >= 0]])
@@ -113,6 +122,97 @@ def peak_receive_buffers(timeline: Timeline) -> list[int]:
         position[lane] = np.arange(len(lane))
         peaks.append(buffers_in_use(len(lane), posted, last_use(problem, received, position)))
     return peaks
+
+
+def peak_memory(timeline: Timeline) -> np.ndarray:
+    """int[meshes]: the most bytes that each mesh holds at an instant of the timeline.
+
+    Static bytes, activations and stashes, received tensors from the start of their transfer to the end of their
+    last direct user, and sent ones from the end of their (first) maker to the end of their transfer.
+    """
+    return timeline.problem.static_bytes + _peaks(timeline, activations=True)
+
+
+def peak_buffer_bytes(timeline: Timeline) -> np.ndarray:
+    """int[meshes]: the most bytes of received and sent tensors at an instant."""
+    return _peaks(timeline, activations=False)
+
+
+def over_memory(timeline: Timeline) -> list[tuple[str, int, int]]:
+    """(mesh, bytes held, memory_bytes) of every mesh that holds more than it has."""
+    limits = timeline.problem.memory_limit.tolist()
+    if max(limits) < 0:
+        return []
+    names = [mesh.name for mesh in timeline.problem.spec.meshes]
+    held = peak_memory(timeline).tolist()
+    return [
+        (name, peak, limit)
+        for name, peak, limit in zip(names, held, limits, strict=True)
+        if 0 <= limit < peak
+    ]
+
+
+def keeps_memory(timeline: Timeline) -> bool:
+    """Whether no mesh ever holds more than its memory_bytes."""
+    return not over_memory(timeline)
+
+
+def _peaks(timeline: Timeline, *, activations: bool) -> np.ndarray:
+    problem = timeline.problem
+    times, meshes, changes = _buffer_changes(timeline)
+    if activations:
+        for mesh, lane in enumerate(timeline.lanes):
+            change = activation_changes(problem, lane)
+            times += [timeline.start[lane], timeline.end[lane]]
+            meshes += [np.full(2 * len(lane), mesh)]
+            changes += [change[:, 0], change[:, 1]]
+    peaks = np.zeros(problem.meshes, dtype=np.int64)
+    if not times:
+        return peaks
+    when, where, change = np.concatenate(times), np.concatenate(meshes), np.concatenate(changes)
+    instant = _instants(when)
+    order = np.lexsort((change, instant, where))  # at one instant ends come before starts
+    where, change = where[order], change[order]
+    for mesh in range(problem.meshes):
+        here = change[where == mesh]
+        peaks[mesh] = np.cumsum(here).max(initial=0)
+    return peaks
+
+
+def _buffer_changes(timeline: Timeline) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """(times, meshes, bytes taken or given back) of the tensors that travel."""
+    problem, start, end = timeline.problem, timeline.start, timeline.end
+    times: list[np.ndarray] = []
+    meshes: list[np.ndarray] = []
+    changes: list[np.ndarray] = []
+    column = np.arange(problem.microbatches)
+    for kind in range(problem.compute_kinds, problem.kinds):
+        size = int(problem.size[kind])
+        there = column[problem.exists[kind]]
+        if not size or not len(there):
+            continue
+        users = [user * problem.microbatches + there for user in problem.dependents[kind]]
+        makers = [maker * problem.microbatches + there for maker in problem.dependencies[kind]]
+        transfer = kind * problem.microbatches + there
+        spans = (
+            (problem.receiver_of_kind[kind], start[transfer], np.max([end[user] for user in users], axis=0)),
+            (problem.sender_of_kind[kind], np.min([end[maker] for maker in makers], axis=0), end[transfer]),
+        )
+        for mesh, begin, until in spans:
+            times += [begin, until]
+            meshes += [np.full(2 * len(there), mesh)]
+            changes += [np.full(len(there), size), np.full(len(there), -size)]
+    return times, meshes, changes
+
+
+def _instants(times: np.ndarray) -> np.ndarray:
+    """A number for each time; times that are equal within the tolerance share one."""
+    order = np.argsort(times, kind="stable")
+    ordered = times[order]
+    later = np.diff(ordered, prepend=ordered[:1]) > TOLERANCE * np.abs(ordered)
+    instant = np.empty(len(times), dtype=np.int64)
+    instant[order] = np.cumsum(later)
+    return instant
 
 
 def last_use(problem: Problem, received: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -7,110 +7,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import ValidationError
 
+from service.scheduler.model.fields import (
+    EdgeSpec,
+    LinkSpec,
+    MeshSpec,
+    NetworkSpec,
+    PipelineSpec,
+    RecomputeSpec,
+    SpecError,
+    StageSpec,
+)
 
-def _number(value: Any) -> Any:
-    if isinstance(value, bool | str):
-        raise ValueError("write a number, without quotes")
-    return value
-
-
-Float = Annotated[float, BeforeValidator(_number)]
-Integer = Annotated[int, BeforeValidator(_number)]
-Seconds = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
-Bandwidth = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[Integer, Field(ge=0)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Contention = Literal["none", "link", "full-duplex", "half-duplex"]
-
-
-class SpecError(ValueError):
-    """A spec that no plan can satisfy; the message names the value and the least change that helps."""
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class MeshSpec(_Model):
-    """A group of accelerators; all limits are optional. `memory_bytes` is for everything that a mesh holds."""
-
-    name: Name
-    activation_limit_bytes: Bytes | None = None
-    memory_bytes: Bytes | None = None
-    receive_buffer_limit: Annotated[Integer, Field(ge=0)] | None = None
-
-
-class RecomputeSpec(_Model):
-    """What a stage keeps when it drops its activations, and how much longer its B or I takes then."""
-
-    activation_bytes: Bytes
-    extra_s: Seconds
-
-
-class StageSpec(_Model):
-    """A piece of the model on one mesh; costs are of one microbatch.
-
-    `static_bytes` (weights, gradients, optimizer state) are held always; `recompute` may be chosen by `auto`.
-    """
-
-    name: Name
-    mesh: Name
-    forward_s: Seconds
-    backward_input_s: Seconds = 0.0
-    backward_weight_s: Seconds = 0.0
-    activation_bytes: Bytes = 0
-    weight_stash_bytes: Bytes = 0
-    static_bytes: Bytes = 0
-    recompute: RecomputeSpec | None = None
-
-
-class EdgeSpec(_Model):
-    """A tensor from one stage to another: its transfer times, or its sizes."""
-
-    source: Name
-    target: Name
-    forward_s: Seconds | None = None
-    backward_s: Seconds | None = None
-    forward_bytes: Bytes | None = None
-    backward_bytes: Bytes | None = None
-    tensor: str | None = None
-
-
-class LinkSpec(_Model):
-    """One directed pair of meshes; what is null is as in the rest of the network."""
-
-    source: Name
-    target: Name
-    bandwidth_bytes_per_s: Bandwidth | None = None
-    latency_s: Seconds | None = None
-
-
-class NetworkSpec(_Model):
-    """What transfers may share, and how bytes become seconds; `links` are the pairs that differ from the rest."""
-
-    contention: Contention = "none"
-    bandwidth_bytes_per_s: Bandwidth | None = None
-    latency_s: Seconds = 0.0
-    links: list[LinkSpec] = []
-
-
-class PipelineSpec(_Model):
-    """Stages, edges, meshes and costs: what `make_plan` turns into a Plan."""
-
-    microbatches: Annotated[Integer, Field(ge=1, le=1_000_000)]
-    meshes: Annotated[list[MeshSpec], Field(min_length=1)]
-    stages: Annotated[list[StageSpec], Field(min_length=1)]
-    edges: list[EdgeSpec] = []
-    network: NetworkSpec = NetworkSpec()
-    overlap: StrictBool = True
-    schedule: str = "auto"
-    orders: dict[str, list[str]] | None = None
-    split_backward: StrictBool | None = None
-    max_in_flight: Annotated[Integer, Field(ge=1)] | None = None
+__all__ = [
+    "EdgeSpec",
+    "LinkSpec",
+    "MeshSpec",
+    "NetworkSpec",
+    "PipelineSpec",
+    "RecomputeSpec",
+    "SpecError",
+    "StageSpec",
+    "check_spec",
+    "edge_costs",
+    "link_costs",
+    "load_spec",
+    "topological_order",
+]
 
 
 def load_spec(data: Mapping[str, Any] | str | bytes) -> PipelineSpec:
@@ -337,18 +263,33 @@ def _check_activation_limits(spec: PipelineSpec) -> None:
         _related_stages(spec) if spec.schedule != "inference" else [1 << i for i in range(len(spec.stages))]
     )
     for mesh in spec.meshes:
-        if mesh.activation_limit_bytes is None:
+        if mesh.activation_limit_bytes is None and mesh.memory_bytes is None:
             continue
         here = [i for i, stage in enumerate(spec.stages) if stage.mesh == mesh.name]
+        least = {i: _least_activation(spec, spec.stages[i]) for i in here}
         # the first backward on the mesh needs the forwards of every stage here that is related to it
-        first = min(sum(spec.stages[j].activation_bytes for j in here if related[i] >> j & 1) for i in here)
-        single = max(spec.stages[i].activation_bytes for i in here)
-        needed = max(first, single)
-        if needed > mesh.activation_limit_bytes:
+        first = min(sum(least[j] for j in here if related[i] >> j & 1) for i in here)
+        needed = max(first, *least.values())
+        limit = mesh.activation_limit_bytes
+        if limit is not None and needed > limit:
             raise SpecError(
-                f"mesh {mesh.name!r} has activation_limit_bytes {mesh.activation_limit_bytes}, less than the "
+                f"mesh {mesh.name!r} has activation_limit_bytes {limit}, less than the "
                 f"{needed} that one microbatch needs there: raise the limit to at least {needed}"
             )
+        static = sum(spec.stages[i].static_bytes for i in here)
+        if mesh.memory_bytes is not None and static + needed > mesh.memory_bytes:
+            raise SpecError(
+                f"mesh {mesh.name!r} has memory_bytes {mesh.memory_bytes}, less than the {static} that its stages hold "
+                f"always and the {needed} of one microbatch: raise memory_bytes to at least {static + needed}, or place "
+                "fewer stages there"
+            )
+
+
+def _least_activation(spec: PipelineSpec, stage: StageSpec) -> int:
+    """What a stage keeps of a microbatch at least: `auto` may recompute."""
+    if spec.schedule == "auto" and stage.recompute is not None:
+        return stage.recompute.activation_bytes
+    return stage.activation_bytes
 
 
 def _check_receive_limits(spec: PipelineSpec) -> None:

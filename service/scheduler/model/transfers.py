@@ -25,6 +25,8 @@ class Transfer:
     targets: tuple[int, ...]
     forward_s: float
     backward_s: float
+    forward_bytes: int  # 0 where the edge is given in seconds
+    backward_bytes: int
 
     @property
     def edge(self) -> int:
@@ -59,6 +61,8 @@ def find_transfers(spec: PipelineSpec) -> tuple[Transfer, ...]:
                 targets=targets,
                 forward_s=forward_s,
                 backward_s=backward_s,
+                forward_bytes=first.forward_bytes or 0,
+                backward_bytes=first.backward_bytes or 0,
             )
         )
     return tuple(found)

@@ -14,20 +14,28 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.memory import buffers_in_use, in_flight_violation, last_use, peak_activation
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.local_actions import local_actions
+from service.scheduler.model.memory import (
+    buffers_in_use,
+    in_flight_violation,
+    last_use,
+    over_memory,
+    peak_activation,
+)
 from service.scheduler.model.problem import FORWARD, Problem
 from service.scheduler.model.spec import PipelineSpec
-from service.scheduler.model.timeline import action_name
+from service.scheduler.model.timeline import Timeline, action_name
 from service.scheduler.programs.compile import occupied_here
 from service.scheduler.programs.decode import MeshProgram, PlanError, read_programs
 from service.scheduler.programs.replay import Replay, replay
 from worker.program import Instruction
 
-__all__ = ["PlanError", "verify"]
+__all__ = ["PlanError", "check_slots", "verify"]
 
 
-def verify(spec: PipelineSpec, programs: Mapping[str, Sequence[Instruction]]) -> None:
-    """Raise PlanError, naming instruction and mesh, unless the programs carry out the spec's step correctly.
+def verify(spec: PipelineSpec, programs: Mapping[str, Sequence[Instruction]]) -> Replay:
+    """The programs played out; raises PlanError, naming instruction and mesh, unless they carry out the step.
 
     Proves: every action and transfer once and on its lane; every input there before its use by the
     lanes' orders and waits; exclusive resources never shared; forwards of sinks in order; both ends
@@ -41,10 +49,34 @@ def verify(spec: PipelineSpec, programs: Mapping[str, Sequence[Instruction]]) ->
         _check_step(program)
     _check_message_order(problem, meshes)
     played = replay(problem, meshes)
+    for mesh, peak, limit in over_memory(played.timeline):
+        raise PlanError(f"mesh {mesh!r} holds {peak} bytes, over its memory_bytes {limit}")
     for program in meshes:
         _check_activations(problem, program)
         _check_in_flight(problem, program)
         _check_receives(problem, program, played)
+    return played
+
+
+def check_slots(planned: Timeline, played: Replay) -> None:
+    """Raise PlanError unless the programs start every slot when the plan says.
+
+    With contention `none` nothing is compared: the plan lets the messages of one pair overlap, programs do not.
+    """
+    problem = planned.problem
+    if problem.spec.network.contention == "none" and problem.spec.overlap:
+        return
+    tolerance = TOLERANCE * max(planned.makespan, played.timeline.makespan)
+    late = np.abs(played.timeline.start - planned.start)
+    worst = int(np.where(problem.exists.reshape(-1), late, 0.0).argmax())
+    if late[worst] > tolerance:
+        kind, microbatch = divmod(worst, problem.microbatches)
+        action = next(a for a in local_actions(problem) if a.kind == kind)
+        raise PlanError(
+            f"mesh {problem.spec.meshes[action.mesh].name!r}: {action.op} of stage {action.stage}, microbatch "
+            f"{microbatch}, is planned to start at {planned.start[worst]!r} s, but the programs start it at "
+            f"{played.timeline.start[worst]!r} s"
+        )
 
 
 def _check_forward_order(problem: Problem, program: MeshProgram) -> None:
@@ -127,9 +159,9 @@ def _transfer_name(problem: Problem, task: int) -> str:
 
 
 def _check_activations(problem: Problem, program: MeshProgram) -> None:
-    limit = int(problem.activation_limit[program.mesh])
+    limit = problem.spec.meshes[program.mesh].activation_limit_bytes
     peak, position = peak_activation(problem, program.compute)
-    if 0 <= limit < peak:
+    if limit is not None and limit < peak:
         raise PlanError(
             f"mesh {program.name!r} holds {peak} bytes of activations at "
             f"{action_name(problem, program.compute[position])}, over its activation_limit_bytes {limit}"

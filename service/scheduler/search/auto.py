@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.defects import SchedulerDefect, defect
-from service.scheduler.model.memory import keeps_limits, keeps_receive_limits
+from service.scheduler.model.memory import (
+    keeps_limits,
+    keeps_memory,
+    keeps_receive_limits,
+    peak_activation,
+    peak_buffer_bytes,
+    peak_memory,
+)
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import OrderError, Timeline, retime, simulate
 from service.scheduler.search import exact, exact_model, rules
@@ -30,7 +37,9 @@ _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
-_MODEL_SECONDS = 1e-4  # what each literal of the solver's model takes before the search for a solution begins
+_MEMORY_TRIES = 6  # how often a rule is run again with less room for activations
+_MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
+_SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time takes longer, in proportion
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Found:
     lower_bound_s: float
     proven_optimal: bool
     truncated: bool
+    recomputed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, Timeline], ...] = ()
 
@@ -102,6 +112,7 @@ class _Search:
         self.truncated = False
         self._runs = 0
         self._expired = expired
+        self._limited = bool((problem.memory_limit >= 0).any())
         self._runner = rules.RuleRunner(problem)
         for name, timeline in seeds:
             self._offer(timeline, name)
@@ -146,6 +157,7 @@ class _Search:
         """Take the orders of a timeline of the planning model and time them again, with every limit."""
         if timeline is None or (self.best is not None and timeline.makespan > _SLACK * self.best.makespan):
             return
+        timeline = replace(timeline, problem=replace(timeline.problem, spec=self.problem.spec))
         limited = bool((self.problem.receive_limit >= 0).any())
         try:
             if not limited:
@@ -154,7 +166,8 @@ class _Search:
                 timeline = simulate(self.problem, timeline.lanes)
         except OrderError:
             return
-        if keeps_limits(self.problem, timeline.lanes):  # actions without length may have changed places
+        # actions without length may have changed places, and buffers are counted only here
+        if keeps_limits(self.problem, timeline.lanes) and keeps_memory(timeline):
             self._offer(timeline, SEARCHED)
 
     def try_standard_rules(self) -> None:
@@ -162,7 +175,39 @@ class _Search:
         for rule in rules.standard_rules(self.problem):
             if self.best is not None and self.done:
                 return
-            self._offer_starts(self._runner.timeline(rule))
+            self._offer_starts(self._follow(rule))
+
+    def _follow(self, rule: rules.Rule) -> Timeline | None:
+        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these."""
+        limit = self.problem.activation_limit
+        for _ in range(_MEMORY_TRIES if self._limited else 1):
+            timeline = self._runner.timeline(rule, limit)
+            if timeline is None or not self._limited:
+                return timeline
+            over = np.where(
+                self.problem.memory_limit < 0, 0, peak_memory(timeline) - self.problem.memory_limit
+            )
+            if (over <= 0).all():
+                return timeline
+            limit = np.where(over > 0, np.maximum(limit - over, 0), limit)
+        return None
+
+    def _tighter(self) -> Problem:
+        """The problem with what the buffers of the incumbent take left free; the incumbent itself fits."""
+        assert self._incumbent is not None
+        problem = self.problem
+        if not self._limited:
+            return problem
+        room = problem.memory_limit - problem.static_bytes - peak_buffer_bytes(self._incumbent)
+        held = [peak_activation(problem, lane)[0] for lane in self._incumbent.lanes]
+        limit = np.where(problem.memory_limit < 0, problem.activation_limit, np.maximum(room, held))
+        meshes = [
+            mesh.model_copy(
+                update={"activation_limit_bytes": None if most < 0 else int(most), "memory_bytes": None}
+            )
+            for mesh, most in zip(problem.spec.meshes, limit.tolist(), strict=True)
+        ]
+        return replace(problem, spec=problem.spec.model_copy(update={"meshes": meshes}))
 
     def rule_search(self, budget_s: float) -> None:
         cost = _TASKS_OF_AN_EMPTY_RUN + int(self.problem.exists.sum())
@@ -171,7 +216,7 @@ class _Search:
             self._runner, runs=runs, goal_s=self.bound * (1 + TOLERANCE), stop=self._stop
         )
         if found is not None:
-            self._offer_starts(self._runner.timeline(found[1]))
+            self._offer_starts(self._follow(found[1]))
 
     def exact_search(self, budget_s: float) -> None:
         """The exact solver on the whole problem, in two ways at once; both answers count, so nothing depends on speed."""
@@ -183,12 +228,15 @@ class _Search:
 
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
 
+        problem = self._tighter()
+        pace = min(1.0, _SOLVER_SIZE / exact_model.model_size(problem))
+
         def run(strong: bool) -> exact.Exact:
             return exact.solve(
-                self.problem,
+                problem,
                 incumbent,
                 lower_bound_s=bound,
-                deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND,
+                deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND * pace,
                 strong=strong,
                 expired=self._expired,
             )
@@ -197,7 +245,8 @@ class _Search:
             answers = list(threads.map(run, (False, True)))
         for answer in answers:
             self._offer_starts(answer.timeline)
-            self._bounds[exact.NAME] = max(self._bounds.get(exact.NAME, 0.0), answer.lower_bound_s)
+            if not self._limited:  # else it solved a tighter problem
+                self._bounds[exact.NAME] = max(self._bounds.get(exact.NAME, 0.0), answer.lower_bound_s)
         self._settle()
         if not all(answer.finished for answer in answers):
             self._stop()
@@ -212,9 +261,11 @@ class _Search:
             self.bound * (1 + TOLERANCE),
         )  # both runs from these, whichever ends first
 
+        problem = self._tighter()
+
         def run(seed: int) -> Timeline:
             return tabu_search(
-                self.problem,
+                problem,
                 incumbent,
                 goal_s=goal_s,
                 iterations=int(budget_s * _TABU_TASKS_PER_SECOND / int(self.problem.exists.sum())),
@@ -236,9 +287,11 @@ class _Search:
 
         incumbent, bound = self._incumbent, self.bound
 
+        problem = self._tighter()
+
         def run(seed: int) -> Timeline:
             return large_neighbourhood_search(
-                self.problem,
+                problem,
                 incumbent,
                 lower_bound_s=bound,
                 deterministic_limit=budget_s * _PARTS_TIME_PER_SECOND,

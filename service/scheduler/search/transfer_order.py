@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
-from service.scheduler.model.memory import keeps_receive_limits
+from service.scheduler.model.memory import keeps_memory, keeps_receive_limits
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges
 from service.scheduler.search import exact, exact_model
@@ -57,4 +57,4 @@ def _least(problem: Problem, timeline: Timeline) -> float:
 
 def _shorter(best: Timeline, found: Timeline) -> Timeline:
     shorter = found.makespan < best.makespan * (1 - TOLERANCE)
-    return found if shorter and keeps_receive_limits(found) else best
+    return found if shorter and keeps_receive_limits(found) and keeps_memory(found) else best

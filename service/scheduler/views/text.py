@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.spec import PipelineSpec
 from service.scheduler.plan import Plan
 
@@ -15,6 +16,7 @@ def summary(spec: PipelineSpec, plan: Plan) -> str:
         quality = "no bound"
     else:
         quality = f"at most {gap:.2%} above the optimum"
+    quality += "".join(f"; {note}" for note in plan.notes)
     if plan.truncated:
         quality += ", search cut short by the deadline"
     name = plan.schedule if plan.schedule == plan.chosen else f"{plan.schedule} (chose {plan.chosen})"
@@ -22,6 +24,7 @@ def summary(spec: PipelineSpec, plan: Plan) -> str:
         f"schedule      {name}",
         f"size          {len(spec.stages)} stages on {len(spec.meshes)} meshes, {spec.microbatches} microbatches",
         f"makespan      {plan.makespan_s:g} s ({quality}; lower bound {plan.lower_bound_s:g} s)",
+        *_reached(plan),
         f"span          {plan.span_s:g} s",
         f"bubble ratio  {plan.bubble_ratio:.1%}",
         f"overlap       {plan.overlap_ratio:.1%} of the transfer time is hidden",
@@ -41,6 +44,15 @@ def summary(spec: PipelineSpec, plan: Plan) -> str:
             )
         )
     return "\n".join(lines + columns(rows)) + "\n"
+
+
+def _reached(plan: Plan) -> list[str]:
+    if plan.programs_makespan_s is None or plan.programs_makespan_s <= plan.makespan_s * (1 + TOLERANCE):
+        return []
+    return [
+        f"programs      {plan.programs_makespan_s:g} s: with contention none transfers of one pair overlap in the plan, "
+        "programs run them one by one"
+    ]
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:

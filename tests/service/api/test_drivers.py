@@ -91,6 +91,15 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
     assert targets[0]["labels"]["__meta_slotline_job"] == job_id
 
 
+async def test_the_peaks_of_an_attempts_memory_are_the_most_of_all_its_steps(api: Api):
+    job_id = await api.started()
+    assert (await api.job(job_id))["attempts"][0]["peak_memory_bytes"] is None
+    await api.report(job_id, 1, steps=[{**STEP, "peak_memory_bytes": {"m0": 5, "m1": 2**40}}])
+    more = [{**STEP, "step": number, "peak_memory_bytes": {"m0": 10 - number}} for number in (2, 3)]
+    await api.report(job_id, 2, steps=[*more, {**STEP, "step": 4}])
+    assert (await api.job(job_id))["attempts"][0]["peak_memory_bytes"] == {"m0": 8, "m1": 2**40}
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize(("what", "key"), [("steps", "step"), ("events", "number"), ("logs", "number")])
 async def test_pages_hold_everything_once_and_in_order(make_api: ApiMaker, what: str, key: str, limit: int):

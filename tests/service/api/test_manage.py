@@ -108,6 +108,14 @@ async def test_a_used_key_with_another_body_is_refused(api: Api):
         ({"pipeline": {"stages": 2, "schedule": "inference"}}, "pipeline", "use one of auto, gpipe"),
         ({"resources": {"meshes": 5}}, "body", "set resources.meshes to 4"),
         ({"resources": {"workers_per_mesh": 3}}, "body", "choose a divisor of 2"),
+        *(
+            (
+                {"resources": {"memory_per_worker": wrong}},
+                "resources.memory_per_worker",
+                f"memory_per_worker is {wrong!r}: write auto, or a whole number of bytes from 1 to",
+            )
+            for wrong in ("8GB", 0, -1, 1.5, True, None, 2**53 + 1)
+        ),
         ({"model": {"factory": "nothing"}}, "model.factory", "write package.module:attribute"),
         ({"model": None}, "model", "valid dictionary"),
         (

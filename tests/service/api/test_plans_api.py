@@ -97,6 +97,49 @@ async def test_a_driver_gets_its_plan_and_the_user_reads_it(make_api: ApiMaker):
         assert timeline["planned"]["makespan_s"] == planned["plan"]["makespan_s"]
 
 
+@pytest.mark.parametrize(
+    ("sent", "planned"),
+    [(None, "link"), ("none", "link"), ("link", "link"), ("half-duplex", "half-duplex")],
+)
+async def test_a_job_is_planned_with_the_sharing_and_the_links_that_were_measured_and_at_least_link(
+    make_api: ApiMaker, sent: str | None, planned: str
+):
+    links = [{"source": "m1", "target": "m0", "bandwidth_bytes_per_s": 1.0, "latency_s": 0.5}]
+    network = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-6, "links": links}
+    async with make_api() as api:
+        job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"})
+        body = {"profile": PROFILE, "network": network | ({"contention": sent} if sent else {})}
+        answer = (await api.driver(job_id, "POST", "/plan", json=body)).json()
+    assert answer["spec"]["network"] == {**network, "contention": planned}
+    size = answer["spec"]["edges"][0]["backward_bytes"]
+    slow = [slot for slot in answer["plan"]["slots"] if slot["action"] == "SEND_B" and slot["mesh"] == "m1"]
+    for slot in slow:
+        assert slot["end_s"] - slot["start_s"] == pytest.approx(0.5 + size)
+
+
+async def test_a_job_is_planned_with_the_memory_of_its_meshes_and_the_state_of_its_optimizer(
+    make_api: ApiMaker,
+):
+    async with make_api() as api:
+        job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"})
+        body = {
+            "profile": PROFILE,
+            "memory": [{"mesh": "m1", "memory_bytes": 10**9}],
+            "optimizer": {"bytes_per_parameter_byte": 2.0, "bytes_per_tensor": 4},
+        }
+        spec = (await api.driver(job_id, "POST", "/plan", json=body)).json()["spec"]
+    assert [mesh["memory_bytes"] for mesh in spec["meshes"]] == [None, 10**9, None, None]
+    assert spec["stages"][0]["static_bytes"] == PROFILE["parameter_sizes"]["layers.0.weight"] * 4 + 4
+
+
+async def test_a_link_to_a_mesh_that_the_job_has_not_is_refused(make_api: ApiMaker):
+    async with make_api() as api:
+        job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"})
+        body = {"profile": PROFILE, "network": {"links": [{"source": "m0", "target": "m9"}]}}
+        refused = await api.driver(job_id, "POST", "/plan", json=body)
+        assert "m9" in problem(refused, 422)["detail"]
+
+
 async def test_an_impossible_cut_is_refused_with_the_reason(make_api: ApiMaker):
     async with make_api() as api:
         job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"})

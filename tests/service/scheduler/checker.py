@@ -44,7 +44,12 @@ class Facts:
         e, network = self.spec["edges"][edge], self.spec.get("network", {})
         if e.get(f"{direction}_s") is not None:
             return e[f"{direction}_s"]
-        return network.get("latency_s", 0.0) + e[f"{direction}_bytes"] / network["bandwidth_bytes_per_s"]
+        here, there = self.mesh[e["source"]], self.mesh[e["target"]]
+        pair = (here, there) if direction == "forward" else (there, here)
+        link = next((x for x in network.get("links", []) if (x["source"], x["target"]) == pair), {})
+        latency = link.get("latency_s", network.get("latency_s", 0.0))
+        bandwidth = link.get("bandwidth_bytes_per_s", network["bandwidth_bytes_per_s"])
+        return latency + e[f"{direction}_bytes"] / bandwidth
 
     def length(self, action: str, stage: str) -> float:
         s = self.stages[stage]
@@ -82,6 +87,7 @@ def check_plan(spec: dict[str, Any], plan: dict[str, Any]) -> None:
     _check_causes(facts, compute, back, sent, inference)
     _check_exclusive(facts, compute, moves)
     _check_memory(facts, compute, plan, inference)
+    _check_all_memory(facts, compute, back, sent, plan, inference)
     _check_buffers(facts, compute, back, received)
     _check_numbers(facts, compute, moves, plan)
 
@@ -167,6 +173,47 @@ def _check_exclusive(facts: Facts, compute: dict, moves: list[dict]) -> None:
         )
         for before, after in pairwise(slots):
             assert not_before(after["start_s"], before["end_s"]), (key, before, after)
+
+
+def _check_all_memory(
+    facts: Facts, compute: dict, back: dict, sent: dict, plan: dict, inference: bool
+) -> None:
+    """At every start of anything: static bytes, activations, stashes, and tensors on their way."""
+    spans = defaultdict(list)  # mesh -> (begin, end, bytes)
+    for (action, stage, m), s in compute.items():
+        data = facts.stages[stage]
+        held, stash = data.get("activation_bytes", 0), data.get("weight_stash_bytes", 0)
+        if action == "F":
+            until = s["end_s"] if inference else compute[back[stage, m], stage, m]["end_s"]
+            spans[s["mesh"]].append((s["start_s"], until, held))
+        if action == "W":
+            spans[s["mesh"]].append((compute["I", stage, m]["end_s"], s["end_s"], stash))
+    for (edge, direction, m), s in sent.items():
+        way = "forward" if direction == "F" else "backward"
+        size = facts.spec["edges"][edge].get(f"{way}_bytes") or 0
+        source = facts.spec["edges"][edge]["source"]
+        targets = [facts.spec["edges"][k]["target"] for k in facts.members[edge]]
+        if direction == "F":
+            made = compute["F", source, m]["end_s"]
+            used = max(compute["F", t, m]["end_s"] for t in targets)
+        else:
+            made = min(compute[back[t, m], t, m]["end_s"] for t in targets)
+            used = compute[back[source, m], source, m]["end_s"]
+        spans[s["mesh"]].append((made, s["end_s"], size))
+        spans[s["peer_mesh"]].append((s["start_s"], used, size))
+    for given, mesh in zip(facts.spec["meshes"], plan["meshes"], strict=True):
+        static = sum(s.get("static_bytes", 0) for s in facts.spec["stages"] if s["mesh"] == given["name"])
+        here = [span for span in spans[given["name"]] if span[2] and not not_before(span[0], span[1])]
+        peak = max(
+            (
+                sum(size for begin, end, size in here if not_before(t, begin) and not not_before(t, end))
+                for t, _, _ in here
+            ),
+            default=0,
+        )
+        assert static + peak == mesh["peak_memory_bytes"], given["name"]
+        if given.get("memory_bytes") is not None:
+            assert mesh["peak_memory_bytes"] <= given["memory_bytes"]
 
 
 def _check_memory(facts: Facts, compute: dict, plan: dict, inference: bool) -> None:

@@ -39,7 +39,7 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
             key = (index,) if edge.get("tensor") is None else (edge["source"], edge["tensor"], there)
             groups.setdefault(key, []).append(index)
     costs = [s["forward_s"] + s["backward_input_s"] + s["backward_weight_s"] for s in stages]
-    costs += [e["forward_s"] + e["backward_s"] for e in spec["edges"]]
+    costs += [sum(_edge_costs(spec, e)) for e in spec["edges"]]
     horizon = int(sum(costs)) * spec["microbatches"]
     makespan = model.new_int_var(0, horizon, "makespan")
     exclusive: dict[Any, list[cp_model.IntervalVar]] = {}
@@ -80,8 +80,9 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
         edge = spec["edges"][edges[0]]
         here, there = mesh_of[edge["source"]], mesh_of[edge["target"]]
         for m in microbatches:
-            add(("X", key, m), edge["forward_s"], *occupied(here, there))
-            add(("Y", key, m), edge["backward_s"], *occupied(there, here))
+            forward_s, backward_s = _edge_costs(spec, edge)
+            add(("X", key, m), forward_s, *occupied(here, there))
+            add(("Y", key, m), backward_s, *occupied(there, here))
         transfer_of |= dict.fromkeys(edges, key)
     for index, edge in enumerate(spec["edges"]):
         for m in microbatches:
@@ -116,10 +117,12 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
         if cap is not None and name not in sources_of:
             for m in list(microbatches)[cap:]:
                 model.add(start["F", name, m] >= end["W" if split else "B", name, m - cap])
+
+    def hold(begin: Any, until: Any) -> cp_model.IntervalVar:
+        return model.new_interval_var(begin, model.new_int_var(0, horizon, ""), until, "")
+
     for mesh in spec["meshes"]:
-        limit = mesh.get("activation_limit_bytes")
-        if limit is None:
-            continue
+        limit, memory = mesh.get("activation_limit_bytes"), mesh.get("memory_bytes")
         held, demands = [], []
         for s in (s for s in stages if s["mesh"] == mesh["name"]):
             for m in microbatches:
@@ -127,9 +130,50 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
                 if split:
                     parts.append((s["weight_stash_bytes"], end["B", s["name"], m], end["W", s["name"], m]))
                 for size, begin, until in parts:
-                    length = model.new_int_var(0, horizon, "")
-                    held.append(model.new_interval_var(begin, length, until, ""))
+                    held.append(hold(begin, until))
                     demands.append(size)
-        model.add_cumulative(held, demands, limit)
+        if limit is not None:
+            model.add_cumulative(held, demands, limit)
+        if memory is None:
+            continue
+        for key, edges in groups.items():
+            edge = spec["edges"][edges[0]]
+            here, there = mesh_of[edge["source"]], mesh_of[edge["target"]]
+            targets = [spec["edges"][k]["target"] for k in edges]
+            for m in microbatches if edge.get("forward_bytes") is not None else ():
+                if mesh["name"] == there:
+                    held += [
+                        hold(start["X", key, m], _last(model, horizon, [end["F", t, m] for t in targets]))
+                    ]
+                    held += [
+                        hold(_first(model, horizon, [end["B", t, m] for t in targets]), end["Y", key, m])
+                    ]
+                    demands += [edge["forward_bytes"], edge["backward_bytes"]]
+                if mesh["name"] == here:
+                    held += [hold(end["F", edge["source"], m], end["X", key, m])]
+                    held += [hold(start["Y", key, m], end["B", edge["source"], m])]
+                    demands += [edge["forward_bytes"], edge["backward_bytes"]]
+        static = sum(s.get("static_bytes", 0) for s in stages if s["mesh"] == mesh["name"])
+        model.add_cumulative(held, demands, memory - static)
     model.minimize(makespan)
     return model
+
+
+def _edge_costs(spec: dict[str, Any], edge: dict[str, Any]) -> tuple[int, int]:
+    """Seconds both ways; bytes travel at one byte a second."""
+    if edge.get("forward_bytes") is None:
+        return edge["forward_s"], edge["backward_s"]
+    assert spec["network"]["bandwidth_bytes_per_s"] == 1
+    return edge["forward_bytes"], edge["backward_bytes"]
+
+
+def _last(model: cp_model.CpModel, horizon: int, ends: list[Any]) -> cp_model.IntVar:
+    last = model.new_int_var(0, horizon, "")
+    model.add_max_equality(last, ends)
+    return last
+
+
+def _first(model: cp_model.CpModel, horizon: int, ends: list[Any]) -> cp_model.IntVar:
+    first = model.new_int_var(0, horizon, "")
+    model.add_min_equality(first, ends)
+    return first

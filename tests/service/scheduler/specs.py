@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,77 @@ def chain(
         "network": {"contention": contention},
         "schedule": schedule,
         **fields,
+    }
+
+
+def measured(
+    meshes: int,
+    microbatches: int,
+    seed: int,
+    *,
+    loops: int = 1,
+    skips: bool = True,
+    memory: float | None = None,
+    contention: str = "link",
+) -> dict[str, Any]:
+    """Costs as measurements make them: log-normal stages, transfers in bytes over unequal links, skips.
+
+    `memory` is how many microbatches' activations fit beside the static bytes of a mesh.
+    """
+    draw = random.Random(seed)
+    around = lambda middle, spread: middle * draw.lognormvariate(0.0, spread)  # noqa: E731
+    count = meshes * loops
+    stages = [
+        {
+            "name": f"s{i}",
+            "mesh": f"m{i % meshes}",
+            "forward_s": around(0.01, 0.3),
+            "backward_input_s": around(0.01, 0.3),
+            "backward_weight_s": around(0.01, 0.3),
+            "activation_bytes": int(around(1e8, 0.5)),
+            "weight_stash_bytes": int(around(2e7, 0.3)),
+            "static_bytes": int(around(1e9, 0.3)),
+        }
+        for i in range(count)
+    ]
+    pairs = [(i, i + 1) for i in range(count - 1)]
+    if skips:
+        pairs += [(i, count - 1 - i) for i in range(0, count // 2 - 1, 3)]
+    edges = [
+        {"source": f"s{a}", "target": f"s{b}", "forward_bytes": size, "backward_bytes": size}
+        for a, b in pairs
+        for size in (int(around(4e6, 0.4)),)
+    ]
+    linked = sorted({(a % meshes, b % meshes) for a, b in pairs if a % meshes != b % meshes})
+    links = [
+        {
+            "source": f"m{a}",
+            "target": f"m{b}",
+            "bandwidth_bytes_per_s": around(1e9, 0.5),
+            "latency_s": around(2e-5, 0.3),
+        }
+        for pair in linked
+        for a, b in (pair, pair[::-1])
+    ]
+    unique = {(link["source"], link["target"]): link for link in links}
+    mesh_list: list[dict[str, Any]] = [{"name": f"m{p}"} for p in range(meshes)]
+    if memory is not None:
+        for mesh in mesh_list:
+            here = [s for s in stages if s["mesh"] == mesh["name"]]
+            held = sum(s["activation_bytes"] for s in here)
+            mesh["memory_bytes"] = int(sum(s["static_bytes"] for s in here) + memory * held + 4e7)
+    return {
+        "microbatches": microbatches,
+        "meshes": mesh_list,
+        "stages": stages,
+        "edges": edges,
+        "network": {
+            "contention": contention,
+            "bandwidth_bytes_per_s": 1e9,
+            "latency_s": 2e-5,
+            "links": list(unique.values()),
+        },
+        "schedule": "auto",
     }
 
 

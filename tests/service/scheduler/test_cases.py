@@ -26,7 +26,11 @@ needs_cases = needs(CASES_FILE, "the shared folder beside the checkout has the c
 def test_auto_proves_the_optimum_within_the_default_budget(case):
     plan = make_plan(load_spec(case["spec"]))
     assert plan.makespan_s == pytest.approx(case["optimum"], rel=1e-9)
-    assert plan.proven_optimal and plan.lower_bound_s == pytest.approx(case["optimum"], rel=1e-9)
+    assert plan.lower_bound_s == pytest.approx(case["optimum"], rel=1e-9)
+    # with contention none transfers of one pair may overlap in the plan, not in its programs: in two of the cases
+    # those take longer, and a plan that is not what runs is not called proven
+    assert plan.proven_optimal == (plan.programs_makespan_s == pytest.approx(plan.makespan_s, rel=1e-9))
+    assert plan.proven_optimal or case["spec"]["network"]["contention"] == "none"
     check_plan(case["spec"], json.loads(plan.model_dump_json()))
     run_programs(case["spec"], plan.programs, seed=3)
 

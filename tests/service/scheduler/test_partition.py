@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from service.scheduler import MeshSpec, SpecError, make_plan
 from service.scheduler.model.spec import NetworkSpec, check_spec
 from service.scheduler.partition import partition, place
 from worker.model import CutError, gpt, measure_layers, trace, unet
-from worker.model.profile import LayerCost, LayerEdge, LayerProfile
+from worker.model.profile import LayerCost, LayerEdge, LayerProfile, OptimizerState
 
 
 def chain(costs, sizes=None, activations=None):
@@ -34,6 +35,35 @@ def chain(costs, sizes=None, activations=None):
 
 def meshes(count, limit=None):
     return [MeshSpec(name=f"m{i}", activation_limit_bytes=limit) for i in range(count)]
+
+
+def test_stages_carry_the_bytes_that_they_always_hold():
+    profile = chain([(1, 1, 1)] * 3)
+    layers = [
+        replace(layer, parameters=names, buffers=buffers)
+        for layer, names, buffers in zip(
+            profile.layers, [("a", "tied"), ("b", "frozen"), ("tied",)], [(), ("c",), ()], strict=True
+        )
+    ]
+    profile = replace(
+        profile,
+        layers=tuple(layers),
+        parameter_sizes={"a": 100, "b": 20, "tied": 3, "frozen": 1000},
+        frozen_parameters=("frozen",),
+        buffer_sizes={"c": 7},
+    )
+    state = OptimizerState(2.0, 4)
+
+    def static_bytes(stages):
+        found = partition(
+            profile, stages=stages, meshes=meshes(stages), microbatches=1, network=fast(), optimizer=state
+        )
+        return [stage.static_bytes for stage in found.spec.stages]
+
+    assert static_bytes(3) == [4 * 103 + 8, 4 * 20 + 4 + 1000 + 7, 4 * 3 + 4]
+    assert static_bytes(1) == [4 * 123 + 12 + 1000 + 7]  # the tied one once
+    found = partition(profile, stages=1, meshes=meshes(1), microbatches=1, network=fast())
+    assert found.spec.stages[0].static_bytes == 2 * 123 + 1000 + 7
 
 
 def fast(**kwargs):

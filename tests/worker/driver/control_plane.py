@@ -11,11 +11,14 @@ from workers import plan_of
 
 
 class ControlPlane:
-    """Serves `given` (the attempt with its job) on a port of 127.0.0.1; `reports` are those that came."""
+    """Serves `given` (the attempt with its job) on a port of 127.0.0.1; `reports` and `plan_requests` came."""
 
-    def __init__(self, given: dict[str, Any]):
+    def __init__(self, given: dict[str, Any], profiles: dict[str, Any] | None = None):
         self.given = given
+        self.profiles = {} if profiles is None else profiles
         self.reports: list[dict[str, Any]] = []
+        self.plan_requests: list[dict[str, Any]] = []
+        self.plan_answers: list[dict[str, Any]] = []
         self.command = "continue"
         self.heard = threading.Condition()
         plane = self
@@ -23,19 +26,23 @@ class ControlPlane:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if "/profile" in self.path:
-                    self._answer(404, {"detail": "none is stored"})
+                    stored = plane.profiles.get(self.path.partition("?")[2])
+                    self._answer(200 if stored else 404, stored or {"detail": "none is stored"})
                 else:
                     self._answer(200, plane.given)
 
             def do_PUT(self) -> None:
-                self._body()
+                plane.profiles[self.path.partition("?")[2]] = self._body()
                 self._answer(204, None)
 
             def do_POST(self) -> None:
                 body = self._body()
                 if self.path.endswith("/plan"):
+                    plane.plan_requests.append(body)
                     try:
-                        self._answer(200, plan_of(plane.given["job"], body["profile"], body["network"]))
+                        answer = plan_of(plane.given["job"], body["profile"], body["network"])
+                        plane.plan_answers.append(answer)
+                        self._answer(200, answer)
                     except Exception as error:
                         self._answer(422, {"detail": repr(error)})
                     return

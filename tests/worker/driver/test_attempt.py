@@ -33,9 +33,9 @@ def attempt(cluster):
     """Starts an attempt of a job; (control plane, process of the driver)."""
     started = []
 
-    def start(spec, number=1, resume=None):
+    def start(spec, number=1, resume=None, profiles=None):
         plane = ControlPlane(
-            {"job_id": "job", "number": number, "job": spec, "device": "cpu", "resume": resume}
+            {"job_id": "job", "number": number, "job": spec, "device": "cpu", "resume": resume}, profiles
         )
         environment = {
             **os.environ,
@@ -77,10 +77,20 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
     first, process = attempt(spec)
     assert process.wait(120) == 0
     assert first.states == ["RUNNING", "SUCCEEDED"]
+    network = first.plan_requests[0]["network"]
+    assert network["contention"] in ("link", "full-duplex", "half-duplex")
+    assert [(link["source"], link["target"]) for link in network["links"]] == [("m0", "m1"), ("m1", "m0")]
+    assert all(link["bandwidth_bytes_per_s"] > 1e6 for link in network["links"])
     assert [report["checkpoint"]["step"] for report in first.reports if report["checkpoint"]][-1] == 5
     spec = job("cosine", meshes=1, **place) | {"pipeline": {"stages": 2, "schedule": "auto"}}
     second, process = attempt(spec, number=2)
     assert process.wait(120) == 0
+    assert [one["mesh"] for one in first.plan_requests[0]["memory"]] == ["m0", "m1"]
+    assert all(one["memory_bytes"] > 1 << 20 for one in first.plan_requests[0]["memory"])
+    assert all({*step["peak_memory_bytes"]} == {"m0", "m1"} for step in first.steps)
+    assert first.plan_requests[0]["optimizer"] == {"bytes_per_parameter_byte": 2.0, "bytes_per_tensor": 4}
+    network = second.plan_requests[0]["network"]
+    assert (network["contention"], network["bandwidth_bytes_per_s"]) == ("link", None)
     found = first.steps + second.steps
     assert [step["step"] for step in found] == list(range(1, 9))
     assert [step["loss"] for step in found] == pytest.approx(losses, rel=1e-5)
@@ -101,3 +111,28 @@ def test_a_driver_that_is_told_to_end_says_so_and_gives_everything_back(attempt)
     assert plane.states == ["RUNNING", "CANCELLED"]
     assert "SIGTERM" in plane.reports[-1]["message"]
     assert_nothing_held()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_an_attempt_that_runs_out_of_memory_says_so_and_the_next_one_plans_with_more(attempt):
+    loss = {"factory": "tests.worker.workers:TooLargeAfter", "args": {"calls": 40}}
+    spec, profiles = job(loss=loss), {}
+    spec["training"]["steps"] = 1000
+    first, process = attempt(spec, profiles=profiles)
+    assert process.wait(120) == 1
+    assert first.states == ["RUNNING", "FAILED"]
+    last = first.reports[-1]
+    assert last["reason"] == "OUT_OF_MEMORY"
+    assert "mesh m1 was planned with" in last["message"] and "can't allocate memory" in last["message"]
+    assert "memory_corrected" in [event["kind"] for report in first.reports for event in report["events"]]
+    assert first.plan_requests[0]["profile"]["activation_factor"] == 1.0
+    second, process = attempt(spec, number=2, profiles=profiles)
+    second.wait_for_steps(1)
+    assert second.plan_requests[0]["profile"]["activation_factor"] >= 1.25
+    more, less = (
+        sum(stage["activation_bytes"] for stage in plane.plan_answers[0]["spec"]["stages"])
+        for plane in (second, first)
+    )
+    assert more >= 1.25 * less

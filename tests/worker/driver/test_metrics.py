@@ -60,8 +60,10 @@ def test_a_step_is_read_back_with_its_units(metrics):
                 "overlap_ratio": None,
                 "grad_norm": 1.5,
                 "started_at": STARTED_AT,
+                "peak_memory_bytes": {"m0": 100 * number, "m1": 7},
             }
         )
+    metrics.set_planned_memory({"m0": 150, "m1": 10})
     metrics.set_plan({"makespan_s": 0.15, "bubble_ratio": 0.2, "slots": []})
     got = scrape(endpoint)
     assert value(got, "step_seconds_sum") == pytest.approx(0.6)
@@ -70,6 +72,8 @@ def test_a_step_is_read_back_with_its_units(metrics):
     assert value(got, "train_loss") == 1.5
     assert value(got, "step") == 2
     assert value(got, "grad_norm") == 1.5
+    assert [value(got, "peak_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [200, 7]
+    assert [value(got, "planned_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [150, 10]
     assert (value(got, "makespan_seconds"), value(got, "plan_makespan_seconds")) == (0.2, 0.15)
     assert (value(got, "bubble_ratio"), value(got, "plan_bubble_ratio")) == (0.25, 0.2)
     assert value(got, "exposed_transfer_seconds") == 0.01

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from service.scheduler import PipelineSpec, make_plan
-from worker.driver.planning import planned_seconds
+from worker.driver.limits import Limits
+from worker.driver.planning import PlannedJob, Planner, planned_seconds
+from worker.failure import OutOfMemoryFailure
+from worker.model.profile import LayerCost, LayerProfile
+from worker.node import WorkerAddress
 
 
 def pipeline(**changes):
@@ -43,3 +47,101 @@ def test_every_instruction_knows_how_long_the_plan_says_it_takes(schedule):
     for mesh, program in plan["programs"].items():
         expected = [costs.get(i["op"], costs.get((i["op"], i["stage"]))) for i in program]
         assert planned[mesh] == pytest.approx(expected)
+
+
+class Called:
+    """A method of an actor: `remote` answers at once."""
+
+    def __init__(self, answer):
+        self.remote = answer
+
+
+class Worker:
+    """An accelerator of a kind on which each of two layers takes `seconds` forward."""
+
+    def __init__(self, kind, seconds):
+        self.profiled = 0
+        self.prepare = Called(lambda _: kind)
+        self.profile = Called(lambda: self._profile(seconds))
+
+    def _profile(self, seconds):
+        self.profiled += 1
+        layers = tuple(LayerCost(f"l{i}", seconds, 0.0, 0.0, 7, 0, 0) for i in range(2))
+        return LayerProfile(layers, (), "cpu", "[1]", {}).to_json()
+
+
+class Gang:
+    def __init__(self, *workers):
+        self.workers = list(workers)
+        self.addresses = [WorkerAddress(f"m{i}", 0, f"n{i}", f"n{i}", i, "cpu") for i in range(len(workers))]
+
+    def call(self, answers, **_):
+        return list(answers)
+
+
+class Control:
+    def __init__(self):
+        self.profiles = {}
+
+    def cached_profile(self, key):
+        return self.profiles.get(key)
+
+    def store_profile(self, key, profile):
+        self.profiles[key] = profile
+
+
+class Reporter:
+    def __init__(self):
+        self.events = []
+
+    def event(self, kind, message):
+        self.events.append((kind, message))
+
+
+def planner_of(gang, control, device):
+    return Planner(
+        control=control,
+        reporter=Reporter(),
+        gang=gang,
+        device=device,
+        limits=Limits(),
+        stages=2,
+        interrupted=lambda: None,
+    )
+
+
+@pytest.mark.parametrize(("device", "measured"), [("cpu", [1, 1, 1, 1]), ("cuda", [1, 1, 0, 0])])
+def test_every_kind_of_accelerator_is_profiled_and_the_slowest_is_planned_with(device, measured):
+    workers = [Worker("quick", 1.0), Worker("slow", 4.0), Worker("quick", 3.0), Worker("slow", 6.0)]
+    control = Control()
+    keys = [worker.prepare.remote(1) for worker in workers]
+    profile = planner_of(Gang(*workers), control, device)._profile_of(keys)
+    assert [worker.profiled for worker in workers] == measured
+    mean = {"cpu": {"quick": 2.0, "slow": 5.0}, "cuda": {"quick": 1.0, "slow": 4.0}}[device]
+    assert {key: found["layers"][0]["forward_s"] for key, found in control.profiles.items()} == mean
+    assert profile.layers[0].forward_s == mean["slow"]
+    again = planner_of(Gang(*workers, Worker("new", 1.0)), control, device)
+    assert again._profile_of([*keys, "new"]) == profile
+    assert [worker.profiled for worker in workers] == measured, "known kinds are not measured again"
+    assert [kind for kind, _ in again._reporter.events] == ["profiled"]
+
+
+def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_kind():
+    control = Control()
+    planner = planner_of(Gang(Worker("quick", 1.0), Worker("slow", 4.0)), control, "cpu")
+    failure = OutOfMemoryFailure("no place", "", "m1", seen_bytes=20 + 3 * 10)
+    planner.correct(failure)
+    assert control.profiles == {}, "before there is a plan nothing is known"
+    planner._profile_of(["quick", "slow"])
+    planner._planned = PlannedJob(
+        ("l0", "l1"),
+        {
+            "meshes": [{"name": "m0"}, {"name": "m1"}],
+            "stages": [{"mesh": "m0", "static_bytes": 5}, {"mesh": "m1", "static_bytes": 20}],
+        },
+        {"meshes": [{"name": name, "peak_activation_bytes": 10} for name in ("m0", "m1")]},
+    )
+    planner.correct(failure)
+    assert {key: p["activation_factor"] for key, p in control.profiles.items()} == {"quick": 3.0, "slow": 3.0}
+    again = planner_of(Gang(Worker("quick", 1.0)), control, "cpu")
+    assert again._profile_of(["quick"]).corrected().layers[0].activation_bytes == 21

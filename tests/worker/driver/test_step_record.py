@@ -17,7 +17,8 @@ def slot(lane, action, start, end, stage=0, **fields):
 
 
 def result(slots, losses=(), **fields):
-    return {"slots": slots, "losses": list(losses), "grad_norm": None, "learning_rate": None, **fields}
+    absent = {"grad_norm": None, "learning_rate": None, "peak_memory_bytes": 0}
+    return {"slots": slots, "losses": list(losses), **absent, **fields}
 
 
 def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
@@ -37,8 +38,8 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         meshes=["m0", "m1"],
         stage_names=["front", "back"],
         results=[
-            result(first),
-            result([]),
+            result(first, peak_memory_bytes=5),
+            result([], peak_memory_bytes=9),
             result(second, [1.0, 2.0], grad_norm=0.5, learning_rate=0.01),
             result([], [3.0, 6.0], grad_norm=0.5, learning_rate=0.01),
         ],
@@ -46,6 +47,7 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         step_s=7.0,
         clock=(1_700_000_000.0, 9.0),
     )
+    assert record.report.pop("peak_memory_bytes") == {"m0": 9, "m1": 0}
     assert record.report == pytest.approx(
         {
             "step": 7,

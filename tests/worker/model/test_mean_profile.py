@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from worker.model.profile import LayerCost, LayerProfile, mean_profile
+from worker.model.profile import LayerCost, LayerProfile, mean_profile, slowest_profile
 
 
 def profile(*forward_s: float) -> LayerProfile:
@@ -24,3 +24,11 @@ def test_profiles_of_different_layers_are_refused():
     other = replace(other, layers=tuple(replace(c, name=f"x{c.name}") for c in other.layers))
     with pytest.raises(ValueError, match="different layers"):
         mean_profile([profile(1.0, 2.0), other])
+
+
+def test_of_several_kinds_the_slowest_is_planned_with_and_the_largest_correction():
+    quick, slow = profile(1.0, 9.0), profile(4.0, 7.0)
+    found = slowest_profile([replace(quick, activation_factor=1.5), slow])
+    assert found == replace(slow, activation_factor=1.5)
+    with pytest.raises(ValueError, match="different layers"):
+        slowest_profile([quick, profile(1.0)])

@@ -1,6 +1,7 @@
 """The measured profile: its bytes against autograd's own count, its times against calibrated work."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from worker.model import LayerProfile, gpt, measure_layers, trace, unet
+from worker.model.profile import OptimizerState
 
 
 class Clock:
@@ -143,6 +145,81 @@ def test_tied_parameters_show_in_each_layer_and_count_once_in_all():
     users = [layer.name for layer in profile.layers if "embed.token.weight" in layer.parameters]
     assert users == ["embed", "head"]
     assert sum(profile.parameter_sizes.values()) == sum(p.nbytes for p in model.parameters())
+
+
+class Frozen(nn.Module):
+    """A frozen layer, a trained one and a batch norm with its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.a.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(5), persistent=False)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x))) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "target", "loss", "begins"),
+    [
+        (Frozen(), torch.randn(4, 6), torch.randn(4, 5), functional.mse_loss, ["a", "b"]),
+        (
+            gpt.build(2, 16, 2, vocab=32, length=8, tied=True),
+            torch.randint(0, 32, (2, 8)),
+            torch.randint(0, 32, (2, 8)),
+            functional.cross_entropy,
+            ["embed", "blocks.1"],
+        ),
+    ],
+    ids=["frozen and buffers", "tied"],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_static_bytes_are_those_of_a_stage_that_has_trained_a_step(
+    model, inputs, target, loss, begins, stages
+):
+    begins = begins[:stages]
+    traced = trace(model, (inputs,))
+    profile = measure_layers(traced, loss, target, repeats=1)
+    starts = [[layer.name for layer in profile.layers].index(name) for name in begins]
+    cut = trace(model, (inputs,)).cut(begins)
+    for stage, first, end in zip(cut.stages, starts, [*starts[1:], len(profile.layers)], strict=True):
+        trained = [p for p in stage.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        held = [*stage.parameters(), *(p.grad for p in trained), *stage.buffers()]
+        held += [value for state in optimizer.state.values() for value in state.values()]
+        assert profile.static_bytes(first, end, OptimizerState(2.0, 4)) == sum(t.nbytes for t in held)
+
+
+def test_the_casts_of_weights_count_as_activations_of_every_microbatch():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 256))
+    x, y = torch.randn(2, 64), torch.randn(2, 256)
+    _, fp32 = measure_layers(trace(model, (x,)), functional.mse_loss, y, repeats=1).layers
+    _, bf16 = measure_layers(
+        trace(model, (x,), autocast=torch.bfloat16), functional.mse_loss, y, repeats=1
+    ).layers
+    cast = 128 * 256 * 2
+    assert cast <= bf16.activation_bytes < cast + fp32.activation_bytes
+
+
+def test_a_correction_makes_all_activations_larger_and_is_part_of_the_json():
+    x = torch.randn(2, 4)
+    profile = measure_layers(trace(nn.Sequential(nn.Linear(4, 4)), (x,)), functional.mse_loss, x, repeats=1)
+    met = LayerProfile.from_json(replace(profile, activation_factor=1.5).to_json())
+    before, after = profile.layers[0].activation_bytes, met.corrected().layers[0].activation_bytes
+    assert (after, met.corrected().activation_factor) == (1.5 * before, 1.0)
+
+
+def test_a_profile_that_lacks_a_size_is_refused():
+    x = torch.randn(2, 4)
+    data = measure_layers(
+        trace(nn.Sequential(nn.Linear(4, 4)), (x,)), functional.mse_loss, x, repeats=1
+    ).to_json()
+    with pytest.raises(ValueError, match="parameter_sizes lack"):
+        LayerProfile.from_json({**data, "parameter_sizes": {}})
 
 
 def test_measuring_changes_neither_the_model_nor_the_random_state():

@@ -11,6 +11,13 @@ export function seconds(value) {
   return `${Number((value / size).toPrecision(3))} ${unit}`;
 }
 
+/** Bytes with a fitting unit and three digits: 1536 becomes "1.5 KiB". */
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(value, 1)) / 10)));
+  return `${Number((value / 1024 ** power).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
 export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   return Number.isFinite(value) ? String(Number(value.toPrecision(digits))) : String(value);

@@ -2,7 +2,7 @@
 
 import { read, repeat } from "./api.js";
 import { lineChart } from "./chart.js";
-import { csv, make, number, percent, seconds, stateBadge, time } from "./format.js";
+import { bytes, csv, make, number, percent, seconds, stateBadge, time } from "./format.js";
 import { REASONS, TimelineView } from "./timeline.js";
 
 const PAUSE_MS = 2000;
@@ -107,6 +107,7 @@ async function refreshTimeline() {
   const query = wanted === null ? "" : `step=${wanted}`;
   const timeline = await read(`${api}/timeline?format=json&${query}`);
   const gaps = await read(`${page}/gaps?${query}`);
+  showMemory((await read(`${page}/memory`)).meshes);
   if (chosen !== $("step").value) return;
   const keep = planned !== null;
   planned = timeline.planned;
@@ -139,6 +140,11 @@ function lengths(line, meshes) {
   if (!line) return "";
   const busy = line.slots.filter((s) => COMPUTE.has(s.action)).reduce((sum, s) => sum + s.end_s - s.start_s, 0);
   return `makespan ${seconds(line.makespan_s)}, bubble ${percent(1 - busy / (meshes.length * line.makespan_s))}`;
+}
+
+function showMemory(meshes) {
+  rows("memory", meshes.map((one) => make("tr", {}, make("th", { scope: "row" }, one.mesh),
+    ...[one.planned_bytes, one.measured_bytes, one.limit_bytes].map((size) => make("td", { class: "number" }, bytes(size))))));
 }
 
 function showGaps(gaps, timeline) {

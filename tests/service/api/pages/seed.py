@@ -134,6 +134,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         running = await jobs.create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
         attempt = await create_attempt(session, running, device="cpu", at=now)
         attempt.submitted_at = now
+        attempt.peak_memory_bytes = {"mesh0": 3 << 20, "mesh1": 1536}
         attempt.metrics_endpoint = serve_metrics(running.id) if serve_metrics else None
         states.move_attempt(attempt, AttemptState.RUNNING, at=now)
         states.move_job(session, running, JobState.RUNNING, at=now)

@@ -108,6 +108,21 @@ def test_gaps_carry_their_reason_and_hovering_tells_more(site: Site, page):
     assert page.errors == []
 
 
+def test_planned_and_measured_peaks_of_memory_stand_beside_each_other(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelectorAll('#memory tbody tr').length === 3")
+    rows = page.js(
+        "[...document.querySelectorAll('#memory tbody tr')].map(r => [...r.children].map(e => e.textContent))"
+    )
+    planned = [f"{mesh.peak_activation_bytes} B" for mesh in site.plan.meshes]
+    assert rows == [
+        ["mesh0", planned[0], "3 MiB", "–"],
+        ["mesh1", planned[1], "1.5 KiB", "–"],
+        ["mesh2", planned[2], "–", "–"],
+    ]
+    assert page.errors == []
+
+
 def test_a_profiled_step_can_be_chosen_and_downloaded(site: Site, page, tmp_path: Path):
     page.open(f"{site.url}/jobs/{site.running}")
     page.wait("document.querySelectorAll('#step option').length === 3")

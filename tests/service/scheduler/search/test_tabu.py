@@ -61,6 +61,8 @@ def test_exchanged_orders_are_no_longer_and_keep_memory_causes_and_resources(dat
         lower_bound_s=0.0,
         proven_optimal=False,
         truncated=False,
+        notes=[],
+        programs_makespan_s=after.makespan,
         programs=compile_programs(after),
     )
     check_plan(data, json.loads(plan.model_dump_json()))

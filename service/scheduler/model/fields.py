@@ -1,0 +1,108 @@
+"""The fields of a PipelineSpec and what each may hold by itself (DESIGN section 4)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise ValueError("write a number, without quotes")
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number)]
+Integer = Annotated[int, BeforeValidator(_number)]
+Seconds = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+Bandwidth = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[Integer, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Contention = Literal["none", "link", "full-duplex", "half-duplex"]
+
+
+class SpecError(ValueError):
+    """A spec that no plan can satisfy; the message names the value and the least change that helps."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MeshSpec(_Model):
+    """A group of accelerators; all limits are optional. `memory_bytes` is for everything that a mesh holds."""
+
+    name: Name
+    activation_limit_bytes: Bytes | None = None
+    memory_bytes: Bytes | None = None
+    receive_buffer_limit: Annotated[Integer, Field(ge=0)] | None = None
+
+
+class RecomputeSpec(_Model):
+    """What a stage keeps when it drops its activations, and how much longer its B or I takes then."""
+
+    activation_bytes: Bytes
+    extra_s: Seconds
+
+
+class StageSpec(_Model):
+    """A piece of the model on one mesh; costs are of one microbatch.
+
+    `static_bytes` (weights, gradients, optimizer state) are held always; `recompute` may be chosen by `auto`.
+    """
+
+    name: Name
+    mesh: Name
+    forward_s: Seconds
+    backward_input_s: Seconds = 0.0
+    backward_weight_s: Seconds = 0.0
+    activation_bytes: Bytes = 0
+    weight_stash_bytes: Bytes = 0
+    static_bytes: Bytes = 0
+    recompute: RecomputeSpec | None = None
+
+
+class EdgeSpec(_Model):
+    """A tensor from one stage to another: its transfer times, or its sizes."""
+
+    source: Name
+    target: Name
+    forward_s: Seconds | None = None
+    backward_s: Seconds | None = None
+    forward_bytes: Bytes | None = None
+    backward_bytes: Bytes | None = None
+    tensor: str | None = None
+
+
+class LinkSpec(_Model):
+    """One directed pair of meshes; what is null is as in the rest of the network."""
+
+    source: Name
+    target: Name
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Seconds | None = None
+
+
+class NetworkSpec(_Model):
+    """What transfers may share, and how bytes become seconds; `links` are the pairs that differ from the rest."""
+
+    contention: Contention = "none"
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: Seconds = 0.0
+    links: list[LinkSpec] = []
+
+
+class PipelineSpec(_Model):
+    """Stages, edges, meshes and costs: what `make_plan` turns into a Plan."""
+
+    microbatches: Annotated[Integer, Field(ge=1, le=1_000_000)]
+    meshes: Annotated[list[MeshSpec], Field(min_length=1)]
+    stages: Annotated[list[StageSpec], Field(min_length=1)]
+    edges: list[EdgeSpec] = []
+    network: NetworkSpec = NetworkSpec()
+    overlap: StrictBool = True
+    schedule: str = "auto"
+    orders: dict[str, list[str]] | None = None
+    split_backward: StrictBool | None = None
+    max_in_flight: Annotated[Integer, Field(ge=1)] | None = None

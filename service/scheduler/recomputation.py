@@ -1,0 +1,91 @@
+"""Which stages drop their activations and compute their forward again: a choice beside the schedule.
+
+A stage that recomputes keeps less and takes longer; what that is worth depends on the plan. Few such stages: every
+choice is searched. Many: none, all, and what single changes improve from there, judged by constructive plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations
+
+from service.scheduler.model.spec import PipelineSpec, StageSpec
+
+_EXHAUSTIVE = 4  # stages up to which all choices are searched
+_CHANGES = 200  # constructive plans that a search over single changes may cost
+
+Choice = frozenset[str]
+
+
+def may_recompute(spec: PipelineSpec) -> list[str]:
+    """The stages for which the choice is open and can matter: those on meshes with a limit."""
+    limited = {
+        mesh.name
+        for mesh in spec.meshes
+        if mesh.activation_limit_bytes is not None or mesh.memory_bytes is not None
+    }
+    return [stage.name for stage in spec.stages if stage.recompute is not None and stage.mesh in limited]
+
+
+def with_choice(spec: PipelineSpec, recomputed: Iterable[str]) -> PipelineSpec:
+    """The spec in which these stages recompute and no other does: their costs and memory as they are then."""
+    chosen = set(recomputed)
+    return spec.model_copy(
+        update={"stages": [_decided(stage, stage.name in chosen) for stage in spec.stages]}
+    )
+
+
+def relaxed(spec: PipelineSpec) -> PipelineSpec:
+    """A spec that no choice can beat: every stage keeps the least and none takes longer."""
+    decided = []
+    for stage in spec.stages:
+        kept = stage.activation_bytes if stage.recompute is None else stage.recompute.activation_bytes
+        stash = min(stage.weight_stash_bytes, kept)
+        decided.append(
+            stage.model_copy(
+                update={"activation_bytes": kept, "weight_stash_bytes": stash, "recompute": None}
+            )
+        )
+    return spec.model_copy(update={"stages": decided})
+
+
+def _decided(stage: StageSpec, recomputes: bool) -> StageSpec:
+    if stage.recompute is None or not recomputes:
+        return stage.model_copy(update={"recompute": None})
+    kept = stage.recompute.activation_bytes
+    return stage.model_copy(
+        update={
+            "activation_bytes": kept,
+            "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
+            "backward_input_s": stage.backward_input_s + stage.recompute.extra_s,
+            "recompute": None,
+        }
+    )
+
+
+def candidates(names: list[str], judge: Callable[[Choice], float]) -> list[Choice]:
+    """Choices worth a search, best first by `judge` (seconds, infinite where no plan fits).
+
+    All of them where they are few; else none, all, and the end of a walk by single changes from the better of both.
+    """
+    if len(names) <= _EXHAUSTIVE:
+        choices = [frozenset(some) for count in range(len(names) + 1) for some in combinations(names, count)]
+        return sorted(choices, key=judge)
+    seen = {choice: judge(choice) for choice in (frozenset(), frozenset(names))}
+    best = min(seen, key=seen.__getitem__)
+    improved = True
+    while improved and len(seen) < _CHANGES:
+        improved = False
+        for other in _neighbours(best, names):
+            if other in seen or len(seen) >= _CHANGES:
+                continue
+            seen[other] = judge(other)
+            if seen[other] < seen[best]:
+                best, improved = other, True
+                break
+    return list(dict.fromkeys([best, frozenset(), frozenset(names)]))
+
+
+def _neighbours(choice: Choice, names: list[str]) -> Iterator[Choice]:
+    for name in names:
+        yield choice ^ {name}

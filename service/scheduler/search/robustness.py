@@ -1,0 +1,43 @@
+"""How a plan stands transfers that take longer than planned: its orders kept, its times not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.memory import posting_waits
+from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges
+
+_LONGER = (2.0, 4.0)  # what a plan must stand as well as the one that it replaces
+
+
+def keeps_slack(saved: Timeline, before: Timeline) -> bool:
+    """Whether a plan is no slower than another one when transfers take two and four times as long as planned."""
+    return all(
+        stretched_makespan(saved, longer) <= stretched_makespan(before, longer) * (1 + TOLERANCE)
+        for longer in _LONGER
+    )
+
+
+def stretched_makespan(timeline: Timeline, longer: float) -> float:
+    """The makespan, in seconds, when every transfer lasts `longer` times as long.
+
+    As its programs run it: each lane, port and directed pair in the planned order, receives posted after the action
+    that the plan names. Infinite where these orders contradict each other.
+    """
+    problem = timeline.problem
+    kinds = timeline.sequence // problem.microbatches
+    orders = [timeline.sequence[problem.kinds_on(r)[kinds]] for r in problem.exclusive_resources]
+    moves = timeline.transfers
+    pairs = problem.sender_of_kind * problem.meshes + problem.receiver_of_kind
+    pair = pairs[moves // problem.microbatches]
+    orders += [moves[pair == one] for one in np.unique(pair)]
+    durations = problem.duration.copy()
+    durations[problem.compute_kinds :] *= longer
+    flat = durations.reshape(-1)
+    times = earliest_times(
+        problem, problem.dependency_edges, posting_waits(timeline), lane_edges(orders), durations=flat
+    )
+    if not times.complete:
+        return float("inf")
+    return float((times.start + flat)[times.topological].max())

@@ -1,0 +1,122 @@
+"""The joint choice beside brute force on small models, and beside cuts that ignore the schedule on larger ones."""
+
+import itertools
+import random
+
+import pytest
+
+from service.scheduler import MeshSpec, SpecError, make_plan
+from service.scheduler.joint import balanced, choose, equal_layers, placements
+from service.scheduler.model.spec import NetworkSpec
+from service.scheduler.partition import partition
+from worker.model.profile import LayerCost, LayerEdge, LayerProfile
+
+
+def measured(layers, seed, *, skips=(), microbatch=1.0, head=1.0):
+    """A profile with costs as measured: log-normal, a heavy head if asked for, tensors of unequal size."""
+    draw = random.Random(seed)
+    cost = lambda scale: scale * microbatch * draw.lognormvariate(0.0, 0.4)  # noqa: E731
+    made = tuple(
+        LayerCost(
+            f"l{i}",
+            cost(0.01 * (head if i == layers - 1 else 1.0)),
+            cost(0.01),
+            cost(0.008),
+            int(1000 * microbatch * draw.lognormvariate(0, 0.3)),
+            0,
+            0,
+        )
+        for i in range(layers)
+    )
+    pairs = [(i, i + 1) for i in range(layers - 1)] + list(skips)
+    edges = tuple(
+        LayerEdge(a, b, f"t{k}", int(1000 * microbatch * draw.lognormvariate(0, 0.5)), True, order=k)
+        for k, (a, b) in enumerate(pairs)
+    )
+    return LayerProfile(layers=made, edges=edges, device_type="cpu", microbatch="[1]", parameter_sizes={})
+
+
+def network(speed):
+    return NetworkSpec(contention="link", bandwidth_bytes_per_s=speed, latency_s=1e-4)
+
+
+def meshes(count, **limits):
+    return [MeshSpec(name=f"m{i}", **limits) for i in range(count)]
+
+
+def brute_force(profiles, stage_counts, mesh_list, net):
+    """The shortest plan over every number of microbatches and stages, placement and cut."""
+    best = float("inf")
+    for count, profile in profiles.items():
+        for stages in stage_counts:
+            for placement in placements(stages, len(mesh_list), "auto"):
+                for borders in itertools.combinations(range(1, len(profile.layers)), stages - 1):
+                    names = [f"l{i}" for i in (0, *borders)]
+                    try:
+                        result = partition(
+                            profile, stages=stages, meshes=mesh_list, cut=names, microbatches=count, network=net,
+                            placement=placement,
+                        )  # fmt: skip
+                        best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s)
+                    except SpecError:
+                        continue
+    return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("speed", [1e6, 1e5])
+def test_on_a_small_model_nothing_is_shorter_than_what_is_chosen(seed, speed):
+    profiles = {4: measured(5, seed), 2: measured(5, seed, microbatch=2.0)}
+    found = choose(profiles, stages=[2, 4], meshes=meshes(2), network=network(speed), budget_s=10.0)
+    assert found.plan.makespan_s <= brute_force(profiles, [2, 4], meshes(2), network(speed)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("limit", [4500, 7000])
+def test_memory_limits_are_part_of_the_choice(limit):
+    profiles = {4: measured(6, 7)}
+    mesh_list = meshes(3, memory_bytes=limit)
+    found = choose(profiles, stages=[3], meshes=mesh_list, network=network(1e6), budget_s=10.0)
+    assert max(mesh.peak_memory_bytes for mesh in found.plan.meshes) <= limit
+    assert found.plan.makespan_s <= brute_force(profiles, [3], mesh_list, network(1e6)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [measured(24, 1), measured(24, 2, head=6.0), measured(24, 3, skips=((2, 21), (5, 18), (8, 15)))],
+    ids=["chain", "heavy head", "skips"],
+)
+@pytest.mark.parametrize("speed", [1e6, 1e5, 3e4])
+def test_on_a_larger_model_the_choice_is_no_longer_than_even_balanced_or_formula_cuts(profile, speed):
+    found = choose({8: profile}, stages=[4], meshes=meshes(4), network=network(speed), budget_s=4.0)
+    for begins in (equal_layers(24, 4), balanced(profile, 4), None):
+        cut = "auto" if begins is None else [f"l{i}" for i in begins]
+        other = partition(
+            profile, stages=4, meshes=meshes(4), cut=cut, microbatches=8, network=network(speed)
+        )
+        assert found.plan.makespan_s <= make_plan(other.spec, budget_s=2.0).makespan_s * (1 + 1e-6)
+
+
+def test_a_cut_by_hand_is_kept_and_its_placement_chosen():
+    profile = measured(8, 5)
+    found = choose(
+        {4: profile},
+        stages=[4],
+        meshes=meshes(2),
+        cut=["l0", "l2", "l4", "l6"],
+        network=network(1e6),
+        budget_s=1.0,
+    )
+    assert found.partition.begins == ["l0", "l2", "l4", "l6"]
+
+
+def test_what_fits_nowhere_is_refused_with_the_way_out():
+    with pytest.raises(SpecError, match="raise"):
+        choose(
+            {4: measured(6, 1)},
+            stages=[2],
+            meshes=meshes(2, memory_bytes=100),
+            network=network(1e6),
+            budget_s=1.0,
+        )
+    with pytest.raises(SpecError, match="at least one stage a mesh"):
+        choose({4: measured(6, 1)}, stages=[2], meshes=meshes(3), network=network(1e6), budget_s=1.0)

@@ -1,0 +1,73 @@
+"""Planning with costs as measurements make them: nothing has a common denominator, links and stages are unequal."""
+
+import json
+
+import pytest
+
+from service.scheduler import load_spec, make_plan
+from service.scheduler.model.problem import build_problem
+from service.scheduler.search.exact import integer_durations
+from tests.service.scheduler.checker import check_plan, run_programs
+from tests.service.scheduler.specs import measured
+
+
+@pytest.mark.parametrize("contention", ["link", "full-duplex", "half-duplex"])
+@pytest.mark.parametrize(
+    ("meshes", "microbatches", "options"),
+    [(4, 8, {}), (4, 8, {"memory": 2.5}), (3, 6, {"loops": 2, "memory": 2.0}), (6, 12, {"skips": False})],
+    ids=["skips", "memory", "looped", "chain"],
+)
+def test_a_measured_problem_is_planned_verified_and_checked(meshes, microbatches, options, contention):
+    data = measured(meshes, microbatches, 17, contention=contention, **options)
+    plan = make_plan(load_spec(data), budget_s=1.0)
+    assert not plan.notes
+    assert plan.programs_makespan_s == pytest.approx(plan.makespan_s, rel=1e-9)
+    written = json.loads(plan.model_dump_json())
+    check_plan(data, written)
+    run_programs(data, written["programs"], seed=5)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "microbatches", "memory"), [(20, 20, None), (24, 24, 10.0), (40, 64, None)]
+)
+def test_deep_measured_chains_are_planned_near_their_bound(meshes, microbatches, memory):
+    plan = make_plan(load_spec(measured(meshes, microbatches, 5, memory=memory)), budget_s=1.0)
+    assert not plan.notes
+    assert plan.makespan_s <= 1.25 * plan.lower_bound_s
+
+
+def test_the_scale_of_measured_durations_is_a_number_and_rounds_down():
+    problem = build_problem(load_spec(measured(40, 64, 3)), split=True)
+    scale, lengths = integer_durations(problem)
+    assert 0 < scale < 1e15
+    assert (lengths <= problem.duration * scale).all() and (lengths + 1 >= problem.duration * scale).all()
+
+
+@pytest.mark.parametrize("unit", [1e-300, 1e-12, 1.0, 1e12, 1e290])
+def test_durations_of_any_size_are_planned(unit):
+    data = measured(3, 4, 2)
+    data["network"] = {"contention": "link"}
+    for stage in data["stages"]:
+        for key in ("forward_s", "backward_input_s", "backward_weight_s"):
+            stage[key] *= unit
+    for edge in data["edges"]:
+        edge["forward_s"], edge["backward_s"] = 0.003 * unit, 0.002 * unit
+        del edge["forward_bytes"], edge["backward_bytes"]
+    plan = make_plan(load_spec(data), budget_s=0.3)
+    assert not plan.notes and plan.makespan_s >= plan.lower_bound_s > 0
+
+
+def test_a_step_of_the_search_that_fails_costs_the_plan_nothing_but_its_own_gain(monkeypatch):
+    from service.scheduler.model import defects
+    from service.scheduler.search import auto
+
+    def broken(*arguments, **options):
+        raise OverflowError("integer division result too large for a float")
+
+    monkeypatch.setattr(defects, "strict", False)
+    monkeypatch.setattr(auto.exact, "solve", broken)
+    monkeypatch.setattr(auto, "tabu_search", broken)
+    data = measured(4, 8, 17, memory=2.5)
+    plan = make_plan(load_spec(data), budget_s=0.5)
+    check_plan(data, json.loads(plan.model_dump_json()))
+    assert any("exact_search failed with OverflowError" in note for note in plan.notes)
