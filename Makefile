@@ -10,13 +10,14 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format bench bench-overlap system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
 	@echo "make test           install, run every test"
 	@echo "make setup          install into $(VENV) only"
 	@echo "make lint           ruff check and format check;  make format  rewrites"
+	@echo "make mutants        small changes that no test notices, for SLOTLINE_MUTANTS_S seconds (600)"
 	@echo "make bench          the scheduler's and the engine's benchmarks"
 	@echo "make bench-overlap  pipelines over rate-limited links, beside torch's own (root)"
 
@@ -51,6 +52,9 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+mutants: setup
+	$(BIN)/python -m tests.mutants
 
 bench: setup
 	$(BIN)/python -m tests.benchmarks
