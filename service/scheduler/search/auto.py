@@ -157,7 +157,8 @@ class _Search:
         """Take the orders of a timeline of the planning model and time them again, with every limit."""
         if timeline is None or (self.best is not None and timeline.makespan > _SLACK * self.best.makespan):
             return
-        timeline = replace(timeline, problem=replace(timeline.problem, spec=self.problem.spec))
+        if timeline.problem.spec is not self.problem.spec:  # found under tighter limits
+            timeline = replace(timeline, problem=replace(timeline.problem, spec=self.problem.spec))
         limited = bool((self.problem.receive_limit >= 0).any())
         try:
             if not limited:
@@ -200,7 +201,8 @@ class _Search:
             return problem
         room = problem.memory_limit - problem.static_bytes - peak_buffer_bytes(self._incumbent)
         held = [peak_activation(problem, lane)[0] for lane in self._incumbent.lanes]
-        limit = np.where(problem.memory_limit < 0, problem.activation_limit, np.maximum(room, held))
+        room = np.minimum(np.maximum(room, held), problem.activation_limit)
+        limit = np.where(problem.memory_limit < 0, problem.activation_limit, room)
         meshes = [
             mesh.model_copy(
                 update={"activation_limit_bytes": None if most < 0 else int(most), "memory_bytes": None}
