@@ -91,3 +91,37 @@ async def test_what_probes_and_scrapers_need_is_open(make_api: ApiMaker, method:
     async with make_api(api_token="secret") as api:
         await api.service.cluster.refresh()
         assert (await ask(api, method, path, {})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Basic bWU6c2VjcmV0",
+        "basic bWU6c2VjcmV0",
+        "BEARER secret",
+        "Bearer  secret ",
+    ],
+)
+async def test_a_token_comes_as_bearer_or_as_the_password_of_basic(make_api: ApiMaker, header: str):
+    async with make_api(api_token="secret") as api:
+        answer = await api.client.get("/api/v1/jobs", headers={"Authorization": header})
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "secret",
+        "Bearer",
+        "Bearer secret more",
+        "Token secret",
+        "Basic !bWU6c2VjcmV0",
+        "Basic secret",
+        "Basic bWU6",
+        "Basic c2VjcmV0",
+        "Basic /////w==",
+    ],
+)
+async def test_what_is_no_token_is_refused_however_it_is_written(make_api: ApiMaker, header: str):
+    async with make_api(api_token="secret") as api:
+        problem(await api.client.get("/api/v1/jobs", headers={"Authorization": header}), 401)

@@ -9,14 +9,14 @@ import pytest
 from sqlalchemy import inspect
 from sqlalchemy.exc import IntegrityError
 
-from service.jobspec import JobSpec, JobState
+from service.jobspec import AttemptState, JobSpec, JobState
 from service.store import jobs as store
 from service.store.attempts import create_attempt
 from service.store.counts import count
 from service.store.database import Database
 from service.store.events import events_of
 from service.store.jobs import PageKey
-from service.store.states import TransitionError, add_event, lock_job, move_job
+from service.store.states import TransitionError, add_event, lock_job, move_attempt, move_job
 from service.store.tables import Base, Job
 from tests.service.conftest import job_body, somebody_waits
 
@@ -174,6 +174,29 @@ async def test_a_retried_job_waits_again_and_its_old_failures_no_longer_count(da
     with pytest.raises(TransitionError):
         async with database.write() as session:
             await store.retry_job(session, job.id, at=AT)
+
+
+async def test_a_job_and_its_attempt_remember_when_they_began_to_run_and_ended(database: Database):
+    job, hours = await submit(database), [AT + timedelta(hours=n) for n in range(4)]
+    async with database.write() as session:
+        locked = await lock_job(session, job.id)
+        attempt = await create_attempt(session, locked, device="cpu", at=hours[0])
+        assert (attempt.started_at, attempt.finished_at, locked.started_at) == (None, None, None)
+        move_attempt(attempt, AttemptState.RUNNING, at=hours[1])
+        move_job(session, locked, JobState.RUNNING, at=hours[1])
+        assert (locked.started_at, locked.finished_at) == (hours[1], None)
+        move_attempt(attempt, AttemptState.FAILED, at=hours[2], reason="WORKER_LOST")
+        move_job(session, locked, JobState.RECOVERING, at=hours[2])
+        assert (attempt.started_at, attempt.finished_at) == (hours[1], hours[2])
+        second = await create_attempt(session, locked, device="cpu", at=hours[2])
+        move_job(session, locked, JobState.RUNNING, at=hours[3])
+        assert locked.started_at == hours[1], "a job runs since its first attempt did"
+        move_attempt(second, AttemptState.SUCCEEDED, at=hours[3])
+        move_job(session, locked, JobState.SUCCEEDED, at=hours[3])
+        assert (second.started_at, second.finished_at) == (None, hours[3])
+        assert (locked.started_at, locked.finished_at) == (hours[1], hours[3])
+        with pytest.raises(AssertionError, match="is already SUCCEEDED"):
+            move_attempt(second, AttemptState.FAILED, at=hours[3])
 
 
 async def test_a_job_that_succeeded_is_not_queued_again(database: Database):
