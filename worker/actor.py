@@ -166,17 +166,53 @@ class Worker:
         """
         self._planned_bytes = planned_bytes
         with self._memory_told():
-            self._load(
-                begins=begins,
-                mesh_of_stage=mesh_of_stage,
-                program=program,
-                planned_s=planned_s,
-                topology=topology,
+            training, schedule = self._job.training, self._job.optimizer.schedule
+            here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
+            graph = self._cut(begins, here)
+            stages = {i: graph.stages[i].to(self._device) for i in here}
+            self._needs_data = any(
+                name.startswith("input:") for stage in stages.values() for name in stage.inputs
+            ) or any("output" in stage.outputs for stage in stages.values())
+            transport = make_transport(
+                self._device,
+                topology,
+                mesh=self._mesh,
+                worker=self._worker,
                 store=store,
                 host=host,
                 connect_s=connect_s,
-                slot_limits=slot_limits,
             )
+            self._engine = Engine(
+                mesh=self._mesh,
+                worker=self._worker,
+                program=program_from_json(program),
+                stages=stages,
+                edges=graph.edges,
+                mesh_of_stage=tuple(mesh_of_stage),
+                tied=graph.tied,
+                microbatches=training.microbatches,
+                loss=self._loss,
+                optimizer=self._make_optimizer,
+                lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
+                transport=transport,
+                options=RunOptions(
+                    precision=training.precision,
+                    clip_grad_norm=training.clip_grad_norm,
+                    non_finite=training.non_finite,
+                    seed=training.seed,
+                    limits=slot_limits,
+                    device=self._device,
+                ),
+                planned_s=planned_s,
+            )
+            self._traced = None
+            self._memory.settle(
+                t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
+            )
+            try:
+                self._engine.connect()
+            except ConnectError as error:
+                raise as_failure(error, Reason.START_TIMEOUT) from None
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
@@ -220,65 +256,6 @@ class Worker:
         """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
-
-    def _load(
-        self,
-        *,
-        begins: Sequence[str],
-        mesh_of_stage: Sequence[str],
-        program: Sequence[Mapping[str, Any]],
-        planned_s: Sequence[float] | None,
-        topology: Topology,
-        store: tuple[str, int],
-        host: str,
-        connect_s: float,
-        slot_limits: SlotLimits,
-    ) -> None:
-        training, schedule = self._job.training, self._job.optimizer.schedule
-        here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
-        graph = self._cut(begins, here)
-        stages = {i: graph.stages[i].to(self._device) for i in here}
-        self._needs_data = any(
-            name.startswith("input:") for stage in stages.values() for name in stage.inputs
-        ) or any("output" in stage.outputs for stage in stages.values())
-        transport = make_transport(
-            self._device,
-            topology,
-            mesh=self._mesh,
-            worker=self._worker,
-            store=store,
-            host=host,
-            connect_s=connect_s,
-        )
-        self._engine = Engine(
-            mesh=self._mesh,
-            worker=self._worker,
-            program=program_from_json(program),
-            stages=stages,
-            edges=graph.edges,
-            mesh_of_stage=tuple(mesh_of_stage),
-            tied=graph.tied,
-            microbatches=training.microbatches,
-            loss=self._loss,
-            optimizer=self._make_optimizer,
-            lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
-            transport=transport,
-            options=RunOptions(
-                precision=training.precision,
-                clip_grad_norm=training.clip_grad_norm,
-                non_finite=training.non_finite,
-                seed=training.seed,
-                limits=slot_limits,
-                device=self._device,
-            ),
-            planned_s=planned_s,
-        )
-        self._traced = None
-        self._memory.settle(t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers()))
-        try:
-            self._engine.connect()
-        except ConnectError as error:
-            raise as_failure(error, Reason.START_TIMEOUT) from None
 
     @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:

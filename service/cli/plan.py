@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
 
 
-_LATE_SHARE, _LATE_S = (
-    0.2,
-    2.0,
-)  # by how much a search may pass its budget: a share of it, but some seconds at least
+# By how much a search may pass its budget: a share of it, but some seconds at least.
+_LATE_SHARE = 0.2
+_LATE_S = 2.0
 
 app = typer.Typer()
 

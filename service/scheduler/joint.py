@@ -131,11 +131,10 @@ class _Choice:
         self._failed: SpecError | None = None
 
     def given(self, shape: _Shape, cut: Sequence[str]) -> _Candidate:
-        """A cut by hand; raises CutError or SpecError where it does not fit."""
+        """A cut by hand, to be searched unjudged; raises CutError or SpecError where it does not fit."""
         result = self._partition(shape, cut)
         names = [layer.name for layer in self._profiles[shape.microbatches].layers]
-        begins = tuple(names.index(name) for name in result.begins)
-        return _Candidate(shape, begins, self._judge(shape, begins))
+        return _Candidate(shape, tuple(names.index(name) for name in result.begins), 0.0)
 
     def judge_cuts(self, shape: _Shape, share: float) -> None:
         """Judge cuts of one shape: all of them, or what borders moved one by one reach from the best starts."""

@@ -33,7 +33,7 @@ from service.scheduler.schedules.csv_orders import fused_of_orders
 from service.scheduler.search.auto import SEARCHED, Found, attains, search
 from service.scheduler.search.bounds import lower_bound, lower_bounds, settle
 from service.scheduler.search.memory_saving import save_memory
-from service.scheduler.search.robustness import keeps_slack
+from service.scheduler.search.robustness import Slack
 from service.scheduler.search.tabu import tabu_search
 from service.scheduler.search.transfer_order import improve_transfers
 from worker.program import Instruction
@@ -252,7 +252,14 @@ def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
         if not seeds:
             raise
         name, timeline = seeds[0]
-        found = Found(timeline, name, 0.0, False, False, (_failed("the search", error),))
+        found = Found(
+            timeline=timeline,
+            chosen=name,
+            lower_bound_s=0.0,
+            proven_optimal=False,
+            truncated=False,
+            notes=(_failed("the search", error),),
+        )
     if found is None:
         raise SpecError(_no_plan_message(problem))
     found = replace(found, notes=(*notes, *found.notes), others=((found.chosen, found.timeline), *seeds))
@@ -289,6 +296,7 @@ def _search_with_less(
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
     whole = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
+    slack = Slack(best)
     least, most = 0, max((-(-peak // one) for peak, one in zip(peaks, whole, strict=True) if one), default=0)
     while budget_s > 0 and most - least > 1:
         count = (least + most) // 2
@@ -310,7 +318,7 @@ def _search_with_less(
         # under the limits of the spec again; its backwards may be split where those of `best` are not
         saved = replace(found.timeline, problem=replace(found.timeline.problem, spec=problem.spec))
         if (
-            keeps_slack(saved, best)
+            slack.kept_by(saved)
             and sum(peak_receive_buffers(saved)) <= sum(peak_receive_buffers(best))
             and keeps_memory(saved)
         ):

@@ -42,7 +42,7 @@ _MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before th
 _SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time takes longer, in proportion
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """The best timeline, the name of the schedule it came from, and what is proven about it.
 

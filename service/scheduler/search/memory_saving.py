@@ -20,7 +20,7 @@ from service.scheduler.model.memory import (
 from service.scheduler.model.problem import FORWARD, Problem
 from service.scheduler.model.timeline import OrderError, Timeline, simulate
 from service.scheduler.search import rules
-from service.scheduler.search.robustness import keeps_slack
+from service.scheduler.search.robustness import Slack
 
 _ROUNDING = 1e-12  # relative: sums of the same times in another order
 _RULES = 6  # the first of the standard rules: those without a cap of their own
@@ -48,7 +48,7 @@ class _Saving:
         self._simulations = _TASK_SIMULATIONS // (100 + self.problem.tasks)
         self._runner: rules.RuleRunner | None = None
         self._peaks, self._buffers = self._costs(timeline)
-        self._given = timeline
+        self._slack = Slack(timeline)
         by_mesh = [np.flatnonzero(self.problem.mesh_of_stage == p) for p in range(self.problem.meshes)]
         self._together = [int(self.problem.activation[stages].sum()) for stages in by_mesh]
         self._unit = [
@@ -107,7 +107,7 @@ class _Saving:
             return False
         if found.makespan > self._latest or not keeps_limits(self.problem, found.lanes):
             return False
-        if not keeps_slack(found, self._given):
+        if not self._slack.kept_by(found):
             return False
         peaks, buffers = self._costs(found)
         if buffers > self._buffers or any(new > old for new, old in zip(peaks, self._peaks, strict=True)):

@@ -8,15 +8,21 @@ from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.memory import posting_waits
 from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges
 
-_LONGER = (2.0, 4.0)  # what a plan must stand as well as the one that it replaces
+_LONGER = (2.0, 4.0)  # times as long
 
 
-def keeps_slack(saved: Timeline, before: Timeline) -> bool:
-    """Whether a plan is no slower than another one when transfers take two and four times as long as planned."""
-    return all(
-        stretched_makespan(saved, longer) <= stretched_makespan(before, longer) * (1 + TOLERANCE)
-        for longer in _LONGER
-    )
+class Slack:
+    """How slow a plan is when transfers take two and four times as long as planned; others are held against it."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._latest = [stretched_makespan(timeline, longer) * (1 + TOLERANCE) for longer in _LONGER]
+
+    def kept_by(self, other: Timeline) -> bool:
+        """Whether another plan is no slower then."""
+        return all(
+            stretched_makespan(other, longer) <= latest
+            for longer, latest in zip(_LONGER, self._latest, strict=True)
+        )
 
 
 def stretched_makespan(timeline: Timeline, longer: float) -> float:
