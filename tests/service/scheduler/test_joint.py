@@ -11,7 +11,6 @@ from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 
-
 # (stages, meshes) → in order; in rounds and as a V
 PLACEMENTS = {(2, 2): [(0, 1)], (3, 3): [(0, 1, 2)], (4, 2): [(0, 1, 0, 1), (0, 1, 1, 0)]}
 
