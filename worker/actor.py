@@ -43,7 +43,7 @@ from worker.memory import PeakMemory, memory_limit, tried_bytes
 from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT, OptimizerState
-from worker.node import WorkerAddress, own_node_address
+from worker.node import WorkerAddress, own_node_address, processor_cores
 from worker.program import program_from_json
 from worker.reasons import Reason
 from worker.training import (
@@ -90,6 +90,7 @@ class Worker:
             node_id=context.get_node_id(),
             process_id=os.getpid(),
             device=self._device,
+            cores=processor_cores() if self._device == "cpu" else None,
         )
 
     def clock(self) -> float:

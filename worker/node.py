@@ -5,7 +5,12 @@ Light: no torch. Ray is asked only when a function is called.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,16 @@ class WorkerAddress:
     node_id: str
     process_id: int
     device: str
+    cores: float | None = None  # processor cores of the node, where workers compute on them
+
+
+def processor_cores() -> float:
+    """How many cores the processes of this node (or container) may use together."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds of each period
+        quota, period = _CGROUP_LIMIT.read_text().split()
+        cores = min(cores, float(quota) / float(period))
+    return cores
 
 
 def own_node_address() -> str:

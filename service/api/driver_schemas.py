@@ -125,10 +125,13 @@ class Network(_FromDriver):
 
 
 class PlacedWorker(_FromDriver):
+    """`cores` are the processor cores of its node, where workers compute on them."""
+
     mesh: Label
     worker: Integer
     node: str | None = None
     device: str | None = None
+    cores: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class MeshMemory(_FromDriver):

@@ -89,6 +89,7 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
             request.network.model_dump(),
             memory={one.mesh: one.memory_bytes for one in request.memory},
             optimizer=request.optimizer.model_dump(),
+            workers=[worker.model_dump() for worker in request.workers],
             budget_s=service.settings.plan_budget_s,
         )
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again

@@ -65,13 +65,15 @@ class Planner:
         *,
         memory: Mapping[str, int],
         optimizer: Mapping[str, Any],
+        workers: Sequence[Mapping[str, Any]] = (),
         budget_s: float,
     ) -> str:
         """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec and plan.
 
-        `memory` is bytes by mesh, `optimizer` the JSON of an OptimizerState.
+        `memory` is bytes by mesh, `optimizer` the JSON of an OptimizerState; `workers` say their mesh, their node
+        and, where they compute on its processor cores, how many it has.
         """
-        return await self._run(_plan_job, job, profile, network, memory, optimizer, budget_s)
+        return await self._run(_plan_job, job, profile, network, memory, optimizer, workers, budget_s)
 
     async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
@@ -190,8 +192,10 @@ def _plan_job(
     network: Mapping[str, Any],
     memory: Mapping[str, int],
     optimizer: Mapping[str, Any],
+    workers: Sequence[Mapping[str, Any]],
     budget_s: float,
 ) -> str:
+    from service.scheduler.cores import shared_cores
     from service.scheduler.joint import choose
     from service.scheduler.model.spec import MeshSpec, NetworkSpec
     from worker.model.profile import LayerProfile, OptimizerState
@@ -214,6 +218,7 @@ def _plan_job(
         schedule=pipeline["schedule"],
         overlap=pipeline["overlap"],
         optimizer=OptimizerState(**optimizer),
+        shared=shared_cores((one["mesh"], one["node"], one["cores"]) for one in workers),
         budget_s=budget_s,
         expired=expired,
     )
@@ -224,6 +229,7 @@ def _plan_job(
             "begins": list(found.partition.begins),
             "spec": spec.model_dump(mode="json"),
             "plan": found.plan.model_dump(mode="json"),
+            "slowdown": found.slowdown,
         },
         allow_nan=False,
     )

@@ -12,8 +12,9 @@ from service.scheduler.model.problem import BACKWARD, FORWARD, Problem, build_pr
 from service.scheduler.model.shapes import one_stage_a_mesh
 from service.scheduler.model.spec import PipelineSpec, SpecError
 from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges, order_by_start, retime
+from service.scheduler.named import check_limits
 from service.scheduler.plan import plan_metrics
-from service.scheduler.planner import check_limits, find_timeline
+from service.scheduler.planner import find_timeline
 from service.scheduler.schedules import AUTO, SCHEDULES, eager
 from service.scheduler.views.text import columns
 

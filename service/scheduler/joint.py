@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
+from service.scheduler.automatic import constructive_makespan, least_makespan
+from service.scheduler.cores import SharedCores, least_step, processor_seconds, slowed
 from service.scheduler.kernels import TOLERANCE
-from service.scheduler.model.problem import build_problem
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
+from service.scheduler.named import named_timeline
 from service.scheduler.partition import PartitionResult, partition
 from service.scheduler.plan import Plan
-from service.scheduler.planner import make_plan, named_timeline, splits
-from service.scheduler.recomputation import may_recompute, relaxed, with_choice
+from service.scheduler.planner import make_plan
+from service.scheduler.recomputation import with_choice
 from service.scheduler.schedules import AUTO
-from service.scheduler.search.auto import search
-from service.scheduler.search.bounds import lower_bound
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
 
 _EVERY_CUT = 30  # cuts of one shape, for each second of the budget, up to which all are judged
@@ -32,15 +32,24 @@ _MOVES_PER_SECOND = (
     5_000_000  # tasks judged by constructive schedules in a second of the budget, with all rules
 )
 _JUDGED_SHARE = 0.3  # of the budget
+_SHARED_ROUNDS = (0.2, 0.3, 0.5)  # of a plan's budget, until costs and makespan agree
+_NEARLY = 1.001  # how well they must
+_ALONE_WEIGHT = 0.1  # of the makespan with cores for all, where the cores decide: cuts would be all alike
 _WINNERS = 3  # searched with the rest of the budget, where the model is large
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What was chosen: the layers that begin the stages, the planning problem, and its plan."""
+    """What was chosen: the layers that begin the stages, the planning problem, and its plan.
+
+    `score_s` is what it was chosen by; `slowdown` says how many times as long as alone actions take in it, where
+    workers share cores.
+    """
 
     partition: PartitionResult
     plan: Plan
+    score_s: float
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,16 +79,18 @@ def choose(
     budget_s: float = 10.0,
     expired: Callable[[], bool] | None = None,
     optimizer: OptimizerState | None = None,
+    shared: Sequence[SharedCores] = (),
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
-    bytes. Raises CutError for more stages than layers, SpecError where nothing fits.
+    bytes, `shared` which workers share processor cores. Raises CutError for more stages than layers,
+    SpecError where nothing fits.
     """
     for profile in profiles.values():
         check_stage_count([layer.name for layer in profile.layers], min(stages))
-    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer)
+    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, shared)
     shapes = [
         _Shape(microbatches, placement)
         for microbatches in profiles
@@ -121,12 +132,13 @@ class _Choice:
         budget_s: float,
         expired: Callable[[], bool] | None,
         optimizer: OptimizerState | None,
+        shared: Sequence[SharedCores],
     ) -> None:
         self._profiles, self._meshes, self._network = profiles, list(meshes), network
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
-        self._optimizer = optimizer
+        self._optimizer, self._shared = optimizer, shared
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
@@ -181,19 +193,45 @@ class _Choice:
         for candidate, share in zip(tried, shares.tolist(), strict=True):
             result = self._cut(candidate.shape, candidate.begins)
             if best is not None and (
-                self._late() or _least(result.spec) >= best.plan.makespan_s * (1 - TOLERANCE)
+                self._late() or self._least(result.spec) >= best.score_s * (1 - TOLERANCE)
             ):
                 continue
             try:
-                plan = make_plan(result.spec, budget_s=share, expired=self._expired)
+                planned = self._plan(result, share)
             except SpecError as error:
                 self._failed = error
                 continue
-            if best is None or plan.makespan_s < best.plan.makespan_s * (1 - TOLERANCE):
-                best = JobPlan(result, plan)
+            if best is None or planned.score_s < best.score_s * (1 - TOLERANCE):
+                best = planned
         if best is None:
             raise self._failed or SpecError("no cut of this model could be planned: raise memory_bytes")
         return best
+
+    def _plan(self, cut: PartitionResult, budget_s: float) -> JobPlan:
+        """The plan of a cut; where workers share cores, with costs as they are when all of them compute."""
+        if not self._shared:
+            plan = make_plan(cut.spec, budget_s=budget_s, expired=self._expired)
+            return JobPlan(cut, plan, score_s=plan.makespan_s)
+        factor, score_s = 1.0, 0.0
+        for share in _SHARED_ROUNDS:
+            spec = slowed(cut.spec, factor)
+            plan = make_plan(spec, budget_s=share * budget_s, expired=self._expired)
+            processor_s = {mesh.name: mesh.compute_s / factor for mesh in plan.meshes}
+            score_s = score_s or self._score(plan.makespan_s, processor_s)
+            short = least_step(processor_s, self._shared) / plan.makespan_s
+            if short <= _NEARLY:
+                break
+            factor *= short  # transfers are not slowed, so that once is not always enough
+        return JobPlan(replace(cut, spec=spec), plan, score_s=score_s, slowdown=factor)
+
+    def _least(self, spec: PipelineSpec) -> float:
+        return self._score(least_makespan(spec), processor_seconds(spec))
+
+    def _score(self, alone_s: float, processor_s: Mapping[str, float]) -> float:
+        """What candidates are compared by: the makespan; where cores are shared, also how far from idle they are."""
+        if not self._shared:
+            return alone_s
+        return max(alone_s, least_step(processor_s, self._shared)) + _ALONE_WEIGHT * alone_s
 
     def _starts(self, shape: _Shape) -> Iterator[tuple[int, ...]]:
         profile = self._profiles[shape.microbatches]
@@ -210,7 +248,9 @@ class _Choice:
         key = (shape, begins)
         if key not in self._seen:
             try:
-                self._seen[key] = _constructive_makespan(self._cut(shape, begins).spec)
+                spec = self._cut(shape, begins).spec
+                alone_s = _constructive_makespan(spec)
+                self._seen[key] = self._score(alone_s, processor_seconds(spec))
             except SpecError as error:
                 self._failed = error
                 self._seen[key] = math.inf
@@ -247,7 +287,7 @@ def equal_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 def balanced(profile: LayerProfile, stages: int) -> tuple[int, ...]:
     """The cut whose busiest stage computes least, transfers aside (dynamic programming over prefixes)."""
-    work = np.array([x.forward_s + x.backward_input_s + x.backward_weight_s for x in profile.layers])
+    work = np.array([layer.compute_s for layer in profile.layers])
     total = np.concatenate(([0.0], np.cumsum(work)))
     layers = len(work)
     load = np.where(np.arange(layers + 1)[:, None] < np.arange(layers + 1), total - total[:, None], np.inf)
@@ -277,13 +317,4 @@ def _moved(begins: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 def _constructive_makespan(spec: PipelineSpec) -> float:
     if spec.schedule != AUTO:
         return named_timeline(with_choice(spec, ()), spec.schedule).makespan
-    if may_recompute(spec):
-        spec = relaxed(spec)
-    found = search(
-        build_problem(with_choice(spec, ()), split=splits(spec), inference=False), [], budget_s=0.0
-    )
-    return math.inf if found is None else found.timeline.makespan
-
-
-def _least(spec: PipelineSpec) -> float:
-    return lower_bound(build_problem(relaxed(spec), split=splits(spec), inference=False))
+    return constructive_makespan(spec)

@@ -99,24 +99,37 @@ def place(stages: int, meshes: int, schedule: str) -> list[int]:
 
 
 def _stage_specs(problem: CutProblem, begins: Sequence[int], optimizer: OptimizerState) -> list[StageSpec]:
-    layers = problem.profile.layers
+    layers, receives = problem.profile.layers, _stages_with_input_gradients(problem, begins)
     specs = []
     for index, (first, end) in enumerate(layer_ranges(begins, len(layers))):
         part = layers[first:end]
         activation = problem.kept_bytes(first)[end - first - 1]
+        whole_s = sum(layer.whole_backward_s for layer in part)
+        input_s = sum(layer.backward_input_s for layer in part)
+        weight_s = sum(layer.backward_weight_s for layer in part)
+        stash = min(activation, sum(layer.weight_stash_bytes for layer in part))
+        if index not in receives:  # nobody asks for gradients of its inputs: all of its backward is W
+            input_s, weight_s, stash = 0.0, whole_s, activation
         specs.append(
             StageSpec(
                 name=f"s{index}",
                 mesh=problem.meshes[problem.mesh_of_stage[index]].name,
                 forward_s=sum(layer.forward_s for layer in part),
-                backward_input_s=sum(layer.backward_input_s for layer in part),
-                backward_weight_s=sum(layer.backward_weight_s for layer in part),
+                backward_input_s=input_s,
+                backward_weight_s=weight_s,
+                backward_s=whole_s,
                 activation_bytes=activation,
-                weight_stash_bytes=min(activation, sum(layer.weight_stash_bytes for layer in part)),
+                weight_stash_bytes=stash,
                 static_bytes=problem.profile.static_bytes(first, end, optimizer),
             )
         )
     return specs
+
+
+def _stages_with_input_gradients(problem: CutProblem, begins: Sequence[int]) -> set[int]:
+    stage_of = stage_of_layer(begins, len(problem.profile.layers))
+    crossing = (edge for edge in problem.profile.edges if stage_of[edge.source] != stage_of[edge.target])
+    return {stage_of[edge.target] for edge in crossing if edge.differentiable}
 
 
 def _edge_specs(problem: CutProblem, begins: Sequence[int]) -> list[EdgeSpec]:

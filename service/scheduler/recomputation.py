@@ -58,6 +58,7 @@ def _decided(stage: StageSpec, recomputes: bool) -> StageSpec:
             "activation_bytes": kept,
             "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
             "backward_input_s": stage.backward_input_s + stage.recompute.extra_s,
+            "backward_s": None if stage.backward_s is None else stage.backward_s + stage.recompute.extra_s,
             "recompute": None,
         }
     )

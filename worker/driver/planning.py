@@ -27,11 +27,15 @@ PROBE_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What the control plane answered: JSON of a PipelineSpec and a Plan, and the layers that begin stages."""
+    """What the control plane answered: JSON of a PipelineSpec and a Plan, and the layers that begin stages.
+
+    `slowdown` is how many times as long as alone actions take by it, where workers share processor cores.
+    """
 
     begins: tuple[str, ...]
     spec: Mapping[str, Any]
     plan: Mapping[str, Any]
+    slowdown: float = 1.0
 
     @property
     def stage_names(self) -> list[str]:
@@ -82,7 +86,12 @@ class Planner:
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
-            f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}",
+            f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}"
+            + (
+                f"; actions take {planned.slowdown:.2f} times as long as alone: workers share processor cores"
+                if planned.slowdown > 1
+                else ""
+            ),
         )
         return planned
 
@@ -202,7 +211,7 @@ class Planner:
             "network": network,
             **memory,
             "workers": [
-                {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device}
+                {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device, "cores": a.cores}
                 for a in self._gang.addresses
             ],
         }
@@ -212,7 +221,9 @@ class Planner:
             if refused.final:
                 raise
             raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
-        return PlannedJob(tuple(answer["begins"]), answer["spec"], answer["plan"])
+        return PlannedJob(
+            tuple(answer["begins"]), answer["spec"], answer["plan"], answer.get("slowdown", 1.0)
+        )
 
     def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
         return self._gang.call(

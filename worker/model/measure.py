@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from worker.engine.backward import backward
+from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.stage_run import run_forward
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
@@ -31,8 +31,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 @dataclass(frozen=True)
 class _Times:
     forward_s: float
-    backward_input_s: float
     backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
 
 
 def measure_layers(
@@ -41,7 +42,7 @@ def measure_layers(
     """The profile of `traced` for its example inputs; `target` belongs to them.
 
     Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
-    autograd keeps. The loss counts as a part of the last layer.
+    autograd keeps; on CPU they are processor time. The loss counts as a part of the last layer.
     """
     device, placed = torch.device(device), traced.placed
     builder = traced.builder(range(len(placed.layers)))
@@ -68,6 +69,7 @@ def measure_layers(
             for tensor in saved.tensors:
                 saved_at.setdefault(tensor, set()).add(index)
             times = _measure(run, device, repeats, BUDGET_S / len(placed.layers))
+            stage.zero_grad(set_to_none=True)
             names = {stage.original_names[local]: p for local, p in stage.named_parameters()}
             sizes |= {key: value.nbytes for key, value in names.items()}
             frozen |= {key: None for key, value in names.items() if not value.requires_grad}
@@ -77,8 +79,9 @@ def measure_layers(
                 LayerCost(
                     name=name,
                     forward_s=times.forward_s,
-                    backward_input_s=min(times.backward_input_s, times.backward_s),
-                    backward_weight_s=max(0.0, times.backward_s - times.backward_input_s),
+                    backward_input_s=times.backward_input_s,
+                    backward_weight_s=times.backward_weight_s,
+                    backward_s=times.backward_s,
                     activation_bytes=saved.bytes,
                     weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(builder, index, placed)),
                     parameter_bytes=sum(value.nbytes for value in names.values()),
@@ -142,6 +145,7 @@ class _LayerRun:
         self.device_type = device_type
         self.autocast = autocast
         self.outputs: dict[str, Tensor] = {}
+        self.rest = WeightBackward()
 
     def forward(self) -> None:
         position = self.stage.outputs.index(OUTPUT) if self.loss is not None else None
@@ -159,12 +163,12 @@ class _LayerRun:
         self.gradients = [torch.ones_like(root) for root in self.roots]
 
     def backward_input(self) -> None:
-        if self.roots and self.leaves:
-            torch.autograd.grad(self.roots, self.leaves, self.gradients, retain_graph=True, allow_unused=True)
+        _, self.rest = backward_input(self.roots, self.gradients, self.leaves)
+
+    def backward_weight(self) -> None:
+        self.rest.run()
 
     def backward(self) -> None:
-        for parameter in self.stage.parameters():
-            parameter.grad = None
         backward(self.roots, self.gradients, self.leaves)
 
     def keep_count(self) -> _Saved:
@@ -189,6 +193,8 @@ class _LayerRun:
         named = {**self.inputs, **self.outputs}
         saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
         self.backward_input()
+        self.backward_weight()
+        self.forward()
         self.backward()
         return _Saved(bytes=size, tensors=saved)
 
@@ -199,14 +205,14 @@ class _LayerRun:
 
 def _measure(run: _LayerRun, device: torch.device, repeats: int, budget_s: float) -> _Times:
     rounds = []
+    actions = (run.forward, run.backward, run.forward, run.backward_input, run.backward_weight)
     started = time.perf_counter()
     for count in range(max(1, repeats)):
         if count >= MIN_REPEATS and time.perf_counter() - started > budget_s:
             break
-        rounds.append(
-            [_seconds(action, device) for action in (run.forward, run.backward_input, run.backward)]
-        )
-    return _Times(*(statistics.median(times) for times in zip(*rounds, strict=True)))
+        rounds.append([_seconds(action, device) for action in actions])
+    forward, whole, again, inputs, weights = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return _Times(min(forward, again), whole, inputs, weights)
 
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:
@@ -225,9 +231,10 @@ def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
         end.record()
         torch.cuda.synchronize(device)
         return
-    times = [time.perf_counter()]
+    # this thread's own: what others on the same cores took is theirs, and a plan knows who shares them
+    times = [time.thread_time()]
     yield lambda: times[1] - times[0]
-    times.append(time.perf_counter())
+    times.append(time.thread_time())
 
 
 def _weight_stash_bytes(builder: StageBuilder, index: int, placed: Any) -> int:

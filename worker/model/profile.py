@@ -14,13 +14,15 @@ from typing import Any
 from worker.model.errors import CutError
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 3
+PROFILE_FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """Costs of one layer for one microbatch.
 
+    Seconds are those of the device; on CPU of the processor, so that they do not depend on who else used it.
+    `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` the part that the gradient of the weights still needs afterwards.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them.
@@ -35,6 +37,19 @@ class LayerCost:
     parameter_bytes: int
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    backward_s: float | None = None
+
+    @property
+    def whole_backward_s(self) -> float:
+        """How long a backward in one piece takes."""
+        split_s = self.backward_input_s + self.backward_weight_s
+        return split_s if self.backward_s is None else self.backward_s
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward, this in the way that takes less."""
+        split_s = self.backward_input_s + self.backward_weight_s
+        return self.forward_s + min(split_s, self.whole_backward_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +178,11 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
     if any([c.name for c in other.layers] != [c.name for c in first.layers] for other in profiles):
         raise ValueError("the workers' profiles are of different layers: do all build the same model?")
 
-    def mean(index: int, name: str) -> float:
-        return sum(getattr(profile.layers[index], name) for profile in profiles) / len(profiles)
+    def mean(index: int, name: str) -> float | None:
+        times = [getattr(profile.layers[index], name) for profile in profiles]
+        return None if None in times else sum(times) / len(times)
 
-    times = ("forward_s", "backward_input_s", "backward_weight_s")
+    times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
     layers = (
         replace(layer, **{name: mean(i, name) for name in times}) for i, layer in enumerate(first.layers)
     )
@@ -182,9 +198,7 @@ def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
     mean_profile(profiles)
     slowest = max(
         profiles,
-        key=lambda profile: sum(
-            c.forward_s + c.backward_input_s + c.backward_weight_s for c in profile.layers
-        ),
+        key=lambda profile: sum(layer.compute_s for layer in profile.layers),
     )
     return replace(slowest, activation_factor=max(profile.activation_factor for profile in profiles))
 

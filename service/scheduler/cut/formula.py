@@ -67,7 +67,7 @@ class _Tables:
             activation[first, first + 1 :] = problem.kept_bytes(first)
             for end in range(first + 1, count + 1):
                 layer = layers[end - 1]
-                compute += layer.forward_s + layer.backward_input_s + layer.backward_weight_s
+                compute += layer.compute_s
                 for index in used_by[end - 1]:
                     if tensors[index].source < first and index not in received:
                         received.add(index)
@@ -184,7 +184,7 @@ def _estimate(problem: CutProblem, tensors: Sequence[Tensor], begins: Sequence[i
     mesh_of_layer = [problem.mesh_of_stage[stage] for stage in stage_of]
     compute = np.zeros(len(problem.meshes))
     for mesh, layer in zip(mesh_of_layer, layers, strict=True):
-        compute[mesh] += layer.forward_s + layer.backward_input_s + layer.backward_weight_s
+        compute[mesh] += layer.compute_s
     arriving, leaving = np.zeros((len(problem.meshes), 2)), np.zeros((len(problem.meshes), 2))
     for tensor in tensors:
         source = mesh_of_layer[tensor.source]

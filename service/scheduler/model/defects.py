@@ -17,3 +17,10 @@ def defect(message: str, cause: Exception | None = None) -> str:
     if strict:
         raise SchedulerDefect(message) from cause
     return message
+
+
+def failed(what: str, error: Exception) -> str:
+    """The message for the plan's notes about a step that failed; a defect of ours goes on as it is."""
+    if isinstance(error, SchedulerDefect):
+        raise error
+    return defect(f"{what} failed with {type(error).__name__}: {error}", error)

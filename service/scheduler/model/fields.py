@@ -49,6 +49,7 @@ class RecomputeSpec(_Model):
 class StageSpec(_Model):
     """A piece of the model on one mesh; costs are of one microbatch.
 
+    `backward_s` is how long B lasts where that was measured; null means as long as I and W together.
     `static_bytes` (weights, gradients, optimizer state) are held always; `recompute` may be chosen by `auto`.
     """
 
@@ -57,10 +58,28 @@ class StageSpec(_Model):
     forward_s: Seconds
     backward_input_s: Seconds = 0.0
     backward_weight_s: Seconds = 0.0
+    backward_s: Seconds | None = None
     activation_bytes: Bytes = 0
     weight_stash_bytes: Bytes = 0
     static_bytes: Bytes = 0
     recompute: RecomputeSpec | None = None
+
+    @property
+    def whole_backward_s(self) -> float:
+        """How long B lasts."""
+        split_s = self.backward_input_s + self.backward_weight_s
+        return split_s if self.backward_s is None else self.backward_s
+
+    def shortest_split(self) -> StageSpec:
+        """The stage with I and W that last no longer together than its B, each as large a part as it is."""
+        split_s = self.backward_input_s + self.backward_weight_s
+        part = min(1.0, self.whole_backward_s / split_s) if split_s else 1.0
+        shorter = {
+            "backward_input_s": self.backward_input_s * part,
+            "backward_weight_s": self.backward_weight_s * part,
+            "backward_s": None,
+        }
+        return self.model_copy(update=shorter)
 
 
 class EdgeSpec(_Model):

@@ -107,7 +107,7 @@ class Problem:
         for index, stage in enumerate(self.spec.stages):
             duration[self.kind(index, FORWARD)] = stage.forward_s
             duration[self.kind(index, BACKWARD)] = np.where(
-                self.fused[index], stage.backward_input_s + stage.backward_weight_s, stage.backward_input_s
+                self.fused[index], stage.whole_backward_s, stage.backward_input_s
             )
             duration[self.kind(index, WEIGHT)] = stage.backward_weight_s
         for index, transfer in enumerate(self.transfers):
@@ -334,6 +334,18 @@ class Problem:
     def with_fused(self, fused: np.ndarray) -> Problem:
         """The same problem with other backwards fused."""
         return replace(self, fused=fused)
+
+    def all_split(self) -> Problem:
+        """The problem with every backward split that no plan of this one beats: as long in sum as B, where fused.
+
+        B of a length is I and W back to back that last as long together, so each plan of this problem is one of that.
+        """
+        stages = [
+            stage.shortest_split() if fused else stage
+            for stage, fused in zip(self.spec.stages, self.fused.any(axis=1), strict=True)
+        ]
+        spec = self.spec.model_copy(update={"stages": stages})
+        return replace(self, spec=spec, fused=np.zeros_like(self.fused))
 
 
 def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: bool | None = None) -> Problem:

@@ -157,7 +157,9 @@ def _check_edges(spec: PipelineSpec) -> None:
 
 def _check_sum(spec: PipelineSpec) -> None:
     """No step is longer than all its actions and transfers one after the other: that sum must be a number."""
-    stages = sum(s.forward_s + s.backward_input_s + s.backward_weight_s for s in spec.stages)
+    stages = sum(
+        s.forward_s + max(s.backward_input_s + s.backward_weight_s, s.whole_backward_s) for s in spec.stages
+    )
     edges = sum(sum(seconds) for seconds in map(edge_costs(spec), range(len(spec.edges))))
     seconds = spec.microbatches * (stages + edges)
     if not math.isfinite(seconds):

@@ -40,8 +40,7 @@ def lower_bound(problem: Problem) -> float:
 def lower_bounds(problem: Problem) -> dict[str, float]:
     """Each bound by name, in seconds."""
     if problem.splits and problem.fused.any():
-        # B is I and W back to back: with all backwards split the optimum can only be shorter
-        problem = problem.with_fused(np.zeros_like(problem.fused))
+        problem = problem.all_split()
     paths, trips = _paths(problem), _round_trips(problem)
     bounds = {
         "critical path": float((paths.head + paths.length + paths.tail)[problem.exists[:, 0]].max()),

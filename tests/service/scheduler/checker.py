@@ -55,7 +55,9 @@ class Facts:
         s = self.stages[stage]
         return {
             "F": s["forward_s"],
-            "B": s["backward_input_s"] + s["backward_weight_s"],
+            "B": s["backward_input_s"] + s["backward_weight_s"]
+            if s.get("backward_s") is None
+            else s["backward_s"],
             "I": s["backward_input_s"],
             "W": s["backward_weight_s"],
         }[action]

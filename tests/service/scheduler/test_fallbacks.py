@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from service.orchestrator import planning
-from service.scheduler import PlanError, load_spec, make_plan, planner
+from service.scheduler import PlanError, automatic, load_spec, make_plan, planner
 from service.scheduler.model import defects
 from service.scheduler.model.defects import SchedulerDefect
 from service.scheduler.planner import find_timeline
@@ -63,7 +63,7 @@ def test_without_any_search_the_best_named_schedule_is_the_plan(monkeypatch):
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(defects, "strict", False)
-    monkeypatch.setattr(planner, "search", broken)
+    monkeypatch.setattr(automatic, "search", broken)
     plan = make_plan(load_spec(DATA))
     assert plan.notes[0] == "the search failed with ZeroDivisionError: planted"
     assert not plan.proven_optimal

@@ -372,6 +372,34 @@ def test_too_many_stages_and_bad_names_are_refused():
         partition(profile, stages=3, meshes=meshes(3), cut=["l0", "l2"], **arguments)
 
 
+def test_a_stage_that_receives_nothing_to_differentiate_has_its_whole_backward_in_w():
+    """The engine asks the first stage for no gradients of inputs: I has nothing to run, W everything."""
+    costs = [(1, 0, 2), (1, 2, 3), (1, 4, 5)]
+    profile = chain(costs)
+    layers = [replace(layer, backward_s=s) for layer, s in zip(profile.layers, (2.0, 4.5, 8.0), strict=True)]
+    found = partition(
+        replace(profile, layers=tuple(layers)),
+        stages=2,
+        meshes=meshes(2),
+        cut=["l0", "l2"],
+        microbatches=2,
+        network=fast(),
+    )
+    first, second = found.spec.stages
+    assert (first.backward_input_s, first.backward_weight_s, first.backward_s) == (0.0, 6.5, 6.5)
+    assert (second.backward_input_s, second.backward_weight_s, second.backward_s) == (4, 5, 8.0)
+    assert first.weight_stash_bytes == first.activation_bytes  # and nothing is given back before
+
+
+def test_a_side_input_that_is_differentiable_keeps_the_first_part():
+    profile = chain([(1, 1, 2), (1, 2, 3)])
+    edges = (replace(profile.edges[0], differentiable=False), replace(profile.edges[0], tensor="u", order=1))
+    found = partition(
+        replace(profile, edges=edges), stages=2, meshes=meshes(2), microbatches=1, network=fast()
+    )
+    assert found.spec.stages[1].backward_input_s == 2
+
+
 def test_without_a_bandwidth_transfers_take_their_latency():
     profile = chain([(1, 1, 1)] * 2)
     spec = partition(

@@ -1,6 +1,7 @@
 """The measured profile: its bytes against autograd's own count, its times against calibrated work."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker.model import LayerProfile, gpt, measure_layers, trace, unet
+from worker.model import LayerProfile, gpt, measure, measure_layers, trace, unet
 from worker.model.profile import OptimizerState
 
 
@@ -19,6 +20,8 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now_s
+
+    thread_time = perf_counter
 
 
 CLOCK = Clock()
@@ -69,7 +72,59 @@ def test_times_are_those_of_forward_input_gradient_and_weight_gradient(monkeypat
         assert layer.forward_s == pytest.approx(unit)
         assert layer.backward_input_s == pytest.approx(2 * unit)
         assert layer.backward_weight_s == pytest.approx(3 * unit)
+        assert layer.backward_s == pytest.approx(5 * unit)
     assert profile.layers[0].backward_input_s == 0
+
+
+def test_times_on_cpu_are_those_of_the_processor_whoever_else_uses_it():
+    """A wait in a layer, as for a core that others use, is none of the layer's costs."""
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            return torch.ops.slotline_tests.wait(x)
+
+    @torch.library.custom_op("slotline_tests::wait", mutates_args=())
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return x.clone()
+
+    wait.register_fake(torch.empty_like)
+    wait.register_autograd(lambda ctx, gradient: gradient)
+    model = nn.Sequential(nn.Linear(4, 4), Waiting())
+    profile = measure_layers(
+        trace(model, (torch.randn(3, 4),)), functional.mse_loss, torch.randn(3, 4), repeats=2
+    )
+    assert profile.layers[-1].forward_s < 0.025
+
+
+def test_split_backwards_are_measured_as_the_engine_runs_them():
+    """Two layers that share a weight: the engine's W runs them as one group, from its own kept gradients."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.inner(torch.tanh(self.inner(x)))
+
+    calls = []
+    counted = measure.backward_input
+
+    def counting(*arguments):
+        gradients, rest = counted(*arguments)
+        calls.append(len(rest._groups))
+        return gradients, rest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "backward_input", counting)
+        measure_layers(
+            trace(nn.Sequential(nn.Linear(8, 8), Twice()), (torch.randn(3, 8),)),
+            functional.mse_loss,
+            torch.randn(3, 8),
+            repeats=2,
+        )
+    assert 1 in calls
 
 
 def test_activation_bytes_of_a_chain_are_what_autograd_keeps():

@@ -7,7 +7,7 @@ import pytest
 
 from service.scheduler import SpecError, load_spec, make_plan
 from service.scheduler.model.memory import peak_activation
-from service.scheduler.planner import named_timeline
+from service.scheduler.named import named_timeline
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain
 

@@ -1,0 +1,263 @@
+"""`auto` around its search: the choices that change the problem itself, and memory saved at equal makespan.
+
+Which stages recompute and which run whole backwards are choices; each makes a problem of its own, judged by
+constructive plans and searched where it is worth it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from service.scheduler.backwards import either_way, problem_with_whole, shorter_whole
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.model.defects import failed
+from service.scheduler.model.dispatcher import needed_receive_buffers
+from service.scheduler.model.memory import keeps_memory, peak_activation, peak_receive_buffers
+from service.scheduler.model.problem import Problem
+from service.scheduler.model.spec import PipelineSpec, SpecError, check_spec
+from service.scheduler.model.timeline import Timeline
+from service.scheduler.named import named_timeline
+from service.scheduler.recomputation import Choice, candidates, may_recompute, relaxed, with_choice
+from service.scheduler.schedules import fitting_names
+from service.scheduler.search.auto import SEARCHED, Found, attains, search
+from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.memory_saving import save_memory
+from service.scheduler.search.robustness import Slack
+
+# What a proven plan may spend of the budget on each try to hold fewer microbatches.
+_LESS_MEMORY_SHARE = 0.05
+# How many choices of whole backwards are searched; shares of the budget fall with the rank.
+_WHOLE_SEARCHED = 4
+
+Expired = Callable[[], bool] | None
+
+
+def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
+    """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits."""
+    names = may_recompute(spec)
+    if not names:
+        return _best_backwards(with_choice(spec, ()), budget_s, expired)
+
+    def plan(choice: Choice, seconds: float) -> Found:
+        decided = with_choice(spec, choice)
+        check_spec(decided)
+        return replace(_best_backwards(decided, seconds, expired), recomputed=tuple(sorted(choice)))
+
+    choices = candidates(names, partial(_judge, plan))
+    return _best_of(
+        plan,
+        choices,
+        shares=[budget_s / len(choices)] * len(choices),
+        bound=lower_bound(either_way(relaxed(spec))),
+        every=len(choices) == 2 ** len(names),
+    )
+
+
+def constructive_makespan(spec: PipelineSpec) -> float:
+    """The shortest makespan of the standard rules, backwards all split or all whole; infinite where none fits."""
+    if may_recompute(spec):
+        spec = relaxed(spec)
+    decided = with_choice(spec, ())
+    names = frozenset(shorter_whole(decided))
+    problems = [problem_with_whole(decided, choice) for choice in dict.fromkeys([frozenset[str](), names])]
+    found = [search(problem, [], budget_s=0.0) for problem in problems]
+    return min((one.timeline.makespan for one in found if one is not None), default=math.inf)
+
+
+def least_makespan(spec: PipelineSpec) -> float:
+    """A lower bound on every plan of a spec, whatever is chosen."""
+    return lower_bound(either_way(relaxed(spec)))
+
+
+def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
+    """The best plan over choices of stages whose backwards run whole; never worse than none or all of them."""
+    names = shorter_whole(spec)
+    if not names:
+        return _search(spec, frozenset(), budget_s, expired)
+
+    def plan(choice: Choice, seconds: float) -> Found:
+        return _search(spec, choice, seconds, expired)
+
+    if budget_s > 0:
+        choices = candidates(names, partial(_judge, plan))
+    else:
+        choices = [frozenset(), frozenset(names)]
+    every = len(choices) == 2 ** len(names) <= _WHOLE_SEARCHED
+    choices = choices[:_WHOLE_SEARCHED]
+    shares = np.arange(1, len(choices) + 1) ** -1.5
+    return _best_of(
+        plan,
+        choices,
+        shares=(budget_s * shares / shares.sum()).tolist(),
+        bound=lower_bound(either_way(spec)),
+        every=every,
+    )
+
+
+def _judge(plan: Callable[[Choice, float], Found], choice: Choice) -> float:
+    try:
+        return plan(choice, 0.0).timeline.makespan
+    except SpecError:
+        return math.inf
+
+
+def _best_of(
+    plan: Callable[[Choice, float], Found],
+    choices: Sequence[Choice],
+    *,
+    shares: Sequence[float],
+    bound: float,
+    every: bool,
+) -> Found:
+    """The shortest plan of the choices, each with its share of the budget (seconds), until one attains `bound`.
+
+    `every` says that there are no other choices: then the least of their own bounds holds too.
+    """
+    best: Found | None = None
+    refused: SpecError | None = None
+    bounds = []
+    truncated = False
+    for choice, share in zip(choices, shares, strict=True):
+        if best is not None and attains(best.timeline.makespan, bound):
+            every = False
+            break
+        try:
+            found = plan(choice, share)
+        except SpecError as error:
+            refused = refused or error
+            continue
+        truncated = truncated or found.truncated
+        bounds.append(found.lower_bound_s)
+        if best is None or found.timeline.makespan < best.timeline.makespan * (1 - TOLERANCE):
+            best = found
+    if best is None:
+        assert refused is not None
+        raise refused
+    if every:
+        bound = max(bound, min(bounds))
+    bound = min(bound, best.timeline.makespan)
+    return replace(
+        best,
+        lower_bound_s=bound,
+        proven_optimal=attains(best.timeline.makespan, bound),
+        truncated=truncated,
+    )
+
+
+def _search(spec: PipelineSpec, whole: Choice, budget_s: float, expired: Expired) -> Found:
+    """The best plan in which the backwards of the stages `whole` are whole, or the best named one."""
+    problem = problem_with_whole(spec, whole)
+    split, priced = problem.splits, bool(shorter_whole(spec))
+    seeds: list[tuple[str, Timeline]] = []
+    notes: list[str] = []
+    for name in fitting_names(spec)[:-1]:
+        for form in (spec, spec.model_copy(update={"split_backward": split})):
+            try:
+                timeline = named_timeline(form, name)
+                # where forms differ in length, a plan of another form is no plan of this problem
+                if not priced or np.array_equal(timeline.problem.fused, problem.fused):
+                    seeds.append((name, timeline))
+            except SpecError:
+                continue
+            except Exception as error:
+                notes.append(failed(f"schedule {name}", error))
+            if spec.split_backward is not None:
+                break  # both forms are the same
+    seeds.sort(key=lambda seed: seed[1].makespan)
+    try:
+        found = search(problem, seeds, budget_s=budget_s, expired=expired)
+    except Exception as error:
+        if not seeds:
+            raise
+        name, timeline = seeds[0]
+        found = Found(
+            timeline=timeline,
+            chosen=name,
+            lower_bound_s=0.0,
+            proven_optimal=False,
+            truncated=False,
+            notes=(failed("the search", error),),
+        )
+    if found is None:
+        raise SpecError(_no_plan_message(problem))
+    found = replace(found, notes=(*notes, *found.notes), others=((found.chosen, found.timeline), *seeds))
+    try:
+        return _with_less_memory(found, problem, budget_s, expired)
+    except Exception as error:
+        return replace(found, notes=(*found.notes, failed("saving memory", error)))
+
+
+def _with_less_memory(found: Found, problem: Problem, budget_s: float, expired: Expired) -> Found:
+    saved, truncated = save_memory(found.timeline), found.truncated
+    if found.proven_optimal and not truncated:
+        saved, truncated = _search_with_less(saved, problem, budget_s * _LESS_MEMORY_SHARE, expired)
+    chosen = found.chosen if saved is found.timeline else SEARCHED
+    return replace(found, timeline=saved, chosen=chosen, truncated=truncated)
+
+
+def _search_with_less(
+    best: Timeline, searched: Problem, budget_s: float, expired: Expired
+) -> tuple[Timeline, bool]:
+    """An equally long timeline under tighter limits, and whether the deadline cut the search for it short.
+
+    Bisects how many microbatches a mesh holds, each time with a search of `budget_s` where the bounds leave
+    room. Other limits than these are kept.
+    """
+    problem = best.problem
+    peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
+    whole = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
+    slack = Slack(best)
+    least, most = 0, max((-(-peak // one) for peak, one in zip(peaks, whole, strict=True) if one), default=0)
+    while budget_s > 0 and most - least > 1:
+        count = (least + most) // 2
+        limits = [min(peak, count * one) for peak, one in zip(peaks, whole, strict=True)]
+        meshes = [
+            mesh.model_copy(update={"activation_limit_bytes": limit})
+            for mesh, limit in zip(searched.spec.meshes, limits, strict=True)
+        ]
+        tighter = replace(searched, spec=searched.spec.model_copy(update={"meshes": meshes}))
+        found = None
+        if attains(lower_bound(tighter), best.makespan):
+            found = search(tighter, [], budget_s=budget_s, expired=expired)
+        if found is not None and found.truncated:
+            return best, True
+        if found is None or not attains(found.timeline.makespan, best.makespan):
+            least = count
+            continue
+        most = count
+        # under the limits of the spec again; its backwards may be split where those of `best` are not
+        saved = replace(found.timeline, problem=replace(found.timeline.problem, spec=problem.spec))
+        if (
+            slack.kept_by(saved)
+            and sum(peak_receive_buffers(saved)) <= sum(peak_receive_buffers(best))
+            and keeps_memory(saved)
+        ):
+            best = saved
+    return best, False
+
+
+def _no_plan_message(problem: Problem) -> str:
+    """The limits under which no order was found, and limits that are certainly enough."""
+    changes = []
+    found = None
+    unlimited = [mesh.model_copy(update={"receive_buffer_limit": None}) for mesh in problem.spec.meshes]
+    free = replace(problem, spec=problem.spec.model_copy(update={"meshes": unlimited}))
+    if (problem.receive_limit >= 0).any():
+        found = search(free, [], budget_s=0.0)
+    for index, mesh in enumerate(problem.spec.meshes):
+        # one microbatch at a time holds every stage's activation once
+        enough = int(problem.activation[problem.mesh_of_stage == index].sum())
+        limit = mesh.activation_limit_bytes
+        if found is None and limit is not None and limit < enough:
+            changes.append(f"raise activation_limit_bytes of mesh {mesh.name!r} from {limit} to {enough}")
+        limit = mesh.receive_buffer_limit
+        if found is not None and limit is not None:
+            needed = needed_receive_buffers(problem, found.timeline.lanes[index])
+            if limit < needed:
+                changes.append(f"raise receive_buffer_limit of mesh {mesh.name!r} from {limit} to {needed}")
+    return f"no order was found within the limits: {', '.join(changes) or 'raise the memory limits'}"

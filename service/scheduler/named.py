@@ -1,0 +1,83 @@
+"""A schedule by name: its compute orders, the order of transfers computed for them, and what limits refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from service.scheduler.model.defects import failed
+from service.scheduler.model.memory import in_flight_violation, over_memory, peak_activation
+from service.scheduler.model.problem import Problem, build_problem
+from service.scheduler.model.spec import PipelineSpec, SpecError
+from service.scheduler.model.timeline import Timeline, simulate
+from service.scheduler.schedules import find_schedule
+from service.scheduler.schedules.csv_orders import fused_of_orders
+from service.scheduler.search.auto import Found, attains
+from service.scheduler.search.bounds import lower_bounds, settle
+from service.scheduler.search.transfer_order import improve_transfers
+
+# The share of the budget that a named schedule may spend on the order of its transfers.
+_TRANSFERS_SHARE = 0.1
+
+
+def plan_named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
+    """The timeline of the schedule that `spec` names, its transfers ordered well; raises SpecError where it does not fit."""
+    greedy = named_timeline(spec, spec.schedule)
+    timeline, notes = greedy, []
+    try:
+        timeline = improve_transfers(
+            greedy, effort=min(budget_s * _TRANSFERS_SHARE, 1.0), stop=expired or (lambda: False)
+        )
+    except Exception as error:
+        notes.append(failed("the search for an order of transfers", error))
+    bounds, dropped = settle(lower_bounds(timeline.problem), timeline.makespan)
+    bound = max(bounds.values(), default=0.0)
+    return Found(
+        timeline=timeline,
+        chosen=spec.schedule,
+        lower_bound_s=bound,
+        proven_optimal=attains(timeline.makespan, bound),
+        truncated=False,
+        notes=(*notes, *dropped),
+        others=((spec.schedule, greedy),),
+    )
+
+
+def named_timeline(spec: PipelineSpec, name: str) -> Timeline:
+    """The timeline of a named schedule on a spec; raises SpecError where it does not fit the placement or limits."""
+    schedule = find_schedule(spec, name)
+    if name == "csv":
+        fused, inference = fused_of_orders(spec)
+        problem = build_problem(spec, inference=inference).with_fused(fused)
+    else:
+        split = schedule.splits if spec.split_backward is None else spec.split_backward
+        problem = build_problem(spec, split=split, inference=name == "inference")
+    lanes = schedule.lanes(problem)
+    check_limits(problem, lanes, name)
+    timeline = simulate(problem, lanes)
+    _check_memory(timeline, name)
+    return timeline
+
+
+def _check_memory(timeline: Timeline, name: str) -> None:
+    for mesh, peak, limit in over_memory(timeline):
+        raise SpecError(
+            f"schedule {name!r} holds {peak} bytes on mesh {mesh!r}, over its memory_bytes {limit}: "
+            f"raise memory_bytes to {peak}, or use schedule 'auto'"
+        )
+
+
+def check_limits(problem: Problem, lanes: list[np.ndarray], name: str) -> None:
+    """Raise SpecError where the compute orders of a schedule break a memory limit or max_in_flight."""
+    for mesh, lane in enumerate(lanes):
+        limit = problem.spec.meshes[mesh].activation_limit_bytes
+        peak, _ = peak_activation(problem, lane)
+        if limit is not None and limit < peak:
+            raise SpecError(
+                f"schedule {name!r} holds {peak} bytes of activations on mesh {problem.spec.meshes[mesh].name!r}, over "
+                f"its activation_limit_bytes {limit}: raise the limit to {peak}, or use schedule 'auto'"
+            )
+        broken = in_flight_violation(problem, lane)
+        if broken is not None:
+            raise SpecError(f"schedule {name!r}: {broken}: raise max_in_flight, or use schedule 'auto'")
