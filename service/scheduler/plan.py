@@ -71,6 +71,16 @@ class StagePlan(BaseModel):
     recomputed: bool
 
 
+class MadeWith(BaseModel):
+    """What a plan depends on beside its spec: with the same of these, the same spec gives the same plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget_s: float
+    seeds: dict[str, int]
+    versions: dict[str, str]
+
+
 class Plan(BaseModel):
     """A timed, proven schedule with the programs that run it."""
 
@@ -84,6 +94,7 @@ class Plan(BaseModel):
     proven_optimal: bool
     truncated: bool = False
     programs_makespan_s: float | None = None  # what the programs reach: more only with contention none
+    made_with: MadeWith | None = None  # None in plans of the past
     notes: list[str] = []  # what went wrong while planning, and what was done instead
     bubble_ratio: float
     overlap_ratio: float
@@ -111,6 +122,7 @@ def make_plan_from(
     truncated: bool,
     notes: Sequence[str],
     recomputed: Sequence[str] = (),
+    made_with: MadeWith | None = None,
     programs: dict[str, list[Instruction]],
 ) -> Plan:
     """The plan of a timeline and its programs."""
@@ -140,6 +152,7 @@ def make_plan_from(
         lower_bound_s=lower_bound_s,
         proven_optimal=proven_optimal,
         truncated=truncated,
+        made_with=made_with,
         notes=list(notes),
         bubble_ratio=metrics.bubble_ratio,
         overlap_ratio=metrics.overlap_ratio,

@@ -12,13 +12,14 @@ from service.scheduler.model.defects import defect
 from service.scheduler.model.spec import PipelineSpec, check_spec
 from service.scheduler.model.timeline import Timeline
 from service.scheduler.named import plan_named
-from service.scheduler.plan import Plan, make_plan_from
+from service.scheduler.plan import MadeWith, Plan, make_plan_from
 from service.scheduler.programs.compile import compile_programs
 from service.scheduler.programs.replay import Replay
 from service.scheduler.programs.verify import check_slots, verify
 from service.scheduler.recomputation import with_choice
 from service.scheduler.schedules import AUTO
 from service.scheduler.search.auto import Found, attains
+from service.scheduler.search.origin import SEEDS, versions
 from service.scheduler.search.tabu import tabu_search
 from worker.program import Instruction
 
@@ -45,6 +46,7 @@ def make_plan(
             recomputed=found.recomputed,
             programs_makespan_s=played.serialised_makespan_s,
             truncated=found.truncated,
+            made_with=MadeWith(budget_s=budget_s, seeds=SEEDS, versions=versions()),
             notes=found.notes,
             programs=programs,
         )

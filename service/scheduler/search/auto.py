@@ -27,6 +27,7 @@ from service.scheduler.model.timeline import OrderError, Timeline, retime, simul
 from service.scheduler.search import exact, exact_model, rules
 from service.scheduler.search.bounds import lower_bounds, settle
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
+from service.scheduler.search.origin import FIRST_RUN_SEED
 from service.scheduler.search.tabu import tabu_search
 
 SEARCHED = "searched"
@@ -110,7 +111,7 @@ class _Search:
         self._incumbent: Timeline | None = None  # the best with the backwards split as in `problem`
         self.chosen = SEARCHED
         self.truncated = False
-        self._runs = 0
+        self._next_seed = FIRST_RUN_SEED
         self._expired = expired
         self._limited = bool((problem.memory_limit >= 0).any())
         self._runner = rules.RuleRunner(problem)
@@ -307,8 +308,9 @@ class _Search:
 
     def _new_seeds(self) -> tuple[int, int]:
         """For two runs at once: others than before, or a run that found nothing would only be repeated."""
-        self._runs += 2
-        return self._runs - 1, self._runs
+        first = self._next_seed
+        self._next_seed += 2
+        return first, first + 1
 
     def _affords_model(self, budget_s: float) -> bool:
         return _MODEL_SECONDS * exact_model.model_size(self.problem) <= budget_s

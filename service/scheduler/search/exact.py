@@ -17,6 +17,7 @@ from ortools.sat.python import cp_model
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline
 from service.scheduler.search.exact_model import ExactModel
+from service.scheduler.search.origin import SOLVER_SEED
 
 NAME = "exact solver"
 _LARGEST_HORIZON = 2**40
@@ -74,7 +75,7 @@ def _new_solver(deterministic_limit: float) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     # one worker with little presolve is reproducible, and proves these models faster than a portfolio
     solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 1
+    solver.parameters.random_seed = SOLVER_SEED
     solver.parameters.symmetry_level = 0
     solver.parameters.cp_model_probing_level = 0
     solver.parameters.linearization_level = 0

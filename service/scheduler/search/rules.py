@@ -15,6 +15,7 @@ from service.scheduler import kernels
 from service.scheduler.model.dispatcher import Dispatcher
 from service.scheduler.model.problem import OPS, Problem
 from service.scheduler.model.timeline import Timeline, make_timeline
+from service.scheduler.search.origin import RULES_SEED
 
 _POOL = 20
 
@@ -107,7 +108,7 @@ def search_rules(
     stop: Callable[[], bool],
 ) -> tuple[float, Rule] | None:
     """The best (makespan, rule) after `runs` runs; ends early at `goal_s` or when `stop` says so."""
-    generator = np.random.default_rng(20261120)
+    generator = np.random.default_rng(RULES_SEED)
     pool: list[tuple[float, int, Rule]] = []
     number = 0
     for number in range(1, runs + 1):
