@@ -117,6 +117,16 @@ class Settings(BaseSettings):
             raise ValueError(f"{value:g} is no time to keep something: give days, or -1 for ever")
         return value
 
+    @field_validator("api_token", "ray_auth_token", mode="before")
+    @classmethod
+    def _token_without_blanks_around_it(cls, value: Any) -> Any:
+        text = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if not isinstance(text, str):
+            return value
+        if not text.strip():
+            raise ValueError("a blank token keeps nobody out: give a secret, or leave the variable away")
+        return text.strip()  # a secret made with `echo` ends in a newline
+
     @field_validator("ray_address")
     @classmethod
     def _ray_address_is_http(cls, value: str | None) -> str | None:

@@ -60,7 +60,7 @@ async def _is_known(service: Service, token: str) -> bool:
 
 def _bearer(request: Request) -> str | None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token else None
+    return token.strip() or None if scheme.lower() == "bearer" else None
 
 
 def _basic(request: Request) -> str | None:
@@ -69,7 +69,7 @@ def _basic(request: Request) -> str | None:
     if scheme.lower() != "basic" or not (request.method in ("GET", "HEAD") or own_page):
         return None
     try:
-        return base64.b64decode(encoded, validate=True).decode().partition(":")[2] or None
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2].strip() or None
     except (binascii.Error, UnicodeDecodeError):
         return None
 

@@ -7,13 +7,16 @@ be this machine's, and a change must not come from another site.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.errors import problem_response
 from service.settings import Settings, is_loopback
+
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:]*))(?::\d*)?")
 
 
 class OwnPagesOnly:
@@ -36,8 +39,8 @@ class OwnPagesOnly:
                 f"this server without tokens answers to names of this machine, not to {name!r}: call it by "
                 "127.0.0.1, set SLOTLINE_PUBLIC_URL to the address that is used, or SLOTLINE_REQUIRE_TOKEN=true"
             )
-        if scope["method"] not in ("GET", "HEAD") and headers.get(b"sec-fetch-site") == "cross-site":
-            return "a page of another site may change nothing here: set SLOTLINE_REQUIRE_TOKEN=true and send a token"
+        if scope["method"] not in ("GET", "HEAD") and not _is_own_page(headers):
+            return "a page of another origin may change nothing here: set SLOTLINE_REQUIRE_TOKEN=true and send a token"
         return None
 
 
@@ -48,8 +51,15 @@ def own_names(settings: Settings) -> set[str] | None:
     return {httpx.URL(settings.url).host, settings.host}
 
 
+def _is_own_page(headers: Mapping[bytes, str]) -> bool:
+    """Whether no other origin's page asks; another port of this machine is another origin, though the same site."""
+    if (site := headers.get(b"sec-fetch-site")) is not None:
+        return site in ("none", "same-origin")
+    origin = headers.get(b"origin")  # of browsers that do not send the other, and of no program
+    return origin is None or origin.partition("://")[2].lower() == headers.get(b"host", "").lower()
+
+
 def _name(host: str) -> str:
-    """The name in a Host header: without port, and without the brackets of IPv6."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    """The name in a Host header: without port, and without the brackets of IPv6; as it is where it is neither."""
+    found = _HOST.fullmatch(host)
+    return (found["v6"] or found["name"]).lower() if found else host

@@ -153,7 +153,8 @@ class LocalRay:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing moves elsewhere: end at once
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
-        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
+        # users' code runs in it: what opens the control plane and its database is none of its business
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "SLOTLINE_API_TOKEN", "SLOTLINE_DATABASE_URL"):
             environment.pop(name, None)
         return environment
 

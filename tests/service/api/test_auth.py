@@ -120,6 +120,8 @@ async def test_a_token_comes_as_bearer_or_as_the_password_of_basic(make_api: Api
         "Basic bWU6",
         "Basic c2VjcmV0",
         "Basic /////w==",
+        "Bearer  ",
+        "Basic bWU6IA==",  # a blank password
     ],
 )
 async def test_what_is_no_token_is_refused_however_it_is_written(make_api: ApiMaker, header: str):

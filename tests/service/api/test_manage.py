@@ -366,7 +366,11 @@ async def test_a_server_without_tokens_answers_to_its_own_names(make_api: ApiMak
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", "[::2]", "", "xlocalhost"]
+    "host",
+    [
+        *("evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", "[::2]", "", "xlocalhost"),
+        *("[::1].evil", "[::1].evil:8000", "[::1]evil", "[::1", "127.0.0.1:80:evil", "localhost:evil"),
+    ],
 )
 async def test_a_server_without_tokens_answers_to_no_name_that_a_foreign_page_could_have(
     make_api: ApiMaker, host: str
@@ -389,6 +393,33 @@ async def test_a_page_of_another_site_changes_nothing_on_a_server_without_tokens
         assert (await api.client.get("/", headers=foreign)).status_code == 200, "a link to us is fine"
         own = {"Sec-Fetch-Site": "same-origin"}
         assert (await api.client.post(f"/api/v1/jobs/{job_id}/cancel", headers=own)).status_code == 202
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"Sec-Fetch-Site": "same-site"},  # another port of this machine: somebody else's server
+        {"Origin": "http://127.0.0.1:9999"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["/api/v1/jobs", "/api/v1/jobs/nobody/cancel", "/api/v1/plans", "/api/v1/none"]
+)
+async def test_a_page_of_another_origin_is_refused_before_anything_is_looked_at(
+    make_api: ApiMaker, foreign: dict[str, str], path: str
+):
+    async with make_api() as api:
+        problem(await api.client.post(path, headers=foreign, content=b"{"), 403)
+
+
+async def test_programs_and_our_own_pages_are_no_other_origin(make_api: ApiMaker):
+    async with make_api() as api:
+        own = str(api.client.base_url).rstrip("/")
+        for headers in ({}, {"Origin": own}, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}):
+            answer = await api.client.post("/api/v1/jobs/nobody/cancel", headers=headers)
+            assert answer.status_code == 404
 
 
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):

@@ -65,8 +65,10 @@ def submission(name: str, code: str, **changes) -> Submission:
     return Submission(name, f"{PYTHON} -c {code!r}", {"GREETING": "hello"}, {"slotline_job": name}, **changes)
 
 
-async def test_everything_that_the_orchestrator_asks_of_ray():
-    other, local = LocalRay(Settings()), LocalRay(Settings(local_workers=3))
+async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
+    monkeypatch.setenv("SLOTLINE_API_TOKEN", "of-the-control-plane")
+    monkeypatch.setenv("SLOTLINE_DATABASE_URL", "postgresql://of-the-control-plane/x")
+    other, local = LocalRay(Settings(database_url="")), LocalRay(Settings(local_workers=3, database_url=""))
     await other.start()  # several Rays on one machine must do each other no harm
     await local.start()
     cluster = RayCluster(local.address, timeout_s=60, token=local.token)
@@ -81,6 +83,11 @@ async def test_everything_that_the_orchestrator_asks_of_ray():
         await cluster.submit(sleeper)
         assert (await ended(cluster, "first")).state is RayState.SUCCEEDED
         assert (await cluster.log("first")).count("hello 42") == 1
+
+        secrets = "import os; print('secrets:', [k for k, v in os.environ.items() if 'of-the-control' in v])"
+        await cluster.submit(submission("curious", secrets))
+        assert (await ended(cluster, "curious")).state is RayState.SUCCEEDED
+        assert "secrets: []" in await cluster.log("curious")
 
         await cluster.submit(submission("broken", "import sys; print('last words'); sys.exit(3)"))
         broken = await ended(cluster, "broken")
