@@ -135,6 +135,9 @@ class Worker:
         try:
             transport.connect(groups_of(topology), lanes_of(probes))
             return measure_links(transport, probes, self._device)
+        except BaseException:
+            transport.abort()  # what waits for a peer that failed is not delivered: close would wait for it
+            raise
         finally:
             transport.close()
 
