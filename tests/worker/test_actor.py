@@ -8,10 +8,10 @@ import pytest
 import torch
 from workers import Workers
 
-from tests.reference import accumulate, dataset_batches
+from tests.reference import accumulate
 from worker import checkpoint
 from worker.actor import Worker
-from worker.data.sampler import BatchSampler, collate
+from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
 from worker.model import build_model, call_factory
@@ -60,7 +60,15 @@ def plain(spec, steps):
     sampler = BatchSampler(
         len(data), training["global_batch"], training["microbatches"], seed=training["seed"]
     )
-    batches = dataset_batches(data, sampler, collate)
+
+    def batches(step):
+        def sample(index):
+            return read_sample(data, index, seed=training["seed"], step=step)
+
+        return [
+            collate([sample(i) for i in sampler.indices(step, m)]) for m in range(training["microbatches"])
+        ]
+
     optimizer = torch.optim.AdamW(model.parameters(), **spec["optimizer"]["args"])
     schedule = spec["optimizer"]["schedule"]
     if schedule:
@@ -104,6 +112,24 @@ def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume
             assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
             found_rates.append(results[0]["learning_rate"])
     assert found_rates == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("shape", [{}, {"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+def test_data_that_masks_at_random_trains_as_a_plain_loop_on_the_same_draws(shape):
+    """The first mesh takes the input of a sample, the last one its target: of one draw."""
+    spec = job(data={"factory": "odd_jobs:Masked", "args": {"length": 8}}, **shape)
+    losses, _ = plain(spec, range(1, 4))
+    with Workers(spec) as run:
+        assert run.losses(range(1, 4)) == pytest.approx(losses, rel=1e-5)
+
+
+def test_dropout_does_not_notice_what_a_data_set_draws():
+    def losses(data):
+        model = {"factory": "worker.model.gpt:build", "args": {**job()["model"]["args"], "dropout": 0.3}}
+        with Workers(job(model=model, data={"factory": data, "args": {"length": 8}})) as run:
+            return run.losses(range(1, 4))
+
+    assert losses("odd_jobs:DrawsInVain") == losses("worker.data.text:ByteWindows")
 
 
 def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):

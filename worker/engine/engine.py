@@ -87,7 +87,7 @@ class Engine:
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
-            settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite),
+            settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
         )
         self._settings = self._compute_settings(loss)
         self._stages = {

@@ -22,10 +22,12 @@ ALL_WORKERS = "workers"
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are."""
+    """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on
+    `device`, also where the mesh has no parameter to tell it."""
 
     clip_grad_norm: float | None
     non_finite: str
+    device: torch.device | str = "cpu"
 
 
 @dataclass
@@ -124,6 +126,8 @@ class ModelUpdate:
         On CUDA the host does not wait if the optimizer can skip by itself.
         """
         norm = self._norm
+        if not self.parameters:
+            return
         if norm.is_cuda and skips_by_itself(self.optimizer):
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
@@ -212,11 +216,10 @@ class ModelUpdate:
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
-        device = next((p.device for p in self.parameters.values()), None)
         gradients = [g for name in self._counted if (g := self.parameters[name].grad) is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()

@@ -7,10 +7,12 @@ import threading
 import pytest
 import torch
 from engine_support import (
+    Graph,
     LocalPipeline,
     Plain,
     batch,
     chain,
+    make_stage,
     planned,
     serial_programs,
     skips,
@@ -19,10 +21,12 @@ from engine_support import (
 )
 from torch import nn
 
-from worker.engine import AbortedError, EngineError, NonFiniteError
+from worker.engine import AbortedError, Engine, EngineError, NonFiniteError, RunOptions
 from worker.engine.random_state import RandomState, derive_seed, restart_at_operations
 from worker.engine.update import ModelUpdate, skips_by_itself
 from worker.model import trace
+from worker.transport import Topology
+from worker.transport.local import LocalTransport
 
 FOUR = ["m0", "m1", "m2", "m3"]
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -72,6 +76,38 @@ def test_a_tied_parameter_is_equal_on_both_meshes_after_every_step():
             pipeline.step(step, [batch(2, seed=step)])
         first, last = (pipeline.engines[mesh, 0].state()["parameters"]["0.w"] for mesh in ("m0", "m2"))
         assert torch.equal(first, last)
+
+
+def test_norm_and_flags_of_a_mesh_without_parameters_lie_on_its_device():
+    """NCCL takes whatever address it is given: one of the host's memory would be read by the device."""
+    reduced = []
+
+    class Telling(LocalTransport):
+        def all_reduce(self, group, tensor):
+            reduced.append(tensor.device.type)
+
+    topology = Topology(("m0", "m1"))
+    transport = LocalTransport.group(topology)["m0", 0]
+    transport.__class__ = Telling
+    stage = make_stage(0, ["input:0"], ["h"], lambda m, x: (x * 2,))
+    engine = Engine(
+        mesh="m0",
+        worker=0,
+        program=serial_programs(Graph([stage, stage], ()), ["m0", "m1"], 1)["m0"],
+        stages={0: stage},
+        edges=(),
+        mesh_of_stage=["m0", "m1"],
+        tied={},
+        microbatches=1,
+        loss=squared_error,
+        optimizer=adamw,
+        transport=transport,
+        options=RunOptions(device="meta"),
+    )
+    engine._update.begin()
+    engine._update.reduce([])
+    engine._update.step()
+    assert reduced == ["meta"] and engine._update._norm.device.type == "meta"
 
 
 def test_two_workers_a_mesh_train_on_the_mean_of_their_gradients():
