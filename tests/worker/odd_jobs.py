@@ -91,6 +91,56 @@ def tied_from_python_and_numpy():
     return Twice(torch.from_numpy(drawn))
 
 
+def adamw_by_shape(parameters, lr):
+    """Matrices decay; vectors do not, and learn faster. A mesh that has no vectors has one group."""
+    groups = [
+        {
+            "name": "vectors",
+            "params": [p for p in parameters if p.dim() < 2],
+            "lr": 3 * lr,
+            "weight_decay": 0.0,
+        },
+        {"name": "matrices", "params": [p for p in parameters if p.dim() > 1], "betas": (0.8, 0.95)},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, weight_decay=0.3)
+
+
+def warm_up_then_cosine(optimizer):
+    """A schedule of two, one after the other."""
+    rates = torch.optim.lr_scheduler
+    parts = [rates.LinearLR(optimizer, 0.2, total_iters=3), rates.CosineAnnealingLR(optimizer, 6)]
+    return rates.SequentialLR(optimizer, parts, milestones=[3])
+
+
+class EasesOff(torch.optim.lr_scheduler.ExponentialLR):
+    """Looks at a metric if it is given one: without it nothing ever changes."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 0.9)
+
+    def step(self, metrics=None):
+        if metrics is not None or self.last_epoch < 0:
+            super().step()
+
+
+class PlateauOfNothing(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Its metric has a default, so that it can be called as other schedules are."""
+
+    def step(self, measured=1.0):
+        super().step(measured)
+
+
+def eases_off_in_a_chain(optimizer):
+    """A schedule that looks at a metric inside one that does not."""
+    rates = torch.optim.lr_scheduler
+    return rates.ChainedScheduler([rates.ExponentialLR(optimizer, 0.9), EasesOff(optimizer)])
+
+
+def sgd_by_place(parameters, lr):
+    """The first parameter that there is learns at a rate of its own: another one on every cut."""
+    return torch.optim.SGD([{"params": parameters[:1], "lr": 5 * lr}, {"params": parameters[1:]}], lr=lr)
+
+
 def gpt_from_entropy(**args):
     """A GPT whose first head weights come from the machine's entropy."""
     model = gpt.build(**args)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from worker.engine.errors import NonFiniteError
+from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
 from worker.transport.base import Topology, Transport
 
 ALL_MESHES = "meshes"
@@ -167,10 +168,9 @@ class ModelUpdate:
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
             "buffers": dict(self._buffers),
             "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
-            "optimizer_groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in saved["param_groups"]
-            ],
+            "optimizer_groups": []
+            if self.optimizer is None
+            else save_groups(self.optimizer, self._name_of(), self.lr_schedule),
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
         }
 
@@ -182,25 +182,26 @@ class ModelUpdate:
                 if name not in state[kind]:
                     raise KeyError(f"the state has no {kind[:-1]} {name!r}")
                 tensor.copy_(state[kind][name])
-        if self.optimizer is not None and state.get("optimizer_groups"):
-            self._load_optimizer(state)
-        if self.lr_schedule is not None and state.get("lr_schedule"):
-            self.lr_schedule.load_state_dict(state["lr_schedule"])
-
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, saved in zip(groups, state["optimizer_groups"], strict=False):
-            group.update(saved)
+        if self.optimizer is None:
+            return
+        taken = load_groups(self.optimizer, self._name_of(), state.get("optimizer_groups") or [])
         names = enumerate(self._optimized_names())
         entries = {i: state["optimizer"][name] for i, name in names if name in state["optimizer"]}
+        groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+        if self.lr_schedule is not None and state.get("lr_schedule"):
+            load_schedule(self.lr_schedule, state["lr_schedule"], taken)
 
     def _optimized_names(self) -> list[str]:
         """Original names in the order in which the optimizer numbers its parameters."""
         if self.optimizer is None:
             return []
-        name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        name_of = self._name_of()
+        return [name_of(p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _name_of(self) -> Callable[[torch.Tensor], str]:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return lambda parameter: names[id(parameter)]
 
     def _average_over_workers(self) -> None:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -41,12 +41,13 @@ def parameters_of(pipeline):
 
 def merged_state(pipeline):
     """What a checkpoint of all meshes would hold, in memory of its own."""
-    merged = {"parameters": {}, "buffers": {}, "optimizer": {}}
+    merged = {"parameters": {}, "buffers": {}, "optimizer": {}, "optimizer_groups": []}
     for engine in pipeline.engines.values():
         state = copy.deepcopy(engine.state())
         for kind in ("parameters", "buffers", "optimizer"):
             merged[kind].update(state[kind])
-        merged |= {kind: state[kind] for kind in ("optimizer_groups", "lr_schedule")}
+        merged["optimizer_groups"] += state["optimizer_groups"]
+        merged["lr_schedule"] = state["lr_schedule"]
     return merged
 
 
