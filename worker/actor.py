@@ -203,6 +203,7 @@ class Worker:
                 transport=transport,
                 options=RunOptions(
                     precision=training.precision,
+                    transfers=training.transfers,
                     clip_grad_norm=training.clip_grad_norm,
                     non_finite=training.non_finite,
                     seed=training.seed,
@@ -312,8 +313,11 @@ class Worker:
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _trace(self) -> TracedModel:
         if self._traced is None:
-            bf16 = self._job.training.precision == "bf16"
-            self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
+            training = self._job.training
+            autocast = torch.bfloat16 if training.precision == "bf16" else None
+            self._traced = trace(
+                self._model, self._sample[0], autocast=autocast, transfers=training.transfers
+            )
         return self._traced
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -363,10 +367,8 @@ class Worker:
             with GENERATORS:  # this may be the reading thread: see worker/turns.py
                 return read_sample(self._dataset, index, seed=self._job.training.seed, step=step)
         except Exception as error:
-            factory = self._job.data.factory
-            raise RuntimeError(
-                f"sample {index} of data {factory} raised {type(error).__name__}: {error}"
-            ) from error
+            what = f"sample {index} of data {self._job.data.factory}"
+            raise RuntimeError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _profile_key(self) -> str:
         """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
@@ -377,7 +379,7 @@ class Worker:
             "code": asdict(self._job.code),
             "loss": asdict(self._job.loss),
             "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
-            "precision": self._job.training.precision,
+            "precision": [self._job.training.precision, self._job.training.transfers],
             "device": self._device,
             "device_name": device_kind(self._device),
             "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,

@@ -21,7 +21,7 @@ from worker.engine.errors import (
     EngineError,
 )
 from worker.engine.lanes import Action, Lanes
-from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits
+from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
@@ -220,9 +220,7 @@ class Engine:
         )
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
-        if self._options.precision == "bf16" and route.differentiable and route.dtype == torch.float32:
-            return torch.bfloat16
-        return route.dtype
+        return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
 
     def _make_lanes(self, actions: Sequence[Action]) -> Lanes:
         if self._device.type == "cuda":

@@ -303,13 +303,15 @@ def as_float32(graph):
     return type(graph)(graph.stages, edges, graph.tied)
 
 
-def test_bf16_runs_stay_within_bf16_rounding_and_keep_fp32_parameters():
+@pytest.mark.parametrize(("transfers", "wire"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
+def test_bf16_runs_stay_within_bf16_rounding_and_keep_fp32_parameters(transfers, wire):
     graph = as_float32(skips())
     inputs, targets = batch(4, dtype=torch.float32)
     losses, gradients = Plain(graph).step(inputs, targets)
-    with LocalPipeline(graph, FOUR, planned(graph, FOUR, 4, "1f1b")[1], 4, precision="bf16") as pipeline:
+    options = {"precision": "bf16", "transfers": transfers}
+    with LocalPipeline(graph, FOUR, planned(graph, FOUR, 4, "1f1b")[1], 4, **options) as pipeline:
         engine = pipeline.engines["m1", 0]
-        assert {buffer.dtype for buffer in engine._buffers.tensors} == {torch.bfloat16}
+        assert {buffer.dtype for buffer in engine._buffers.tensors} == {wire}
         results = pipeline.step(0, [(inputs, targets)])
         assert results["m3", 0].losses == pytest.approx(losses, rel=2e-2)
         norm = sum(g.square().sum() for g in gradients.values()).sqrt()
