@@ -15,6 +15,7 @@ from torch import nn
 
 from worker.engine.errors import NonFiniteError
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
+from worker.engine.stage_run import drop_casts
 from worker.transport.base import Topology, Transport
 
 ALL_MESHES = "meshes"
@@ -106,6 +107,7 @@ class ModelUpdate:
     def begin(self) -> None:
         """Forget the gradients of the last step."""
         self._norm = None
+        drop_casts()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -126,6 +128,7 @@ class ModelUpdate:
 
         On CUDA the host does not wait if the optimizer can skip by itself.
         """
+        drop_casts()
         norm = self._norm
         if not self.parameters:
             return

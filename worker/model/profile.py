@@ -14,7 +14,7 @@ from typing import Any
 from worker.model.errors import CutError
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 3
+PROFILE_FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class LayerCost:
     """Costs of one layer for one microbatch.
 
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
-    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards.
+    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
+    autocast's copies of its weights take, one for all microbatches of a step.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them.
     """
 
@@ -35,6 +36,7 @@ class LayerCost:
     parameter_bytes: int
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    cast_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,8 @@ class LayerProfile:
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
-        the optimizer's state and buffers, each once however many layers use it.
-
-        The casts of weights that autocast makes are no part of it: every microbatch in flight keeps its
-        own, and the layers' activation_bytes count them.
+        the optimizer's state and buffers, each once however many layers use it, and the casts of weights that
+        autocast keeps through a step (a weight that several layers use is counted in each).
         """
         layers = self.layers[first:end]
         parameters = {name for layer in layers for name in layer.parameters}
@@ -97,6 +97,7 @@ class LayerProfile:
             sum(self.parameter_sizes[name] for name in parameters)
             + trained_bytes
             + math.ceil(state)
+            + sum(layer.cast_bytes for layer in layers)
             + sum(self.buffer_sizes[name] for name in buffers)
         )
 
