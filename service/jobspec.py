@@ -138,6 +138,10 @@ class Training(_Part):
     microbatches: Count = 8
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
+    transfers: Literal["auto", "bf16"] = Field(
+        default="auto",
+        description="How tensors travel between meshes: auto as they are, bf16 rounds fp32 ones to half their bytes",
+    )
     clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     non_finite: Literal["stop", "skip"] = Field(
         default="stop",

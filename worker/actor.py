@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from worker import checkpoint
-from worker.data.sampler import BatchSampler, collate
+from worker.agreement import Fingerprint, checksum, named_tensors
+from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.device import choose_device, device_kind, make_transport
 from worker.engine import (
     AbortedError,
@@ -46,6 +47,7 @@ from worker.model.profile import PROFILE_FORMAT, OptimizerState
 from worker.node import WorkerAddress, own_node_address, processor_cores
 from worker.program import program_from_json
 from worker.reasons import Reason
+from worker.seeding import seeded
 from worker.training import (
     learning_rate,
     make_loss,
@@ -57,6 +59,7 @@ from worker.training import (
 from worker.transport import ConnectError, Topology
 from worker.transport.links import groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
+from worker.turns import GENERATORS
 
 PROFILE_REPEATS = 5
 
@@ -136,6 +139,9 @@ class Worker:
         try:
             transport.connect(groups_of(topology), lanes_of(probes))
             return measure_links(transport, probes, self._device)
+        except BaseException:
+            transport.abort()  # what waits for a peer that failed is not delivered: close would wait for it
+            raise
         finally:
             transport.close()
 
@@ -198,6 +204,7 @@ class Worker:
                 transport=transport,
                 options=RunOptions(
                     precision=training.precision,
+                    transfers=training.transfers,
                     clip_grad_norm=training.clip_grad_norm,
                     non_finite=training.non_finite,
                     seed=training.seed,
@@ -206,7 +213,7 @@ class Worker:
                 ),
                 planned_s=planned_s,
             )
-            self._traced = None
+            self._traced, self._stages = None, stages
             self._memory.settle(
                 t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
             )
@@ -223,6 +230,17 @@ class Worker:
         state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step
+
+    def tensor_names(self) -> list[str]:
+        """What this worker's stages hold, by original name."""
+        return list(named_tensors(self._stages))
+
+    @attributed_to(Reason.DATA_FAILED)
+    def fingerprint(self, names: Sequence[str]) -> Fingerprint:
+        """Checksums of those of the tensors `names` that are here, and of sample 0."""
+        own = named_tensors(self._stages)
+        first, again = (checksum(collate([self._example(0, 0)])) for _ in range(2))
+        return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
 
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
@@ -261,7 +279,8 @@ class Worker:
     @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
         data, training = self._job.data, self._job.training
-        self._dataset = call_factory(data.factory, data.args)
+        with seeded(training.seed):
+            self._dataset = call_factory(data.factory, data.args)
         for method, means in (
             ("__len__", "how many samples it has"),
             ("__getitem__", "a sample by its index"),
@@ -295,8 +314,11 @@ class Worker:
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _trace(self) -> TracedModel:
         if self._traced is None:
-            bf16 = self._job.training.precision == "bf16"
-            self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
+            training = self._job.training
+            autocast = torch.bfloat16 if training.precision == "bf16" else None
+            self._traced = trace(
+                self._model, self._sample[0], autocast=autocast, transfers=training.transfers
+            )
         return self._traced
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -317,7 +339,9 @@ class Worker:
         """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
         indices = self._sampler.indices(step, microbatch)
         share = len(indices) // self._workers_per_mesh
-        return collate([self._example(i) for i in indices[self._worker * share : (self._worker + 1) * share]])
+        return collate(
+            [self._example(step, i) for i in indices[self._worker * share : (self._worker + 1) * share]]
+        )
 
     @contextlib.contextmanager
     def _memory_told(self) -> Iterator[None]:
@@ -339,14 +363,13 @@ class Worker:
                 peak + min(tried, peak),
             ) from None
 
-    def _example(self, index: int) -> Any:
+    def _example(self, step: int, index: int) -> Any:
         try:
-            return self._dataset[index]
+            with GENERATORS:  # this may be the reading thread: see worker/turns.py
+                return read_sample(self._dataset, index, seed=self._job.training.seed, step=step)
         except Exception as error:
-            factory = self._job.data.factory
-            raise RuntimeError(
-                f"sample {index} of data {factory} raised {type(error).__name__}: {error}"
-            ) from error
+            what = f"sample {index} of data {self._job.data.factory}"
+            raise RuntimeError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _profile_key(self) -> str:
         """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
@@ -357,7 +380,7 @@ class Worker:
             "code": asdict(self._job.code),
             "loss": asdict(self._job.loss),
             "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
-            "precision": self._job.training.precision,
+            "precision": [self._job.training.precision, self._job.training.transfers],
             "device": self._device,
             "device_name": device_kind(self._device),
             "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,

@@ -23,11 +23,15 @@ from fsspec.implementations.local import LocalFileSystem
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+# 1 had the groups of each mesh's optimizer without the names of their parameters
+FORMAT = 2
+_READABLE = (1, 2)
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
-# Parts of a state that are keyed by original name; the others are the same on every mesh.
+# Parts of a state that are keyed by original name; a list of optimizer groups, each with the names of its
+# parameters; the others are the same on every mesh.
 _BY_NAME = ("parameters", "buffers", "optimizer")
+_GROUPS = "optimizer_groups"
 
 
 class CheckpointError(RuntimeError):
@@ -118,6 +122,8 @@ def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any]
             if part in _BY_NAME:
                 kept = {name: entry for name, entry in value.items() if names is None or name in names}
                 whole.setdefault(part, {}).update(_copied(kept))
+            elif part == _GROUPS and manifest["format"] > 1:
+                whole.setdefault(part, []).extend(value)
             elif not whole.get(part):  # a mesh without trained parameters has none
                 whole[part] = value
     return whole, manifest["step"]
@@ -154,8 +160,9 @@ def _read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str
         raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
     except ValueError as error:
         raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {FORMAT}")
+    if manifest.get("format") not in _READABLE:
+        known = " and ".join(map(str, _READABLE))
+        raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {known}")
     return manifest
 
 

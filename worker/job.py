@@ -33,13 +33,15 @@ class Optimizer(Factory):
 
 @dataclass(frozen=True)
 class Training:
-    """`precision` is fp32 or bf16; `non_finite` stop or skip: what a step does whose loss is no number."""
+    """`precision` is fp32 or bf16, `transfers` auto (tensors travel as they are) or bf16 (rounded, half the bytes);
+    `non_finite` stop or skip: what a step does whose loss is no number."""
 
     steps: int = 100
     global_batch: int = 32
     microbatches: int = 8
     seed: int = 0
     precision: str = "fp32"
+    transfers: str = "auto"
     clip_grad_norm: float | None = None
     non_finite: str = "stop"
 

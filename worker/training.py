@@ -28,6 +28,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # need not look at it.
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+# Names under which schedules of the field take what an evaluation measured.
+_METRICS = {"metric", "metrics", "loss", "val_loss", "current", "score", "value"}
 # The parameters whose state is counted, beside one of a single element: a vector and a matrix.
 _STATE_SHAPES = ((4096,), (64, 64))
 
@@ -161,6 +163,12 @@ def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
             f"{call} returned {type(schedule).__name__}, which has no {', '.join(missing)}: "
             "return a scheduler of torch.optim.lr_scheduler, or one like it"
         )
+    if metric := _metric_of(schedule):
+        raise FactoryError(
+            f"{call} returned {type(schedule).__name__}, which changes the rate by {metric}: every mesh steps a "
+            "schedule of its own, after every training step, and knows no loss or metric of the whole; choose a "
+            "schedule that depends on the number of steps only"
+        )
     try:
         inspect.signature(schedule.step).bind()
     except TypeError as error:
@@ -170,6 +178,17 @@ def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
         ) from None
     _check_storable(call, schedule.state_dict())
     return schedule
+
+
+def _metric_of(schedule: Any) -> str | None:
+    """What of a schedule, or of one inside it, depends on a measured value; None if nothing does."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return f"a metric ({type(schedule).__name__})"
+    for name in inspect.signature(schedule.step).parameters:
+        if name.lower().strip("_") in _METRICS:
+            return f"a metric ({type(schedule).__name__}.step takes {name!r})"
+    inner = getattr(schedule, "_schedulers", ())
+    return next((found for one in inner if (found := _metric_of(one))), None)
 
 
 def _check_storable(call: str, state: Any) -> None:

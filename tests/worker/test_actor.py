@@ -8,13 +8,13 @@ import pytest
 import torch
 from workers import Workers
 
-from tests.reference import accumulate, dataset_batches
+from tests.reference import accumulate
 from worker import checkpoint
 from worker.actor import Worker
-from worker.data.sampler import BatchSampler, collate
+from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
-from worker.model import build_model, call_factory
+from worker.model import build_model, call_factory, resolve
 from worker.model.profile import OptimizerState
 from worker.reasons import Reason
 
@@ -60,12 +60,19 @@ def plain(spec, steps):
     sampler = BatchSampler(
         len(data), training["global_batch"], training["microbatches"], seed=training["seed"]
     )
-    batches = dataset_batches(data, sampler, collate)
-    optimizer = torch.optim.AdamW(model.parameters(), **spec["optimizer"]["args"])
+
+    def batches(step):
+        def sample(index):
+            return read_sample(data, index, seed=training["seed"], step=step)
+
+        return [
+            collate([sample(i) for i in sampler.indices(step, m)]) for m in range(training["microbatches"])
+        ]
+
+    optimizer = resolve(spec["optimizer"]["factory"])(list(model.parameters()), **spec["optimizer"]["args"])
     schedule = spec["optimizer"]["schedule"]
     if schedule:
-        name = schedule["factory"].partition(":")[2]
-        schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, **schedule["args"])
+        schedule = resolve(schedule["factory"])(optimizer, **schedule.get("args", {}))
     losses, rates = [], []
     for step in steps:
         optimizer.zero_grad()
@@ -104,6 +111,74 @@ def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume
             assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
             found_rates.append(results[0]["learning_rate"])
     assert found_rates == pytest.approx(rates)
+
+
+def in_halves(first, last, uri):
+    """Losses of steps 1 to 4 of the job `first`, then of steps 5 to 8 of the job `last`, which goes on from there."""
+    with Workers(first) as run:
+        losses = run.losses(range(1, 5))
+        run.call(lambda w: w.save(uri, 4))
+        meshes = [f"m{i}" for i in range(first["resources"]["meshes"])]
+        checkpoint.finish(uri, step=4, shards=meshes, keep=1)
+    with Workers(last) as run:
+        run.call(lambda w: w.restore(uri))
+        losses += run.losses(range(5, 9))
+        names = [[g.get("name") for g in w._optimizer.param_groups] for w in run.workers]
+    return losses, names
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("schedule", ["cosine", "one cycle", "sequence"])
+def test_groups_of_an_optimizer_keep_their_settings_in_a_resume_on_another_cut(
+    before, after, schedule, tmp_path
+):
+    """The embedding has no vectors: alone on a mesh it has one group, and the first mesh's are not everybody's."""
+    optimizer = {
+        "factory": "odd_jobs:adamw_by_shape",
+        "args": {"lr": 1e-3},
+        "schedule": {"factory": "odd_jobs:warm_up_then_cosine"}
+        if schedule == "sequence"
+        else SCHEDULES[schedule],
+    }
+    cuts = {1: "auto", 2: ["embed", "blocks.1"], 3: ["embed", "blocks.0", "blocks.1"]}
+
+    def spec(stages):
+        cut = {"pipeline": {"stages": stages, "schedule": "1f1b", "cut": cuts[stages]}}
+        return job(stages=stages, meshes=stages) | cut | {"optimizer": optimizer}
+
+    losses, _ = plain(spec(1), range(1, 9))
+    found, names = in_halves(spec(before), spec(after), checkpoint.step_uri(str(tmp_path), "job", 4))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert names[-1] == ["vectors", "matrices"] and (after < 3 or names[0] == ["matrices"])
+
+
+def test_parameters_that_were_trained_apart_are_not_put_into_one_group_without_a_word(tmp_path):
+    optimizer = {"factory": "odd_jobs:sgd_by_place", "args": {"lr": 0.1}}
+    with pytest.raises(AttemptFailure, match=r"in one group .* saved with lr 0\.1 and 0\.5: let") as raised:
+        in_halves(
+            job(optimizer=optimizer),
+            job(optimizer=optimizer, stages=1, meshes=1),
+            checkpoint.step_uri(str(tmp_path), "job", 4),
+        )
+    assert raised.value.reason is Reason.CHECKPOINT_FAILED
+
+
+@pytest.mark.parametrize("shape", [{}, {"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+def test_data_that_masks_at_random_trains_as_a_plain_loop_on_the_same_draws(shape):
+    """The first mesh takes the input of a sample, the last one its target: of one draw."""
+    spec = job(data={"factory": "odd_jobs:Masked", "args": {"length": 8}}, **shape)
+    losses, _ = plain(spec, range(1, 4))
+    with Workers(spec) as run:
+        assert run.losses(range(1, 4)) == pytest.approx(losses, rel=1e-5)
+
+
+def test_dropout_does_not_notice_what_a_data_set_draws():
+    def losses(data):
+        model = {"factory": "worker.model.gpt:build", "args": {**job()["model"]["args"], "dropout": 0.3}}
+        with Workers(job(model=model, data={"factory": data, "args": {"length": 8}})) as run:
+            return run.losses(range(1, 4))
+
+    assert losses("odd_jobs:DrawsInVain") == losses("worker.data.text:ByteWindows")
 
 
 def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):

@@ -26,7 +26,7 @@ def shard(name, value=1.0):
         "parameters": {name: torch.full((3,), value)},
         "buffers": {},
         "optimizer": {name: {"step": torch.tensor(2.0), "exp_avg": torch.full((3,), value / 2)}},
-        "optimizer_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        "optimizer_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [name]}],
         "lr_schedule": None,
     }
 
@@ -54,7 +54,20 @@ def test_what_all_meshes_saved_comes_back_as_one_state(base):
         "p1": [8.0] * 3,
     }
     assert state["optimizer"]["p1"]["exp_avg"].tolist() == [4.0] * 3
-    assert state["optimizer_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
+    assert state["optimizer_groups"] == [
+        {"lr": 0.1, "betas": (0.9, 0.99), "params": [name]} for name in ("p0", "p1")
+    ]
+
+
+def test_a_checkpoint_of_format_1_is_still_read_with_the_groups_of_its_first_mesh(tmp_path):
+    uri = save(str(tmp_path), 7)
+    manifest = Path(uri, "manifest.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
+    state, _ = load(uri)
+    assert len(state["optimizer_groups"]) == 1 and set(state["parameters"]) == {"p0", "p1"}
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
+    with pytest.raises(CheckpointError, match="has format 3, this version reads 1 and 2"):
+        load(uri)
 
 
 def test_only_the_names_asked_for_are_kept(base):

@@ -32,6 +32,7 @@ WHOLE = {
         "microbatches": 3,
         "seed": 2,
         "precision": "bf16",
+        "transfers": "bf16",
         "clip_grad_norm": 2.0,
         "non_finite": "skip",
     },

@@ -214,7 +214,14 @@ class Remembers(torch.optim.lr_scheduler.StepLR):
     [
         ("torch.optim.lr_scheduler:CosineAnnealingLR", {}, "T_max.*correct optimizer.schedule.args"),
         ("torch.optim.lr_scheduler:Nope", {}, "module torch.optim.lr_scheduler has no 'Nope'"),
-        ("torch.optim.lr_scheduler:ReduceLROnPlateau", {}, "ReduceLROnPlateau, whose step.. wants more"),
+        (
+            "torch.optim.lr_scheduler:ReduceLROnPlateau",
+            {},
+            "ReduceLROnPlateau, which .* by a metric .*number of steps only",
+        ),
+        ("odd_jobs:PlateauOfNothing", {}, "PlateauOfNothing, .* by a metric .PlateauOfNothing"),
+        ("odd_jobs:eases_off_in_a_chain", {}, "ChainedScheduler, .* by a metric .EasesOff.step"),
+        ("odd_jobs:EasesOff", {}, "EasesOff, .* by a metric .EasesOff.step takes 'metrics'"),
         ("builtins:list", {}, "'list' is|list.*raised TypeError"),
         ("builtins:id", {}, "returned int, which has no step, state_dict, load_state_dict"),
     ],

@@ -53,6 +53,7 @@ def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any
     found = partition(
         LayerProfile.from_json(profile),
         stages=job["pipeline"]["stages"],
+        cut=job["pipeline"].get("cut", "auto"),
         meshes=[MeshSpec(name=f"m{i}") for i in range(job["resources"]["meshes"])],
         microbatches=job["training"]["microbatches"],
         network=NetworkSpec(**network),

@@ -1,6 +1,7 @@
 """Which samples a step uses: a function of seed, step and microbatch, so that a resume is exact.
 
-Knows the number of samples only, no data and no stages.
+Also how one is read: random numbers that a data set draws follow from seed, step and index, so that the mesh
+that takes a sample's input and the mesh that takes its target see one draw. Knows no stages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+
+from worker.engine.random_state import derive_seed
+from worker.seeding import seeded
 
 
 class BatchSampler:
@@ -50,6 +54,13 @@ class BatchSampler:
 @lru_cache(maxsize=4)
 def _permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(samples)
+
+
+def read_sample(dataset: Any, index: int, *, seed: int, step: int) -> Any:
+    """`dataset[index]` as it is in `step`, for whoever asks and however often: python's, numpy's and torch's
+    generators are seeded for it, and stand afterwards where they stood."""
+    with seeded(derive_seed(seed, "sample", step, index)):
+        return dataset[index]
 
 
 def collate(samples: Sequence[Any]) -> tuple[tuple[Tensor, ...], Tensor]:

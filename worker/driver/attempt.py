@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from worker.actor import Worker
+from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
@@ -159,6 +160,7 @@ def _train(
                 interrupted=raise_if_cancelled,
             )
             done = checkpoints.restore(attempt.resume_uri)
+            check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_cancelled)
             reporter.state("RUNNING")
             run_steps(
                 done + 1,

@@ -21,7 +21,7 @@ from worker.engine.errors import (
     EngineError,
 )
 from worker.engine.lanes import Action, Lanes
-from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits
+from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
@@ -87,7 +87,7 @@ class Engine:
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
-            settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite),
+            settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
         )
         self._settings = self._compute_settings(loss)
         self._stages = {
@@ -220,9 +220,7 @@ class Engine:
         )
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
-        if self._options.precision == "bf16" and route.differentiable and route.dtype == torch.float32:
-            return torch.bfloat16
-        return route.dtype
+        return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
 
     def _make_lanes(self, actions: Sequence[Action]) -> Lanes:
         if self._device.type == "cuda":

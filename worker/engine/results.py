@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from worker.program import COMPUTE_LANE, TRANSFER_OPS, Program
 from worker.slots import MeasuredSlot
 
+if TYPE_CHECKING:
+    import torch
+
 PRECISIONS = ("fp32", "bf16")
 NON_FINITE = ("stop", "skip")
+TRANSFERS = ("auto", "bf16")
+
+
+def wire_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:
+    """What a tensor travels as: "auto" is its own type, so that it arrives as it was; with "bf16" float32 that
+    takes a gradient is rounded, as is its gradient. The using stage sees `dtype` again."""
+    import torch
+
+    halved = transfers == "bf16" and differentiable and dtype == torch.float32
+    return torch.bfloat16 if halved else dtype
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,13 @@ class StreamPriorities:
 class RunOptions:
     """How a mesh computes.
 
-    `precision`: "fp32" (the modules' own dtypes) or "bf16" (autocast, fp32 parameters, and bf16 on the
-    wire); `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
+    `precision`: "fp32" (the modules' own dtypes) or "bf16" (autocast, fp32 parameters); `transfers`: see
+    `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
     gradient norm does, "stop" or "skip" the step.
     """
 
     precision: str = "fp32"
+    transfers: str = "auto"
     clip_grad_norm: float | None = None
     seed: int | None = 0
     non_finite: str = "stop"
@@ -66,6 +80,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+        if self.transfers not in TRANSFERS:
+            raise ValueError(f"transfers {self.transfers!r} is unknown: use one of {', '.join(TRANSFERS)}")
         if self.non_finite not in NON_FINITE:
             raise ValueError(f"non_finite {self.non_finite!r} is unknown: use one of {', '.join(NON_FINITE)}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:

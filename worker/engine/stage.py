@@ -169,7 +169,7 @@ class StageRunner:
             return exchange.inputs[microbatch][source.position]
         if isinstance(source, LocalInput):
             return exchange.local[source.source, source.tensor, microbatch]
-        return exchange.received[source.route.index, microbatch]
+        return exchange.received[source.route.index, microbatch].to(source.route.dtype)
 
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs as they may be handed on. ValueError for another shape than the traced one."""
@@ -195,12 +195,9 @@ class StageRunner:
             exchange.local[self._stage, wiring.tensor, microbatch] = output
         for route in wiring.routes:
             wire = output.detach()
-            dtype = settings.transfer_dtype(route)
-            if wire.dtype != dtype:
-                if settings.autocast_dtype is None:
-                    raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {dtype}")
-                wire = wire.to(dtype)
-            exchange.to_send[route.index, microbatch] = wire.contiguous()
+            if wire.dtype != route.dtype and settings.autocast_dtype is None:
+                raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
+            exchange.to_send[route.index, microbatch] = wire.to(settings.transfer_dtype(route)).contiguous()
         if wiring.local_consumers or wiring.routes:
             saved.outputs[wiring.tensor] = output
 

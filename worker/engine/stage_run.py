@@ -7,7 +7,7 @@ measured is what runs. Must not know exchanges, lanes or transports.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,30 @@ def _takes_gradient(source: LocalInput | RemoteInput, tensor: torch.Tensor) -> b
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+@contextlib.contextmanager
+def _autocast(device_type: str, dtype: torch.dtype, *, keep_casts: bool) -> Iterator[None]:
+    """Autocast whose casts of weights outlive it, until `drop_casts`: torch's own drops them with the outermost
+    context, and each microbatch in flight would keep a copy of every weight. (Of a frozen one each still does:
+    torch keeps casts of what takes a gradient.) Without gradients none is kept.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts):
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+def drop_casts() -> None:
+    """Forget the casts of weights that forwards under autocast share; to be called when weights change."""
+    torch.clear_autocast_cache()
+
+
+def _no_leaf(argument: torch.Tensor) -> torch.Tensor:
+    """The same values and gradients, but not what autocast takes for a weight, whose cast would be kept."""
+    return argument.view_as(argument) if argument.requires_grad and argument.is_leaf else argument
+
+
 def run_forward(
     module: nn.Module,
     arguments: Sequence[torch.Tensor],
@@ -81,11 +105,10 @@ def run_forward(
     `accept` makes of the module's outputs those that are handed on; the loss sees these.
     """
     grad = torch.enable_grad() if training else torch.no_grad()
-    autocast = (
-        contextlib.nullcontext()
-        if autocast_dtype is None
-        else torch.autocast(device_type, dtype=autocast_dtype)
-    )
+    autocast = contextlib.nullcontext()
+    if autocast_dtype is not None:
+        autocast = _autocast(device_type, autocast_dtype, keep_casts=training)
+        arguments = [_no_leaf(argument) for argument in arguments]
     with grad, autocast:
         results = module(*arguments)
         outputs = accept((results,) if isinstance(results, torch.Tensor) else results)

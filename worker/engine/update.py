@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from worker.engine.errors import NonFiniteError
+from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
+from worker.engine.stage_run import drop_casts
 from worker.transport.base import Topology, Transport
 
 ALL_MESHES = "meshes"
@@ -22,10 +24,12 @@ ALL_WORKERS = "workers"
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are."""
+    """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on
+    `device`, also where the mesh has no parameter to tell it."""
 
     clip_grad_norm: float | None
     non_finite: str
+    device: torch.device | str = "cpu"
 
 
 @dataclass
@@ -103,6 +107,7 @@ class ModelUpdate:
     def begin(self) -> None:
         """Forget the gradients of the last step."""
         self._norm = None
+        drop_casts()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -123,7 +128,10 @@ class ModelUpdate:
 
         On CUDA the host does not wait if the optimizer can skip by itself.
         """
+        drop_casts()
         norm = self._norm
+        if not self.parameters:
+            return
         if norm.is_cuda and skips_by_itself(self.optimizer):
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
@@ -163,10 +171,9 @@ class ModelUpdate:
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
             "buffers": dict(self._buffers),
             "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
-            "optimizer_groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in saved["param_groups"]
-            ],
+            "optimizer_groups": []
+            if self.optimizer is None
+            else save_groups(self.optimizer, self._name_of(), self.lr_schedule),
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
         }
 
@@ -178,25 +185,26 @@ class ModelUpdate:
                 if name not in state[kind]:
                     raise KeyError(f"the state has no {kind[:-1]} {name!r}")
                 tensor.copy_(state[kind][name])
-        if self.optimizer is not None and state.get("optimizer_groups"):
-            self._load_optimizer(state)
-        if self.lr_schedule is not None and state.get("lr_schedule"):
-            self.lr_schedule.load_state_dict(state["lr_schedule"])
-
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, saved in zip(groups, state["optimizer_groups"], strict=False):
-            group.update(saved)
+        if self.optimizer is None:
+            return
+        taken = load_groups(self.optimizer, self._name_of(), state.get("optimizer_groups") or [])
         names = enumerate(self._optimized_names())
         entries = {i: state["optimizer"][name] for i, name in names if name in state["optimizer"]}
+        groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+        if self.lr_schedule is not None and state.get("lr_schedule"):
+            load_schedule(self.lr_schedule, state["lr_schedule"], taken)
 
     def _optimized_names(self) -> list[str]:
         """Original names in the order in which the optimizer numbers its parameters."""
         if self.optimizer is None:
             return []
-        name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        name_of = self._name_of()
+        return [name_of(p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _name_of(self) -> Callable[[torch.Tensor], str]:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return lambda parameter: names[id(parameter)]
 
     def _average_over_workers(self) -> None:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -212,11 +220,10 @@ class ModelUpdate:
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
-        device = next((p.device for p in self.parameters.values()), None)
         gradients = [g for name in self._counted if (g := self.parameters[name].grad) is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()

@@ -61,8 +61,7 @@ def _warm_up_stage(
             return inputs[source.position]
         if isinstance(source, LocalInput):
             return made[source.source, source.tensor].clone()
-        dtype = settings.transfer_dtype(source.route)
-        return torch.zeros(source.route.shape, dtype=dtype, device=settings.device)
+        return torch.zeros(source.route.shape, dtype=source.route.dtype, device=settings.device)
 
     arguments = gather(wiring.inputs, fetch, training=settings.training)
     run = run_forward(

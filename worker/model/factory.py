@@ -57,13 +57,16 @@ def call_factory(path: str, args: Mapping[str, Any] | None = None) -> Any:
 def build_model(path: str, args: Mapping[str, Any] | None = None, *, seed: int = 0) -> nn.Module:
     """The model of a job, with the initial weights that `seed` gives on every worker.
 
-    Leaves torch's CPU random state as it was. Raises FactoryError for a factory that does not
-    exist, raises, or returns no nn.Module.
+    Python's, numpy's and torch's generators are seeded for it and stand afterwards where they stood. Raises
+    FactoryError for a factory that does not exist, raises, or returns no nn.Module.
     """
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    from worker.seeding import seeded
+
+    with seeded(seed):
+        if not torch.cuda.is_initialized():
+            torch.manual_seed(seed)  # for a factory that is the first here to use CUDA
         model = call_factory(path, args)
     if not isinstance(model, torch.nn.Module):
         raise FactoryError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from worker.engine.backward import WeightBackward, backward, backward_input
-from worker.engine.stage_run import run_forward
+from worker.engine.stage_run import drop_casts, run_forward
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
@@ -87,6 +87,7 @@ def measure_layers(
                     parameter_bytes=sum(value.nbytes for value in names.values()),
                     parameters=tuple(names),
                     buffers=tuple(buffers),
+                    cast_bytes=saved.cast_bytes,
                 )
             )
             tensors |= run.results()
@@ -121,6 +122,7 @@ class _Saved:
 
     bytes: int
     tensors: frozenset[str]
+    cast_bytes: int
 
 
 class _LayerRun:
@@ -172,7 +174,8 @@ class _LayerRun:
         backward(self.roots, self.gradients, self.leaves)
 
     def keep_count(self) -> _Saved:
-        """One run to warm up, counting what is saved; shared memory once, parameters and buffers never."""
+        """One run to warm up (under autocast two), counting what is saved; shared memory once, parameters and
+        buffers never. Of the autocast type, what both keep, as two microbatches would, is a cast of a weight."""
         fixed = {
             value.untyped_storage().data_ptr() for value in [*self.stage.parameters(), *self.stage.buffers()]
         }
@@ -183,20 +186,34 @@ class _LayerRun:
                 kept.setdefault(value.untyped_storage().data_ptr(), value)
             return value
 
+        again: dict[int, Tensor] = {}
+
+        def keep_again(value: Tensor) -> Tensor:
+            again.setdefault(value.untyped_storage().data_ptr(), value)
+            return value
+
+        drop_casts()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
             self.forward()
+        named = {**self.inputs, **self.outputs}
+        if self.autocast is not None:  # `named` keeps the first graph while the other runs
+            with torch.autograd.graph.saved_tensors_hooks(keep_again, lambda value: value):
+                self.forward()
         received = {value.untyped_storage().data_ptr(): value for value in self.inputs.values()}
+        shared = kept.keys() & again.keys() - received.keys()
+        casts = {place for place in shared if kept[place].dtype == self.autocast}
         size = sum(
             received[place].nbytes if place in received else value.untyped_storage().nbytes()
             for place, value in kept.items()
+            if place not in casts
         )
-        named = {**self.inputs, **self.outputs}
+        cast_bytes = sum(kept[place].untyped_storage().nbytes() for place in casts)
         saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
         self.backward_input()
         self.backward_weight()
         self.forward()
         self.backward()
-        return _Saved(bytes=size, tensors=saved)
+        return _Saved(bytes=size, tensors=saved, cast_bytes=cast_bytes)
 
     def results(self) -> dict[str, Tensor]:
         """What the layer made, on the host."""

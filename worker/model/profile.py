@@ -24,7 +24,8 @@ class LayerCost:
     Seconds are those of the device; on CPU of the processor, so that they do not depend on who else used it.
     `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
-    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards.
+    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
+    autocast's copies of its weights take, one for all microbatches of a step.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them.
     """
 
@@ -38,6 +39,7 @@ class LayerCost:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     backward_s: float | None = None
+    cast_bytes: int = 0
 
     @property
     def whole_backward_s(self) -> float:
@@ -97,10 +99,8 @@ class LayerProfile:
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
-        the optimizer's state and buffers, each once however many layers use it.
-
-        The casts of weights that autocast makes are no part of it: every microbatch in flight keeps its
-        own, and the layers' activation_bytes count them.
+        the optimizer's state and buffers, each once however many layers use it, and the casts of weights that
+        autocast keeps through a step (a weight that several layers use is counted in each).
         """
         layers = self.layers[first:end]
         parameters = {name for layer in layers for name in layer.parameters}
@@ -112,6 +112,7 @@ class LayerProfile:
             sum(self.parameter_sizes[name] for name in parameters)
             + trained_bytes
             + math.ceil(state)
+            + sum(layer.cast_bytes for layer in layers)
             + sum(self.buffer_sizes[name] for name in buffers)
         )
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from worker.engine.results import wire_dtype
+
 OUTPUT = "output"
 
 
@@ -23,9 +25,8 @@ def input_name(index: int) -> str:
 
 @dataclass(frozen=True)
 class StageEdge:
-    """A tensor that stage `source` makes and stage `target` uses; shape and dtype as one microbatch travels.
-
-    Under autocast what takes a gradient travels in the autocast type, also where the stage makes float32.
+    """A tensor that stage `source` makes and stage `target` uses; shape as one microbatch travels, dtype as both
+    stages know it. `wire_dtype` is what travels between meshes.
     """
 
     source: int
@@ -34,10 +35,11 @@ class StageEdge:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    wire_dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return torch.Size(self.shape).numel() * self.wire_dtype.itemsize
 
 
 class StageModule(nn.Module):
@@ -112,7 +114,7 @@ class PlacedGraph:
 
     `values` are fake results (shape, dtype, requires_grad) by node; `parameters` and `buffers` (with
     constants) give the original names of placeholders, `tensors` the tensors by original name.
-    `autocast` is the type under which the stages run, if any.
+    `autocast` is the type under which the stages run, if any; `transfers` how tensors travel.
     """
 
     module: fx.GraphModule
@@ -126,6 +128,7 @@ class PlacedGraph:
     persistent: frozenset[str]
     tensors: Mapping[str, Tensor]
     autocast: torch.dtype | None
+    transfers: str = "auto"
 
     @property
     def output(self) -> fx.Node:
@@ -282,14 +285,14 @@ class StageBuilder:
 
     def _edge(self, source: int, target: int, node: fx.Node) -> StageEdge:
         value = self._placed.values[node]
-        halved = self._placed.autocast is not None and value.requires_grad and value.dtype == torch.float32
         return StageEdge(
             source=source,
             target=target,
             tensor=node.name,
             shape=self._travelling_shape(node),
-            dtype=self._placed.autocast if halved else value.dtype,
+            dtype=value.dtype,
             differentiable=value.requires_grad,
+            wire_dtype=wire_dtype(value.dtype, value.requires_grad, self._placed.transfers),
         )
 
 

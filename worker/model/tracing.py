@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,15 +71,19 @@ class TracedModel:
 
 
 def trace(
-    model: nn.Module, example_inputs: tuple[Tensor, ...], *, autocast: torch.dtype | None = None
+    model: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    *,
+    autocast: torch.dtype | None = None,
+    transfers: str = "auto",
 ) -> TracedModel:
     """Export `model` for inputs of one microbatch's shapes; the model itself is not changed.
 
-    With `autocast` the edges have the types that they have when the stages run under autocast to
-    that type. Raises TraceError with torch's reason when the model cannot be exported, and for
+    With `autocast` it is traced under autocast to that type, as the stages run: `x.to(y.dtype)` asks here what y
+    is. `transfers` is that of RunOptions. Raises TraceError with torch's reason when the model cannot be exported, and for
     models whose output is not one tensor.
     """
-    exported = _export(model, example_inputs)
+    exported = _export(model, example_inputs, autocast)
     # after its passes over inner graphs, export's own graph no longer knows all users of a node
     module = copy_module(exported.graph_module)
     _name_random_operations(module)
@@ -106,7 +110,9 @@ def trace(
         values.append(value)
         (parameters if isinstance(value, nn.Parameter) else buffers)[node] = name
     calls = layer_calls(module.graph, expanded_modules(model))
-    updated = isolate_changes(module.graph, calls, _fake_values(module, values), buffers, parameters)
+    updated = isolate_changes(
+        module.graph, calls, _fake_values(module, values, autocast), buffers, parameters
+    )
     layers, joined = join_layers(
         map_layers(module.graph, calls, set(buffers) - updated.keys(), parameters),
         {buffers[node]: aliases for node, aliases in updated.items()},
@@ -124,19 +130,22 @@ def trace(
         persistent=frozenset(model.state_dict()),
         tensors=tensors,
         autocast=autocast,
+        transfers=transfers,
     )
     return TracedModel(placed, tuple(example_inputs), joined)
 
 
-def _export(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, example_inputs: tuple[Tensor, ...], autocast: torch.dtype | None
+) -> torch.export.ExportedProgram:
     if not all(isinstance(value, Tensor) for value in example_inputs):
         kinds = ", ".join(type(value).__name__ for value in example_inputs)
         raise TraceError(f"a model's inputs must be tensors, got {kinds}: let the data set return tensors")
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _autocast(example_inputs, autocast):
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
-        own = _own_error(model, example_inputs)
+        own = _own_error(model, example_inputs, autocast)
         if own is not None:
             raise TraceError(
                 f"{type(model).__name__}.forward raised {type(own).__name__}: {own} "
@@ -157,10 +166,12 @@ def _name_random_operations(module: fx.GraphModule) -> None:
             part.recompile()
 
 
-def _own_error(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exception | None:
+def _own_error(
+    model: nn.Module, example_inputs: tuple[Tensor, ...], autocast: torch.dtype | None
+) -> Exception | None:
     """What the model raises when it simply runs, if it does."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), _autocast(example_inputs, autocast):
             model(*example_inputs)
     except Exception as error:
         return error
@@ -193,10 +204,14 @@ def _fake_values(
     mode = FakeTensorMode()
     known: dict[int, Tensor] = {}
     fakes = [known.setdefault(id(value), mode.from_tensor(value, static_shapes=True)) for value in inputs]
-    context = torch.autocast(inputs[-1].device.type, dtype=autocast) if autocast else nullcontext()
+    context = _autocast(inputs, autocast)
     with torch.random.fork_rng(devices=[]), mode, torch.enable_grad(), context:
         Recorder(module, garbage_collect_values=False).run(*fakes)
     return found
+
+
+def _autocast(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> AbstractContextManager:
+    return torch.autocast(inputs[-1].device.type, dtype=dtype) if dtype and inputs else nullcontext()
 
 
 def _describe(spec: Any) -> str:

@@ -8,8 +8,9 @@ Must not know stages, programs or schedules.
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,15 @@ _SUMMED_TYPES = {
     torch.bfloat16: 9,
 }
 _SUM = 0
+# How long a caller waits for its communicators to end. What takes longer goes on, or hangs, on a thread of its
+# own: the failure is told all the same, and the driver kills the process.
+_ABORT_S = 2.0
+_DESTROY_S = 10.0
+# How long a call into NCCL may take to return before an abort no longer waits for it: it is what hangs.
+_CALL_S = 0.5
 _LATER_STATUS = {6: "6, ncclRemoteError: a peer exited or the network failed", 7: "7, ncclInProgress"}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,11 +101,24 @@ class NcclTransport(RendezvousTransport):
         self._sends: dict[str, Any] = {}
         self._receives: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
+        # Calls under way are counted, so that no communicator is freed under a call that returns.
+        self._state = threading.Condition()
+        self._calls = 0
+        self._ender: threading.Thread | None = None
 
     def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
         """Make all communicators in one order that is the same on every worker, and use each once: the first
         call on a communicator blocks the host. A peer that dies here blocks for ever; the driver kills."""
         remaining_s = self._rendezvous.join()
+        try:
+            self._connect(groups, lanes, remaining_s)
+        except BaseException:
+            self.abort()  # a probe may wait on the device for a peer that never comes: nothing to deliver
+            raise
+
+    def _connect(
+        self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...], remaining_s: float
+    ) -> None:
         for source, target, name, ranks in self._own_lanes(lanes):
             communicator = self._make(name, ranks, remaining_s)
             if self.mesh == source:
@@ -112,14 +134,14 @@ class NcclTransport(RendezvousTransport):
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
         """The tensor's memory is kept from reuse until the send has ended on the stream."""
         stream = self._stream_pointer()
-        with _peer_lost_if_it_fails(f"sending to {peer}", peer):
+        with _peer_lost_if_it_fails(f"sending to {peer}", peer), self._call():
             self._sends[peer].send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
         stream = self._stream_pointer()
-        with _peer_lost_if_it_fails(f"receiving from {peer}", peer):
+        with _peer_lost_if_it_fails(f"receiving from {peer}", peer), self._call():
             self._receives[peer].recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
@@ -130,28 +152,79 @@ class NcclTransport(RendezvousTransport):
         if tensor.dtype not in _SUMMED_TYPES:
             raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
         pointer, count, kind = tensor.data_ptr(), tensor.numel(), _SUMMED_TYPES[tensor.dtype]
-        with _peer_lost_if_it_fails(f"the all-reduce over {group}", group):
+        with _peer_lost_if_it_fails(f"the all-reduce over {group}", group), self._call():
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
 
     def failure(self) -> Failure | None:
         """PeerLostError when NCCL has noticed one by itself."""
         if (failure := super().failure()) is not None:
             return failure
-        for peer, communicator in [*self._sends.items(), *self._receives.items(), *self._groups.items()]:
-            with _peer_lost_if_it_fails("NCCL's connection", peer):
+        if self._ender is not None:
+            return None
+        for peer, communicator in self._communicators():
+            with _peer_lost_if_it_fails("NCCL's connection", peer), self._call():
                 communicator.check_async_error()
         return None
 
     def abort(self) -> None:
-        # Ends kernels that wait for a peer. What is enqueued afterwards fails.
-        for communicator in [*self._sends.values(), *self._receives.values(), *self._groups.values()]:
-            with contextlib.suppress(Exception):
-                communicator.abort()
+        """End kernels that wait for a peer, and drop what is on its way. Returns in bounded time whatever NCCL
+        does; what is enqueued afterwards fails."""
+        self._end("abort", _ABORT_S)
 
     def close(self) -> None:
-        """After a healthy run all streams are idle, and aborting then is only freeing."""
-        self.abort()
+        """Deliver what is on its way and free everything; after `abort` nothing is delivered."""
+        self._end("destroy", _DESTROY_S)
         self._rendezvous.close()
+
+    def _communicators(self) -> list[tuple[str, Any]]:
+        """All of them with whom they lead to."""
+        return [*self._sends.items(), *self._receives.items(), *self._groups.items()]
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._state:
+            if self._ender is not None:
+                raise RuntimeError("the communicators of this worker have ended")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._calls -= 1
+                self._state.notify_all()
+
+    def _end(self, how: str, limit_s: float) -> None:
+        """Call `how` of all communicators, once and on a thread that nobody has to wait for."""
+        with self._state:
+            if self._ender is None:
+                self._ender = threading.Thread(
+                    target=self._end_all, args=(how,), name="slotline-nccl-end", daemon=True
+                )
+                self._ender.start()
+        self._ender.join(limit_s)
+        if self._ender.is_alive():
+            log.warning(
+                "%s: NCCL's communicators have not ended within %g s (%s); the process can only be killed",
+                self.topology.name(self._rank),
+                limit_s,
+                how,
+            )
+
+    def _end_all(self, how: str) -> None:
+        """In one group: freeing the memory of one communicator waits for the device, where a receive of the
+        next may still spin. A group tells all of them to stop first, and then frees."""
+        with self._state:
+            self._state.wait_for(lambda: self._calls == 0, _CALL_S)
+        try:
+            self._nccl.groupStart()
+            try:
+                for _, communicator in self._communicators():
+                    with contextlib.suppress(Exception):
+                        getattr(communicator, how)()
+            finally:
+                self._nccl.groupEnd()
+        except Exception as error:
+            log.warning("%s: ending NCCL's communicators: %s", self.topology.name(self._rank), error)
 
     def _make(self, name: str, ranks: tuple[int, ...], timeout_s: float) -> Any:
         store = self._rendezvous.store
@@ -159,9 +232,9 @@ class NcclTransport(RendezvousTransport):
         key = f"nccl/{name}"
         try:
             if rank == 0:
-                store.set(key, _identity_to_text(self._nccl.get_unique_id()))
+                store.set(key, _checked(self._nccl.get_unique_id()).hex())
             store.wait([key], timedelta(seconds=timeout_s))
-            identity = _identity_from_text(store.get(key))
+            identity = bytes.fromhex(store.get(key).decode())
             return self._nccl.NcclCommunicator(len(ranks), identity, rank)
         except Exception as error:
             raise ConnectError(
@@ -172,15 +245,13 @@ class NcclTransport(RendezvousTransport):
         return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _identity_to_text(identity: bytes | tuple[int, ...]) -> str:
-    """What makes a communicator one, as cupy gave it: bytes, or before cupy 14 a tuple of C chars, which are
-    signed on x86 and unsigned on ARM."""
-    return json.dumps(identity.hex() if isinstance(identity, bytes) else identity)
-
-
-def _identity_from_text(text: bytes) -> bytes | tuple[int, ...]:
-    identity = json.loads(text)
-    return bytes.fromhex(identity) if isinstance(identity, str) else tuple(identity)
+def _checked(identity: Any) -> bytes:
+    """What makes a communicator one, as cupy 14 gives it."""
+    if not isinstance(identity, bytes):
+        raise TypeError(
+            f"cupy gives NCCL's identity as {type(identity).__name__}, not bytes: install cupy 14 or later"
+        )
+    return identity
 
 
 @contextlib.contextmanager

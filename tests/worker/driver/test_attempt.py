@@ -136,3 +136,20 @@ def test_an_attempt_that_runs_out_of_memory_says_so_and_the_next_one_plans_with_
         for plane in (second, first)
     )
     assert more >= 1.25 * less
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_an_attempt_whose_workers_build_different_models_ends_before_its_first_step(attempt):
+    spec = job(
+        model={"factory": "tests.worker.odd_jobs:tied_from_entropy"},
+        data={"factory": "tests.worker.odd_jobs:Vectors"},
+    )
+    plane, process = attempt(spec)
+    assert process.wait(120) == 1
+    assert plane.states == ["FAILED"] and plane.steps == []
+    last = plane.reports[-1]
+    assert last["reason"] == "MODEL_BUILD_FAILED"
+    assert "different values of 'first.weight' (m0/0 | m1/0)" in last["message"]
+    assert_nothing_held()

@@ -7,10 +7,12 @@ import threading
 import pytest
 import torch
 from engine_support import (
+    Graph,
     LocalPipeline,
     Plain,
     batch,
     chain,
+    make_stage,
     planned,
     serial_programs,
     skips,
@@ -19,10 +21,12 @@ from engine_support import (
 )
 from torch import nn
 
-from worker.engine import AbortedError, EngineError, NonFiniteError
+from worker.engine import AbortedError, Engine, EngineError, NonFiniteError, RunOptions
 from worker.engine.random_state import RandomState, derive_seed, restart_at_operations
 from worker.engine.update import ModelUpdate, skips_by_itself
 from worker.model import trace
+from worker.transport import Topology
+from worker.transport.local import LocalTransport
 
 FOUR = ["m0", "m1", "m2", "m3"]
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -37,12 +41,13 @@ def parameters_of(pipeline):
 
 def merged_state(pipeline):
     """What a checkpoint of all meshes would hold, in memory of its own."""
-    merged = {"parameters": {}, "buffers": {}, "optimizer": {}}
+    merged = {"parameters": {}, "buffers": {}, "optimizer": {}, "optimizer_groups": []}
     for engine in pipeline.engines.values():
         state = copy.deepcopy(engine.state())
         for kind in ("parameters", "buffers", "optimizer"):
             merged[kind].update(state[kind])
-        merged |= {kind: state[kind] for kind in ("optimizer_groups", "lr_schedule")}
+        merged["optimizer_groups"] += state["optimizer_groups"]
+        merged["lr_schedule"] = state["lr_schedule"]
     return merged
 
 
@@ -72,6 +77,38 @@ def test_a_tied_parameter_is_equal_on_both_meshes_after_every_step():
             pipeline.step(step, [batch(2, seed=step)])
         first, last = (pipeline.engines[mesh, 0].state()["parameters"]["0.w"] for mesh in ("m0", "m2"))
         assert torch.equal(first, last)
+
+
+def test_norm_and_flags_of_a_mesh_without_parameters_lie_on_its_device():
+    """NCCL takes whatever address it is given: one of the host's memory would be read by the device."""
+    reduced = []
+
+    class Telling(LocalTransport):
+        def all_reduce(self, group, tensor):
+            reduced.append(tensor.device.type)
+
+    topology = Topology(("m0", "m1"))
+    transport = LocalTransport.group(topology)["m0", 0]
+    transport.__class__ = Telling
+    stage = make_stage(0, ["input:0"], ["h"], lambda m, x: (x * 2,))
+    engine = Engine(
+        mesh="m0",
+        worker=0,
+        program=serial_programs(Graph([stage, stage], ()), ["m0", "m1"], 1)["m0"],
+        stages={0: stage},
+        edges=(),
+        mesh_of_stage=["m0", "m1"],
+        tied={},
+        microbatches=1,
+        loss=squared_error,
+        optimizer=adamw,
+        transport=transport,
+        options=RunOptions(device="meta"),
+    )
+    engine._update.begin()
+    engine._update.reduce([])
+    engine._update.step()
+    assert reduced == ["meta"] and engine._update._norm.device.type == "meta"
 
 
 def test_two_workers_a_mesh_train_on_the_mean_of_their_gradients():
@@ -266,13 +303,15 @@ def as_float32(graph):
     return type(graph)(graph.stages, edges, graph.tied)
 
 
-def test_bf16_runs_stay_within_bf16_rounding_and_keep_fp32_parameters():
+@pytest.mark.parametrize(("transfers", "wire"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
+def test_bf16_runs_stay_within_bf16_rounding_and_keep_fp32_parameters(transfers, wire):
     graph = as_float32(skips())
     inputs, targets = batch(4, dtype=torch.float32)
     losses, gradients = Plain(graph).step(inputs, targets)
-    with LocalPipeline(graph, FOUR, planned(graph, FOUR, 4, "1f1b")[1], 4, precision="bf16") as pipeline:
+    options = {"precision": "bf16", "transfers": transfers}
+    with LocalPipeline(graph, FOUR, planned(graph, FOUR, 4, "1f1b")[1], 4, **options) as pipeline:
         engine = pipeline.engines["m1", 0]
-        assert {buffer.dtype for buffer in engine._buffers.tensors} == {torch.bfloat16}
+        assert {buffer.dtype for buffer in engine._buffers.tensors} == {wire}
         results = pipeline.step(0, [(inputs, targets)])
         assert results["m3", 0].losses == pytest.approx(losses, rel=2e-2)
         norm = sum(g.square().sum() for g in gradients.values()).sqrt()

@@ -249,7 +249,7 @@ def test_static_bytes_are_those_of_a_stage_that_has_trained_a_step(
         assert profile.static_bytes(first, end, OptimizerState(2.0, 4)) == sum(t.nbytes for t in held)
 
 
-def test_the_casts_of_weights_count_as_activations_of_every_microbatch():
+def test_the_casts_of_weights_count_once_for_all_microbatches():
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 256))
     x, y = torch.randn(2, 64), torch.randn(2, 256)
     _, fp32 = measure_layers(trace(model, (x,)), functional.mse_loss, y, repeats=1).layers
@@ -257,7 +257,11 @@ def test_the_casts_of_weights_count_as_activations_of_every_microbatch():
         trace(model, (x,), autocast=torch.bfloat16), functional.mse_loss, y, repeats=1
     ).layers
     cast = 128 * 256 * 2
-    assert cast <= bf16.activation_bytes < cast + fp32.activation_bytes
+    assert (fp32.cast_bytes, bf16.cast_bytes) == (0, cast)
+    assert 0 < bf16.activation_bytes <= fp32.activation_bytes + 2 * 128 * 2
+    profile = measure_layers(trace(model, (x,), autocast=torch.bfloat16), functional.mse_loss, y, repeats=1)
+    trained = sum(2 * p.nbytes for p in model.parameters())
+    assert profile.static_bytes(0, 2, OptimizerState()) == trained + sum(c.cast_bytes for c in profile.layers)
 
 
 def test_a_correction_makes_all_activations_larger_and_is_part_of_the_json():

@@ -136,17 +136,29 @@ def test_torchs_own_transformer_is_cut_at_its_layers():
     assert trace(model, (torch.randn(2, 5, 8),)).layers == ["layers.0", "layers.1", "layers.2"]
 
 
-def test_under_autocast_what_takes_a_gradient_travels_in_the_autocast_type():
+@pytest.mark.parametrize(
+    ("autocast", "transfers", "dtype", "wire"),
+    [
+        (None, "auto", torch.float32, torch.float32),
+        (None, "bf16", torch.float32, torch.bfloat16),
+        (torch.bfloat16, "auto", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_an_edge_has_the_type_that_the_stages_see_and_the_one_that_travels(autocast, transfers, dtype, wire):
     model, inputs = make("two inputs")
     model = model.float()
-    traced = trace(model, (inputs[0], inputs[1].float()), autocast=torch.bfloat16)
+    traced = trace(model, (inputs[0], inputs[1].float()), autocast=autocast, transfers=transfers)
     graph = traced.cut(traced.layers)
-    for edge in graph.edges:
-        assert edge.dtype == (torch.bfloat16 if edge.differentiable else torch.bool)
+    kinds = {(edge.differentiable, edge.dtype, edge.wire_dtype) for edge in graph.edges}
+    assert (True, dtype, wire) in kinds and kinds <= {
+        (True, dtype, wire),
+        (True, torch.float32, torch.bfloat16 if transfers == "bf16" else torch.float32),
+        (False, torch.bool, torch.bool),
+    }
     target = torch.randn(4, 5, 3)
     profile = measure_layers(traced, nn.functional.mse_loss, target, repeats=1)
     assert [edge.bytes for edge in profile.edges] == [
-        torch.Size(edge.shape).numel() * edge.dtype.itemsize for edge in graph.edges
+        torch.Size(edge.shape).numel() * edge.wire_dtype.itemsize for edge in graph.edges
     ]
     in_full = trace(model, (inputs[0], inputs[1].float())).cut(traced.layers)
     assert {edge.dtype for edge in in_full.edges if edge.differentiable} == {torch.float32}

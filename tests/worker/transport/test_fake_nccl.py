@@ -35,7 +35,7 @@ def parameters(function) -> list[str]:
 def disagreements(real, fake) -> list[str]:
     """What of `fake` is not as in `real`, one line each."""
     found = []
-    pairs = [("get_version", real, fake), ("get_unique_id", real, fake)]
+    pairs = [(name, real, fake) for name in ("get_version", "get_unique_id", "groupStart", "groupEnd")]
     mine = fake.NcclCommunicator
     methods = [name for name in dir(mine) if not name.startswith("_") and callable(getattr(mine, name))]
     pairs += [(name, real.NcclCommunicator, mine) for name in methods if name != "nccl"]
@@ -95,12 +95,18 @@ def test_a_fake_that_disagrees_is_told_line_by_line():
 
         recv = FakeCommunicator.recv
         abort = FakeCommunicator.abort
+        destroy = FakeCommunicator.destroy
         check_async_error = FakeCommunicator.check_async_error
 
     other = types.SimpleNamespace(
-        NcclCommunicator=Communicator, get_version=lambda: 1, get_unique_id=lambda: (0,) * 128
+        NcclCommunicator=Communicator,
+        get_version=lambda: 1,
+        get_unique_id=lambda: (0,) * 128,
+        groupStart=lambda: None,
+        groupEnd=lambda communicators: None,
     )
     assert disagreements(other, FakeNccl()) == [
+        "groupEnd takes ['communicators'], the fake []",
         "allReduce does not exist",
         "send takes ['sendbuf', 'count', 'peer', 'datatype', 'stream'], "
         "the fake ['sendbuf', 'count', 'datatype', 'peer', 'stream']",

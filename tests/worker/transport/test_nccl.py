@@ -2,7 +2,10 @@
 
 import sys
 import threading
+import time
+import tomllib
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,11 +133,23 @@ def test_a_sum_tells_nccl_how_many_numbers_of_which_type(connected):
         transports["m0"].all_reduce("meshes/0", torch.ones(2, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("identities", ["bytes", "signed", "unsigned"])
-def test_the_identity_of_a_communicator_arrives_as_nccl_made_it(identities):
-    nccl, store = FakeNccl(identities=identities), host_store("127.0.0.1")
+def test_the_identity_of_a_communicator_arrives_as_nccl_made_it():
+    nccl, store = FakeNccl(), host_store("127.0.0.1")
     run_all(lambda mesh: make(nccl, store, mesh).connect({}, LANES))
-    assert len({identity for _, _, identity, _ in nccl.calls}) == len(LANES)
+    assert len({identity for what, _, identity, *_ in nccl.calls if what == "init"}) == len(LANES)
+
+
+def test_a_cupy_before_14_is_refused_by_what_it_gives():
+    nccl, store = FakeNccl(), host_store("127.0.0.1")
+    nccl.get_unique_id = lambda: (1,) * 128
+    with pytest.raises(ConnectError, match="identity as tuple, not bytes: install cupy 14"):
+        run_all(lambda mesh: make(nccl, store, mesh, connect_timeout_s=2).connect({}, LANES))
+
+
+def test_what_installs_cupy_asks_for_14():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    assert extras["cuda12"] == ["cupy-cuda12x>=14"] and extras["cuda13"] == ["cupy-cuda13x>=14"]
 
 
 def test_abort_ends_every_communicator_and_later_calls_name_the_peer(connected):
@@ -144,6 +159,132 @@ def test_abort_ends_every_communicator_and_later_calls_name_the_peer(connected):
     assert len(ended) == 6 + 1
     with pytest.raises(PeerLostError, match="sending to m2 failed"):
         transports["m1"].send("m2", 0, torch.zeros(1))
+    transports["m1"].abort()
+    transports["m1"].close()
+    assert [call for call in nccl.calls if call[0] in ("abort", "destroy")] == ended, (
+        "once, however often told"
+    )
+
+
+def test_the_last_message_of_a_mesh_that_closes_first_arrives():
+    nccl, store = FakeNccl(), host_store("127.0.0.1")
+    transports = {mesh: make(nccl, store, mesh) for mesh in MESHES}
+    run_all(lambda mesh: transports[mesh].connect({}, LANES))
+    nccl.delay_s = 0.3
+    got = torch.zeros(4)
+
+    def last_step(mesh):
+        if mesh == "m0":
+            transports["m0"].send("m1", 0, torch.arange(4.0))
+            transports["m0"].close()
+        else:
+            transports["m1"].receive("m0", 0, got)
+
+    receiver = threading.Thread(target=last_step, args=("m1",), daemon=True)
+    receiver.start()
+    last_step("m0")
+    receiver.join(5.0)
+    assert got.tolist() == [0.0, 1.0, 2.0, 3.0]
+    transports["m1"].close()
+    assert {call[0] for call in nccl.calls[-8:]} <= {"destroy", "group", "recv"}
+
+
+def waiting_receives(transport, peers):
+    """Receives of `transport` that spin on the device, each for a peer that never sends; what each raised."""
+    raised = {}
+
+    def receive(peer):
+        try:
+            transport.receive(peer, 0, torch.zeros(1))
+        except PeerLostError as error:
+            raised[peer] = error
+
+    threads = [threading.Thread(target=receive, args=(peer,), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    return threads, raised
+
+
+def wait_until(condition, limit_s=5.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_abort_ends_receives_of_several_communicators_that_all_spin(connected):
+    """Freeing one communicator waits for the device, where the receive of another spins: one after the other
+    would wait for ever."""
+    nccl, transports = connected
+    threads, raised = waiting_receives(transports["m0"], ["m1", "m2", "m3"])
+    wait_until(lambda: len(nccl.spinning.get("m0", ())) == 3)
+    ended = threading.Thread(target=transports["m0"].abort, daemon=True)
+    ended.start()
+    ended.join(10.0)
+    for thread in threads:
+        thread.join(5.0)
+    assert raised.keys() == {"m1", "m2", "m3"}
+    assert not ended.is_alive() and not transports["m0"]._ender.is_alive()
+    (group,) = [call for call in nccl.calls if call[0] == "group"]
+    assert group[2] == 6 + 2, "all communicators of the worker end in one group"
+
+
+def test_an_abort_that_never_returns_holds_up_nobody(monkeypatch):
+    nccl, store = FakeNccl(), host_store("127.0.0.1")
+    transports = {mesh: make(nccl, store, mesh) for mesh in MESHES}
+    run_all(lambda mesh: transports[mesh].connect({}, LANES))
+    monkeypatch.setattr("worker.transport.nccl._ABORT_S", 0.3)
+    nccl.stuck.set()
+    try:
+        started = time.monotonic()
+        callers = [threading.Thread(target=transports["m0"].abort, daemon=True) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(10.0)
+        assert time.monotonic() - started < 5.0 and not any(caller.is_alive() for caller in callers)
+        transports["m0"].announce("m0 stalls")
+        assert transports["m1"].failure().reason == "m0 stalls"
+        with pytest.raises(PeerLostError, match="ended"):
+            transports["m0"].send("m1", 0, torch.zeros(1))
+    finally:
+        nccl.stuck.clear()
+
+
+def test_a_call_that_returns_ends_before_its_communicator_is_freed(connected):
+    _, transports = connected
+    inside, go_on, freed = threading.Event(), threading.Event(), []
+    communicator = transports["m0"]._sends["m1"]
+    real = communicator.send
+
+    def slow(*arguments):
+        inside.set()
+        go_on.wait(0.2)
+        freed.append(communicator.ending)
+        real(*arguments)
+
+    communicator.send = slow
+    sender = threading.Thread(target=lambda: transports["m0"].send("m1", 0, torch.zeros(1)), daemon=True)
+    sender.start()
+    inside.wait(5.0)
+    transports["m0"].abort()
+    sender.join(5.0)
+    assert freed == [None] and communicator.ending == "abort"
+
+
+def test_a_connection_that_fails_half_way_is_aborted_not_delivered(monkeypatch):
+    nccl, store = FakeNccl(), host_store("127.0.0.1")
+    transports = {mesh: make(nccl, store, mesh) for mesh in MESHES}
+
+    def connect(mesh):
+        if mesh == "m2":
+            transports[mesh]._make = lambda *arguments: (_ for _ in ()).throw(ConnectError("m2 is ill"))
+        nccl.timeout_s = 1.0
+        transports[mesh].connect({}, LANES)
+
+    with pytest.raises(ConnectError):
+        run_all(connect)
+    assert {call[0] for call in nccl.calls} <= {"init", "send", "recv", "group", "abort"}
 
 
 def test_an_error_that_nccl_notices_by_itself_is_told(connected):

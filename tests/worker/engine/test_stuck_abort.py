@@ -1,0 +1,83 @@
+"""A stalled step over NCCL whose abort never returns is reported all the same; the driver then kills."""
+
+import threading
+import time
+
+import pytest
+from engine_support import batch, chain, serial_programs, squared_error
+
+from tests.worker.transport.fake_nccl import FakeNccl
+from worker.engine import Engine, RunOptions, SlotLimits, StallError
+from worker.transport import Topology
+from worker.transport.nccl import NcclTransport
+from worker.transport.rendezvous import host_store
+
+MESHES = ("m0", "m1")
+
+
+class Deferred(NcclTransport):
+    """On CPU a receive goes on by itself, as it does on a stream."""
+
+    def receive(self, peer, tag, out):
+        if not self._connected.is_set():
+            return super().receive(peer, tag, out)
+        return lambda: NcclTransport.receive(self, peer, tag, out)
+
+    def connect(self, groups, lanes):
+        self._connected = threading.Event()
+        super().connect(groups, lanes)
+        self._connected.set()
+
+
+def test_a_stall_is_told_although_the_abort_hangs():
+    nccl, store, graph = FakeNccl(), host_store("127.0.0.1"), chain(2)
+    programs = serial_programs(graph, MESHES, 1)
+    engines = {
+        mesh: Engine(
+            mesh=mesh,
+            worker=0,
+            program=programs[mesh],
+            stages={index: graph.stages[index]},
+            edges=graph.edges,
+            mesh_of_stage=MESHES,
+            tied={},
+            microbatches=1,
+            loss=squared_error,
+            optimizer=None,
+            transport=Deferred(
+                Topology(MESHES),
+                mesh=mesh,
+                worker=0,
+                store_host="127.0.0.1",
+                store_port=store.port,
+                nccl=nccl,
+                torch_version=(2, 28, 9),
+                stream_pointer=lambda: 0,
+            ),
+            options=RunOptions(limits=SlotLimits(factor=1.0, floor_s=0.5)),
+        )
+        for index, mesh in enumerate(MESHES)
+    }
+    threads = [threading.Thread(target=engine.connect, name=mesh) for mesh, engine in engines.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    nccl.stuck.set()
+    try:
+        told, started = [], time.monotonic()
+
+        def step():
+            with pytest.raises(StallError, match="RECV_B") as raised:
+                engines["m0"].run_step(1, *batch(1))
+            told.append((time.monotonic() - started, raised.value))
+
+        thread = threading.Thread(target=step, daemon=True)  # m1 never runs its step
+        thread.start()
+        thread.join(30.0)
+        assert told and told[0][0] < 15.0
+        assert engines["m1"]._transport.failure().reason == str(told[0][1])
+    finally:
+        nccl.stuck.clear()
+        for engine in engines.values():
+            engine.close()

@@ -1,0 +1,115 @@
+"""Workers that would start from different values or read different data are refused by name before the first step."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_actor import job
+from workers import Workers
+
+from worker.agreement import checksum
+from worker.driver.agreement import check_agreement
+from worker.failure import AttemptFailure
+from worker.reasons import Reason
+
+VECTORS = {"data": {"factory": "odd_jobs:Vectors"}}
+GPT = {"layers": 2, "width": 16, "heads": 2, "length": 8}
+
+
+def check(run: Workers) -> None:
+    """What the driver does before the first step, with workers that are threads of this process."""
+
+    def remote(worker, name):
+        return SimpleNamespace(remote=lambda *arguments: getattr(worker, name)(*arguments))
+
+    names = ("tensor_names", "fingerprint")
+    gang = SimpleNamespace(
+        workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
+        addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
+        call=lambda refs, **_: list(refs),
+    )
+    check_agreement(gang, limit_s=60.0, interrupted=lambda: None)
+
+
+def refusal(spec) -> AttemptFailure:
+    with Workers(spec) as run, pytest.raises(AttemptFailure) as caught:
+        check(run)
+    return caught.value
+
+
+@pytest.mark.parametrize("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+def test_workers_that_agree_may_begin(shape):
+    with Workers(job(**shape)) as run:
+        check(run)
+
+
+@pytest.mark.parametrize("factory", ["tied_from_python_and_numpy"])
+def test_weights_from_pythons_and_numpys_generators_are_the_same_on_all(factory):
+    with Workers(job(**VECTORS, model={"factory": f"odd_jobs:{factory}"}, stages=3, meshes=3)) as run:
+        check(run)
+        values = [next(iter(w._stages.values())).body for w in (run.workers[0], run.workers[2])]
+        assert torch.equal(*(next(body.parameters()) for body in values))
+
+
+def test_a_tied_weight_that_two_meshes_draw_apart_is_refused_by_name():
+    found = refusal(job(**VECTORS, model={"factory": "odd_jobs:tied_from_entropy"}, stages=3, meshes=3))
+    assert found.reason is Reason.MODEL_BUILD_FAILED
+    assert (
+        "different values of 'first.weight' (m0/0 | m2/0): draw initial values from random" in found.message
+    )
+    assert "middle" not in found.message
+
+
+def test_replicas_that_start_apart_are_refused_by_name_and_workers():
+    model = {"factory": "odd_jobs:gpt_from_entropy", "args": GPT}
+    found = refusal(job(model=model, workers_per_mesh=2))
+    assert found.reason is Reason.MODEL_BUILD_FAILED
+    assert "'head.weight' (m1/0 | m1/1)" in found.message and "blocks" not in found.message
+
+
+def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
+    """As when the workers of a mesh read a checkpoint from folders of one name on different nodes."""
+    with Workers(job(workers_per_mesh=2)) as run:
+        check(run)
+        states = [copy.deepcopy(run.workers[0]._engine.state()) for _ in range(2)]
+        name = next(iter(states[1]["parameters"]))
+        states[1]["parameters"][name].view(-1)[0] += 1e-6
+        for worker, state in zip(run.workers[:2], states, strict=True):
+            worker._engine.load_state(state)
+        with pytest.raises(AttemptFailure, match=rf"'{name}' \(m0/0 \| m0/1\)"):
+            check(run)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"factory": "odd_jobs:ShuffledOnce", "args": {"length": 8, "unseeded": True}}, r"\(m0/0 \| m1/0\)"),
+        ({"factory": "odd_jobs:OwnGenerator", "args": {"length": 8}}, "another each time that m0/0, m1/0"),
+    ],
+)
+def test_data_that_is_not_the_same_on_all_workers_is_refused(data, told):
+    with Workers(job(data=data)) as run, pytest.raises(AttemptFailure, match=told) as caught:
+        check(run)
+    assert caught.value.reason is Reason.DATA_FAILED
+
+
+def test_data_that_is_shuffled_by_a_seeded_generator_is_the_same_on_all():
+    with Workers(job(data={"factory": "odd_jobs:ShuffledOnce", "args": {"length": 8}})) as run:
+        check(run)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.tensor([1.0, 2.0, 4.0]), torch.ones(3), torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([1, 2, 3])],
+)
+def test_a_checksum_tells_values_shapes_and_types_apart(other):
+    value = torch.tensor([1.0, 2.0, 3.0])
+    assert checksum(value) == checksum(value.clone()) != checksum(other)
+    assert checksum(((value,), value)) != checksum((value, (value,)))
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64):
+        assert checksum(value.to(dtype)) == checksum(value.to(dtype))
+    assert checksum(torch.ones(3, 2).T) == checksum(torch.ones(2, 3))
+    assert checksum(torch.tensor(1.0)) != checksum(torch.tensor([1.0]))

@@ -1,0 +1,133 @@
+"""What a checkpoint says of an optimizer's groups, so that any cut can go on from it.
+
+A group is saved with the names of its parameters, and with what a learning-rate schedule remembers of it. Another
+cut makes other groups of other parameters: each takes the settings that its parameters had. Knows optimizers and
+schedules of torch's shape; no stages and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+# Beside the settings of a group: the names of its parameters, and its part of the schedule's state.
+NAMES, SCHEDULE = "params", "schedule_values"
+# Lists with an entry for every group in the states of torch's schedules.
+_PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
+# What torch keeps of the names that an optimizer was made with; they are this cut's own.
+_OWN = (NAMES, SCHEDULE, "param_names")
+
+
+def save_groups(
+    optimizer: torch.optim.Optimizer, name_of: Callable[[torch.Tensor], str], schedule: Any | None
+) -> list[dict[str, Any]]:
+    """The groups of `optimizer` with the original names of their parameters."""
+    state = None if schedule is None else schedule.state_dict()
+    return [
+        {
+            **{key: value for key, value in group.items() if key not in _OWN},
+            NAMES: [name_of(parameter) for parameter in group["params"]],
+            SCHEDULE: _of_group(state, index, len(optimizer.param_groups)),
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def load_groups(
+    optimizer: torch.optim.Optimizer,
+    name_of: Callable[[torch.Tensor], str],
+    saved: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Give each group of `optimizer` the settings that its parameters were saved with; the saved group that
+    each took them from, {} where none of its parameters was trained before.
+
+    ValueError names parameters of one group that were saved with different settings.
+    """
+    if any(NAMES not in group for group in saved):  # format 1: the groups of one mesh, by their place
+        return [dict(group) for group in _by_place(optimizer, saved)]
+    group_of = {name: group for group in saved for name in group[NAMES]}
+    taken = []
+    for group in optimizer.param_groups:
+        names = [name for parameter in group["params"] if (name := name_of(parameter)) in group_of]
+        for name in names[1:]:
+            _check_alike(names[0], group_of[names[0]], name, group_of[name])
+        found = group_of[names[0]] if names else {}
+        group.update(settings_of(found))
+        taken.append(dict(found))
+    return taken
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a saved group, and its name if it has one."""
+    return {key: value for key, value in group.items() if key not in _OWN}
+
+
+def load_schedule(schedule: Any, state: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> None:
+    """Give `schedule` its saved state, and of each group what it remembered of the one whose settings it has."""
+    own = schedule.state_dict()
+    values = [group.get(SCHEDULE) or {} for group in taken]
+    if any(SCHEDULE in group for group in taken):
+        own_values = [_of_group(own, index, len(taken)) for index in range(len(taken))]
+        values = [{**fresh, **known} for fresh, known in zip(own_values, values, strict=True)]
+        state = _with_groups(state, values)
+    schedule.load_state_dict(state)
+
+
+def _by_place(
+    optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    for group, other in zip(optimizer.param_groups, saved, strict=False):
+        group.update(settings_of(other))
+    return [*saved[: len(optimizer.param_groups)]]
+
+
+def _check_alike(name: str, group: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:
+    if group is other:
+        return
+    mine, theirs = settings_of(group), settings_of(other)
+    for key in sorted(mine.keys() | theirs.keys()):
+        if not _same(mine.get(key), theirs.get(key)):
+            raise ValueError(
+                f"parameters {name!r} and {other_name!r} are in one group of the optimizer, but were saved with "
+                f"{key} {mine.get(key)!r} and {theirs.get(key)!r}: let optimizer.factory group parameters by what "
+                "does not depend on the cut (their shape, say)"
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return one == other
+
+
+def _of_group(state: Any, index: int, groups: int, path: str = "") -> dict[str, Any]:
+    """What a schedule's state says of one group, by the place in the state: "_schedulers.0.base_lrs"."""
+    found: dict[str, Any] = {}
+    for key, value in _parts(state):
+        if isinstance(value, list) and key in _PER_GROUP and len(value) == groups:
+            found[f"{path}{key}"] = value[index]
+        else:
+            found |= _of_group(value, index, groups, f"{path}{key}.")
+    return found
+
+
+def _with_groups(state: Any, values: Sequence[Mapping[str, Any]], path: str = "") -> Any:
+    """`state` with the lists that have an entry a group made of `values`, one a group."""
+    changed: dict[Any, Any] = {}
+    for key, value in _parts(state):
+        place = f"{path}{key}"
+        if key in _PER_GROUP and values and all(place in group for group in values):
+            changed[key] = [group[place] for group in values]
+        else:
+            changed[key] = _with_groups(value, values, f"{place}.")
+    if isinstance(state, list):
+        return list(changed.values())
+    return {**state, **changed} if isinstance(state, Mapping) else state
+
+
+def _parts(state: Any) -> list[tuple[Any, Any]]:
+    if isinstance(state, Mapping):
+        return list(state.items())
+    return list(enumerate(state)) if isinstance(state, list) else []
