@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from worker.model.inplace import changed_buffers
+
 OUTPUT = "output"
 
 
@@ -45,7 +47,8 @@ class StageModule(nn.Module):
 
     An input named `input:<k>` is the model's input k; the model's output is named `output`.
     `original_names` leads from the names of parameters and of persistent buffers here to their
-    names in the model; a buffer that is not in it is a constant.
+    names in the model; a buffer that is not in it is a constant. `updated_buffers` are those that
+    forward changes, by their names here.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class StageModule(nn.Module):
         self.outputs = outputs
         self.input_shapes = input_shapes
         self.original_names = {f"body.{local}": name for local, name in original_names.items()}
+        self.updated_buffers = tuple(f"body.{name}" for name in sorted(changed_buffers(body.graph)))
         self._device = torch.device("cpu")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
