@@ -159,10 +159,11 @@ class Worker:
         connect_s: float,
         slot_limits: SlotLimits,
         planned_bytes: int | None = None,
+        recomputed: Sequence[int] = (),
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
-        `planned_bytes` is the most that this mesh holds by the plan, for messages.
+        The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this mesh holds by the plan, for messages.
         """
         self._planned_bytes = planned_bytes
         with self._memory_told():
@@ -204,6 +205,7 @@ class Worker:
                     device=self._device,
                 ),
                 planned_s=planned_s,
+                recomputed=frozenset(recomputed),
             )
             self._traced = None
             self._memory.settle(

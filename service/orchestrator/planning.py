@@ -214,6 +214,7 @@ def _plan_job(
         schedule=pipeline["schedule"],
         overlap=pipeline["overlap"],
         optimizer=OptimizerState(**optimizer),
+        recompute=pipeline.get("recompute", "auto"),
         budget_s=budget_s,
         expired=expired,
     )

@@ -15,16 +15,17 @@ from typing import Literal
 
 import numpy as np
 
+from service.scheduler.cut.recompute import Recompute
 from service.scheduler.kernels import TOLERANCE
+from service.scheduler.least import least_makespan, splits
 from service.scheduler.model.problem import build_problem
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
 from service.scheduler.partition import PartitionResult, partition
 from service.scheduler.plan import Plan
-from service.scheduler.planner import make_plan, named_timeline, splits
-from service.scheduler.recomputation import may_recompute, relaxed, with_choice
+from service.scheduler.planner import make_plan, named_timeline
+from service.scheduler.recomputation import keep_whole, may_recompute, relaxed, with_choice
 from service.scheduler.schedules import AUTO
 from service.scheduler.search.auto import search
-from service.scheduler.search.bounds import lower_bound
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
 
 _EVERY_CUT = 30  # cuts of one shape, for each second of the budget, up to which all are judged
@@ -70,16 +71,17 @@ def choose(
     budget_s: float = 10.0,
     expired: Callable[[], bool] | None = None,
     optimizer: OptimizerState | None = None,
+    recompute: Recompute = "none",
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
-    bytes. Raises CutError for more stages than layers, SpecError where nothing fits.
+    bytes, `recompute` is that of `partition`. Raises CutError for more stages than layers, SpecError where nothing fits.
     """
     for profile in profiles.values():
         check_stage_count([layer.name for layer in profile.layers], min(stages))
-    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer)
+    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, recompute)
     shapes = [
         _Shape(microbatches, placement)
         for microbatches in profiles
@@ -121,12 +123,13 @@ class _Choice:
         budget_s: float,
         expired: Callable[[], bool] | None,
         optimizer: OptimizerState | None,
+        recompute: Recompute,
     ) -> None:
         self._profiles, self._meshes, self._network = profiles, list(meshes), network
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
-        self._optimizer = optimizer
+        self._optimizer, self._recompute = optimizer, recompute
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
@@ -181,7 +184,7 @@ class _Choice:
         for candidate, share in zip(tried, shares.tolist(), strict=True):
             result = self._cut(candidate.shape, candidate.begins)
             if best is not None and (
-                self._late() or _least(result.spec) >= best.plan.makespan_s * (1 - TOLERANCE)
+                self._late() or least_makespan(result.spec) >= best.plan.makespan_s * (1 - TOLERANCE)
             ):
                 continue
             try:
@@ -232,6 +235,7 @@ class _Choice:
             overlap=self._overlap,
             placement=shape.placement,
             optimizer=self._optimizer,
+            recompute=self._recompute,
         )
 
     def _late(self) -> bool:
@@ -275,15 +279,16 @@ def _moved(begins: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _constructive_makespan(spec: PipelineSpec) -> float:
+    names = may_recompute(spec)
     if spec.schedule != AUTO:
-        return named_timeline(with_choice(spec, ()), spec.schedule).makespan
-    if may_recompute(spec):
+        try:
+            return named_timeline(with_choice(spec, ()), spec.schedule).makespan
+        except SpecError:
+            if not names:
+                raise
+            return named_timeline(with_choice(spec, names), spec.schedule).makespan
+    if names:
         spec = relaxed(spec)
-    found = search(
-        build_problem(with_choice(spec, ()), split=splits(spec), inference=False), [], budget_s=0.0
-    )
+    problem = build_problem(with_choice(spec, ()), split=splits(spec), inference=False)
+    found = search(keep_whole(problem), [], budget_s=0.0)
     return math.inf if found is None else found.timeline.makespan
-
-
-def _least(spec: PipelineSpec) -> float:
-    return lower_bound(build_problem(relaxed(spec), split=splits(spec), inference=False))

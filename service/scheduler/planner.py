@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
+from service.scheduler.least import honest, least_makespan, splits
 from service.scheduler.model.defects import SchedulerDefect, defect
 from service.scheduler.model.dispatcher import needed_receive_buffers
 from service.scheduler.model.memory import (
@@ -27,7 +28,15 @@ from service.scheduler.plan import Plan, make_plan_from
 from service.scheduler.programs.compile import compile_programs
 from service.scheduler.programs.replay import Replay
 from service.scheduler.programs.verify import check_slots, verify
-from service.scheduler.recomputation import Choice, candidates, may_recompute, relaxed, with_choice
+from service.scheduler.recomputation import (
+    Choice,
+    candidates,
+    cheapest,
+    keep_whole,
+    may_recompute,
+    must_recompute,
+    with_choice,
+)
 from service.scheduler.schedules import AUTO, find_schedule, fitting_names
 from service.scheduler.schedules.csv_orders import fused_of_orders
 from service.scheduler.search.auto import SEARCHED, Found, attains, search
@@ -143,14 +152,18 @@ def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
 
 def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
     check_spec(spec)
-    if spec.schedule != AUTO:
-        return _named(with_choice(spec, ()), budget_s, expired)
     names = may_recompute(spec)
-    return (
-        _auto_with_choice(spec, names, budget_s, expired)
-        if names
-        else _auto(with_choice(spec, ()), budget_s, expired)
-    )
+    if spec.schedule != AUTO:
+        choice = cheapest(names, lambda some: named_timeline(with_choice(spec, some), spec.schedule).makespan)
+        found = _named(with_choice(spec, choice), budget_s, expired)
+    elif names:
+        found = _auto_with_choice(spec, names, budget_s, expired)
+    else:
+        decided = with_choice(spec, ())
+        found = honest(_auto(decided, budget_s, expired), decided)
+        choice = frozenset()
+    chosen = must_recompute(spec).union(found.recomputed if spec.schedule == AUTO else choice)
+    return replace(found, recomputed=tuple(sorted(chosen)))
 
 
 def _auto_with_choice(
@@ -174,7 +187,7 @@ def _auto_with_choice(
 
     choices = candidates(names, judge)
     failed.clear()
-    bound = lower_bound(build_problem(relaxed(spec), split=splits(spec), inference=False))
+    bound = least_makespan(spec)
     best: Found | None = None
     bounds = []
     truncated = False
@@ -185,7 +198,7 @@ def _auto_with_choice(
         if found is None:
             continue
         truncated = truncated or found.truncated
-        bounds.append(found.lower_bound_s)
+        bounds.append(honest(found, with_choice(spec, choice)).lower_bound_s)
         if best is None or found.timeline.makespan < best.timeline.makespan * (1 - TOLERANCE):
             best = found
     if best is None:
@@ -199,13 +212,6 @@ def _auto_with_choice(
         proven_optimal=attains(best.timeline.makespan, bound),
         truncated=truncated,
     )
-
-
-def splits(spec: PipelineSpec) -> bool:
-    """Whether `auto` may split backwards: splitting can only help in this model, W right after I is never later."""
-    if spec.split_backward is not None:
-        return spec.split_backward
-    return any(stage.backward_weight_s > 0 for stage in spec.stages)
 
 
 def _named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
@@ -233,6 +239,7 @@ def _named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | No
 def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
     split = splits(spec)
     problem = build_problem(spec, split=split, inference=False)
+    whole = keep_whole(problem)
     seeds: list[tuple[str, Timeline]] = []
     notes: list[str] = []
     for name in fitting_names(spec)[:-1]:
@@ -245,6 +252,9 @@ def _auto(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
                 notes.append(_failed(f"schedule {name}", error))
             if spec.split_backward is not None:
                 break  # both forms are the same
+    if whole is not problem:  # what splits there is no plan of the problem that is searched
+        problem = whole
+        seeds = [seed for seed in seeds if not (whole.fused & ~seed[1].problem.fused).any()]
     seeds.sort(key=lambda seed: seed[1].makespan)
     try:
         found = search(problem, seeds, budget_s=budget_s, expired=expired)
@@ -296,16 +306,19 @@ def _search_with_less(
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
     whole = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
+    again = problem.workspace.tolist()
     slack = Slack(best)
     least, most = 0, max((-(-peak // one) for peak, one in zip(peaks, whole, strict=True) if one), default=0)
     while budget_s > 0 and most - least > 1:
         count = (least + most) // 2
-        limits = [min(peak, count * one) for peak, one in zip(peaks, whole, strict=True)]
+        limits = [min(p, count * one + more) for p, one, more in zip(peaks, whole, again, strict=True)]
         meshes = [
             mesh.model_copy(update={"activation_limit_bytes": limit})
             for mesh, limit in zip(spec.meshes, limits, strict=True)
         ]
-        tighter = build_problem(spec.model_copy(update={"meshes": meshes}), split=split, inference=False)
+        tighter = keep_whole(
+            build_problem(spec.model_copy(update={"meshes": meshes}), split=split, inference=False)
+        )
         found = None
         if attains(lower_bound(tighter), best.makespan):
             found = search(tighter, [], budget_s=budget_s, expired=expired)
@@ -336,7 +349,7 @@ def _no_plan_message(problem: Problem) -> str:
         found = search(free, [], budget_s=0.0)
     for index, mesh in enumerate(problem.spec.meshes):
         # one microbatch at a time holds every stage's activation once
-        enough = int(problem.activation[problem.mesh_of_stage == index].sum())
+        enough = int(problem.activation[problem.mesh_of_stage == index].sum() + problem.workspace[index])
         limit = mesh.activation_limit_bytes
         if found is None and limit is not None and limit < enough:
             changes.append(f"raise activation_limit_bytes of mesh {mesh.name!r} from {limit} to {enough}")

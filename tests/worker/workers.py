@@ -57,6 +57,7 @@ def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any
         microbatches=job["training"]["microbatches"],
         network=NetworkSpec(**network),
         schedule=job["pipeline"]["schedule"],
+        recompute=job["pipeline"].get("recompute", "auto"),
     )
     plan = make_plan(found.spec, budget_s=0.2)
     return {
@@ -90,6 +91,7 @@ class Workers:
                 begins=planned["begins"],
                 mesh_of_stage=[stage["mesh"] for stage in spec["stages"]],
                 program=plan["programs"][w._mesh],
+                recomputed=[i for i, stage in enumerate(plan["stages"]) if stage["recomputed"]],
                 planned_s=seconds[w._mesh],
                 topology=Topology(tuple(meshes), per_mesh),
                 store=("127.0.0.1", self.store.port),

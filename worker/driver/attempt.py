@@ -188,6 +188,7 @@ def _load(
             begins=planned.begins,
             mesh_of_stage=planned.mesh_of_stage,
             program=planned.plan["programs"][address.mesh],
+            recomputed=planned.recomputed,
             planned_s=planned_s[address.mesh],
             topology=topology,
             store=store,

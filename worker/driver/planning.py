@@ -38,6 +38,11 @@ class PlannedJob:
         return [stage["name"] for stage in self.spec["stages"]]
 
     @property
+    def recomputed(self) -> list[int]:
+        """The stages that keep their inputs only."""
+        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
+
+    @property
     def mesh_of_stage(self) -> list[str]:
         return [stage["mesh"] for stage in self.spec["stages"]]
 

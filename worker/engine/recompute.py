@@ -23,12 +23,18 @@ Values = dict[str, torch.Tensor]
 class Kept:
     """The arguments of a forward, how often each had been written to, and the buffers before it.
 
-    From the second run to W, `buffers` are those that the second run left.
+    From the second run to W, `buffers` are those that the second run left, and the arguments are autograd's.
     """
 
     arguments: Arguments
     versions: tuple[int, ...]
     buffers: Values
+
+    def take_arguments(self) -> Arguments:
+        """The arguments for the second run; from then on they are held no longer than that run holds them."""
+        self.check_unchanged()
+        taken, self.arguments, self.versions = self.arguments, Arguments([], [], []), ()
+        return taken
 
     def check_unchanged(self) -> None:
         """RuntimeError when something has written to an argument since: what is computed again would differ."""

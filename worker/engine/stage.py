@@ -199,8 +199,7 @@ class StageRunner:
         """Of a recomputed stage: the forward once more, with gradients now."""
         if saved.kept is None:
             return
-        saved.kept.check_unchanged()
-        run = self._run(saved.kept.arguments, microbatch, training=True)
+        run = self._run(saved.kept.take_arguments(), microbatch, training=True)
         saved.loss = run.loss
         for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:
