@@ -106,6 +106,19 @@ def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume
     assert found_rates == pytest.approx(rates)
 
 
+@pytest.mark.parametrize("recompute", ["all", ["s1"], ["blocks"]])
+def test_a_job_that_recomputes_has_the_losses_of_one_that_does_not(recompute):
+    found = []
+    for wanted in ("none", recompute):
+        spec = job("cosine", stages=3, meshes=3)
+        spec["pipeline"]["recompute"] = wanted
+        with Workers(spec) as run:
+            again = [runner._recompute for w in run.workers for runner in w._engine._runners.values()]
+            assert any(again) == (wanted != "none")
+            found.append(run.losses(range(1, 4)))
+    assert found[0] == found[1]
+
+
 def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):
     spec = job("cosine", workers_per_mesh=2)
     losses, _ = plain(spec, range(1, 5))
