@@ -163,7 +163,8 @@ class Worker:
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
-        The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this mesh holds by the plan, for messages.
+        The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
+        mesh holds by the plan, for messages.
         """
         self._planned_bytes = planned_bytes
         with self._memory_told():

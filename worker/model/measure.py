@@ -112,6 +112,7 @@ def measure_layers(
         frozen_parameters=tuple(frozen),
         buffer_sizes=buffer_sizes,
         updated_buffers=frozenset(updated),
+        checkpointed=traced.checkpointed,
     )
 
 

@@ -461,11 +461,11 @@ def test_a_stage_that_would_keep_no_less_is_no_choice():
 def test_a_job_recomputes_what_its_memory_asks_for_and_nothing_without_a_limit():
     profile = recomputed_profile()
 
-    def plan(limit, schedule):
+    def plan(limits, schedule):
         return choose(
             {8: profile},
             stages=[2],
-            meshes=[MeshSpec(name=f"m{i}", memory_bytes=limit) for i in range(2)],
+            meshes=[MeshSpec(name=f"m{i}", memory_bytes=limit) for i, limit in enumerate(limits)],
             cut=["l0", "l2"],
             network=fast(),
             schedule=schedule,
@@ -474,5 +474,5 @@ def test_a_job_recomputes_what_its_memory_asks_for_and_nothing_without_a_limit()
         ).plan
 
     for schedule in ("auto", "gpipe"):
-        assert not any(stage.recomputed for stage in plan(None, schedule).stages)
-        assert any(stage.recomputed for stage in plan(2600, schedule).stages)
+        assert not any(stage.recomputed for stage in plan((None, None), schedule).stages)
+        assert any(stage.recomputed for stage in plan((500, 2300), schedule).stages)
