@@ -81,13 +81,22 @@ class Workers:
         ]
         for worker in self.workers:  # one after the other: torch seeds and traces for a whole process
             worker.prepare(per_mesh)
-            worker._trace()
+        first, *others = self.workers
+        first.trace()
+        for worker in others:
+            worker.take_graph(first.graph())
         planned = plan_of(job, self.workers[0].profile(), {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5})
         spec, plan = planned["spec"], planned["plan"]
         self.store = host_store("127.0.0.1")
         seconds = planned_seconds(plan, [stage["name"] for stage in spec["stages"]])
+        mesh_of_stage = [stage["mesh"] for stage in spec["stages"]]
+        weights = {
+            mesh: first.weights(planned["begins"], [i for i, m in enumerate(mesh_of_stage) if m == mesh])
+            for mesh in meshes
+        }
         self.call(
             lambda w: w.load(
+                weights=None if w is first else weights[w._mesh],
                 begins=planned["begins"],
                 mesh_of_stage=[stage["mesh"] for stage in spec["stages"]],
                 program=plan["programs"][w._mesh],

@@ -180,7 +180,7 @@ class StageBuilder:
         for stage, nodes in enumerate(self._needed):
             for node in nodes:
                 name = self._placed.parameters.get(node)
-                if name is not None and self._placed.tensors[name].requires_grad:
+                if name is not None and self._placed.values[node].requires_grad:
                     users.setdefault(name, {})[stage] = None
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
@@ -192,6 +192,11 @@ class StageBuilder:
     def operations(self, index: int) -> list[fx.Node]:
         """The nodes that run in a stage and nowhere else, in order."""
         return list(self._members[index])
+
+    def parameters(self, index: int) -> list[str]:
+        """The original names of the parameters that a stage uses."""
+        parameters = self._placed.parameters
+        return list(dict.fromkeys(parameters[n] for n in self._needed[index] if n in parameters))
 
     def stage(self, index: int) -> StageModule:
         """One stage, with copies of its weights."""

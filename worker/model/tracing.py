@@ -38,7 +38,7 @@ class TracedModel:
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
-        self._joined = joined
+        self.joined = joined
         self.checkpointed = checkpointed
 
     @property
@@ -53,13 +53,19 @@ class TracedModel:
         default). Raises CutError for names that are unknown or out of order.
         """
         for name in begins:
-            if name in self._joined:
+            if name in self.joined:
                 raise CutError(
-                    f"module {name!r} cannot begin a stage: it shares buffer {self._joined[name]!r}, which forward "
+                    f"module {name!r} cannot begin a stage: it shares buffer {self.joined[name]!r}, which forward "
                     "updates, with an earlier module; give each its own, or cut elsewhere"
                 )
         starts = {self.placed.layers.index(name) for name in resolve_begins(self.layers, begins)}
         return self.builder(starts).graph(keep)
+
+    def parameters(self, begins: Sequence[str], stages: Collection[int]) -> list[str]:
+        """The original names of the parameters of some stages of a cut."""
+        starts = {self.placed.layers.index(name) for name in resolve_begins(self.layers, begins)}
+        builder = self.builder(starts)
+        return list(dict.fromkeys(name for stage in stages for name in builder.parameters(stage)))
 
     def builder(self, starts: Collection[int]) -> StageBuilder:
         """The cut before the layers with these indices (0 among them)."""
