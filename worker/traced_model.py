@@ -5,6 +5,7 @@ Everything it raises is an AttemptFailure with a reason code. Knows no gang, no 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ from worker.model import StageGraph, TracedModel, build_model, trace
 from worker.model.shipping import Values, fill, pack, unpack, values_of
 from worker.reasons import Reason
 
+log = logging.getLogger(__name__)
+
 
 class JobModel:
     """The traced model of `job`; see `worker/model/shipping.py` for what travels."""
@@ -22,6 +25,7 @@ class JobModel:
     def __init__(self, job: Job):
         self._job = job
         self._traced: TracedModel | None = None
+        self._taken = False
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
@@ -35,13 +39,19 @@ class JobModel:
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...]) -> bytes:
-        """What was traced, for other workers, without parameters."""
-        return pack(self.traced(sample))
+        """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent."""
+        traced = self.traced(sample)
+        try:
+            return pack(traced)
+        except Exception as error:  # an object of a user's own, say
+            log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
+            return b""
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def take(self, graph: bytes) -> None:
-        """Have what another worker traced: nothing is built here."""
-        self._traced = unpack(graph)
+        """Have what another worker traced: nothing is built here, unless it could not be sent."""
+        if graph:
+            self._traced, self._taken = unpack(graph), True
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def weights(
@@ -61,7 +71,7 @@ class JobModel:
     ) -> StageGraph:
         """The stages `keep`, with their initial values; all else is forgotten."""
         traced = self.traced(sample)
-        if weights is not None:
+        if weights is not None and self._taken:
             fill(traced, weights)
         graph = traced.cut(begins, keep=keep)
         self._traced = None

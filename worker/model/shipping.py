@@ -102,9 +102,9 @@ class _Tensors(Mapping[str, Tensor]):
             with warnings.catch_warnings():  # it may be read only: cuts copy it
                 warnings.simplefilter("ignore")
                 tensor = torch.from_numpy(value).view(shape.dtype)
-            self._known[name] = nn.Parameter(
-                tensor.as_strided(shape.shape, shape.stride()), requires_grad=shape.requires_grad
-            )
+            if _fills_its_memory(shape):
+                tensor = tensor.as_strided(shape.shape, shape.stride())
+            self._known[name] = nn.Parameter(tensor.reshape(shape.shape), requires_grad=shape.requires_grad)
 
     def shape(self, name: str) -> Tensor:
         """The tensor as it is known, without making anything."""
@@ -125,12 +125,16 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
-    """The memory of a dense tensor in its own order of dimensions."""
+    """The memory of a tensor in its own order of dimensions; without the holes, where it has some."""
     flat = tensor.detach().cpu()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(flat.shape, flat.stride(), strict=True))
-    if flat.numel() and extent != flat.numel():
-        raise ValueError(f"a parameter of shape {tuple(flat.shape)} has holes or overlaps in memory")
+    if not _fills_its_memory(flat):
+        flat = flat.contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 # Graphs

@@ -36,6 +36,26 @@ def test_every_model_comes_out_as_it_was(name):
         assert all(torch.equal(mine[key], same[key]) for key in mine)
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(6, 9)[:, :6],
+        torch.randn(6, 6).t(),
+        torch.randn(6, 1).expand(6, 6),
+        torch.randn(6, 6, dtype=torch.bfloat16).float(),
+    ],
+)
+def test_parameters_come_as_a_copy_of_the_original_would_be_however_they_lie(weight):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+    model[0].weight = torch.nn.Parameter(weight)
+    traced = trace(model, (torch.randn(2, 6),))
+    shipped = unpack(pack(traced))
+    fill_all(traced, shipped)
+    (ours,), (theirs,) = traced.cut_evenly(1).stages, shipped.cut_evenly(1).stages
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+
+
 def test_what_is_sent_has_no_parameters_and_a_worker_takes_its_own_only():
     model = gpt.build(layers=6, width=64, heads=2, length=8, tied=True)
     traced = trace(model, (torch.zeros(2, 8, dtype=torch.int64),))
