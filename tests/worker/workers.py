@@ -85,6 +85,7 @@ class Workers:
         first.trace()
         for worker in others:
             worker.take_graph(first.graph())
+            worker.trace()  # nothing to do, unless the graph could not be sent
         planned = plan_of(job, self.workers[0].profile(), {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5})
         spec, plan = planned["spec"], planned["plan"]
         self.store = host_store("127.0.0.1")
