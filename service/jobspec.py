@@ -163,6 +163,11 @@ class Pipeline(_Part):
     stages: Annotated[int, Field(ge=1, le=1024)] = 1
     cut: Literal["auto"] | list[Text] = "auto"
     schedule: str = "auto"
+    recompute: Literal["auto", "none", "all"] | Annotated[list[Text], Field(min_length=1)] = Field(
+        default="auto",
+        description="Stages (s0, s1, …) or modules that keep their inputs only and compute their forward again in "
+        "the backward; all; none; auto: where memory asks for it, and where the model itself checkpoints",
+    )
     overlap: bool = True
 
     @model_validator(mode="after")

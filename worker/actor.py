@@ -41,13 +41,15 @@ from worker.failure import (
 )
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
-from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
+from worker.model import call_factory, measure_layers, resolve
 from worker.model.errors import FactoryError
 from worker.model.profile import PROFILE_FORMAT, OptimizerState
+from worker.model.shipping import Values
 from worker.node import WorkerAddress, own_node_address, processor_cores
 from worker.program import program_from_json
 from worker.reasons import Reason
 from worker.seeding import seeded
+from worker.traced_model import JobModel
 from worker.training import (
     learning_rate,
     make_loss,
@@ -73,7 +75,7 @@ class Worker:
         self._mesh = mesh
         self._worker = worker
         self._device = device
-        self._traced: TracedModel | None = None
+        self._model = JobModel(job)
         self._engine: Engine | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
@@ -101,11 +103,27 @@ class Worker:
         return time.monotonic()
 
     def prepare(self, workers_per_mesh: int) -> str:
-        """Build the data, the loss and the model; the key under which its profile is cached."""
+        """Build the data and the loss; the key under which the model's profile is cached."""
         self._workers_per_mesh = workers_per_mesh
         self._build_data()
-        self._build_model()
+        self._build_loss()
         return self._profile_key()
+
+    def trace(self) -> None:
+        """Build the model and trace it: one worker of the gang does so for all."""
+        self._model.traced(self._sample[0])
+
+    def graph(self) -> bytes:
+        """The traced model for the other workers, without its parameters."""
+        return self._model.graph(self._sample[0])
+
+    def take_graph(self, graph: bytes) -> None:
+        """Have what another worker traced: nothing is built here."""
+        self._model.take(graph)
+
+    def weights(self, begins: Sequence[str], stages: Sequence[int]) -> Values:
+        """The initial values of the parameters of some stages, for the worker that runs them."""
+        return self._model.weights(self._sample[0], begins, stages)
 
     def memory_limit(self, sharing: int) -> int | None:
         """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
@@ -149,7 +167,11 @@ class Worker:
     def profile(self) -> dict[str, Any]:
         """Measure every layer on this device; JSON of a LayerProfile."""
         profile = measure_layers(
-            self._trace(), self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
+            self._model.traced(self._sample[0]),
+            self._loss,
+            self._sample[1],
+            device=self._device,
+            repeats=PROFILE_REPEATS,
         )
         return profile.to_json()
 
@@ -166,16 +188,19 @@ class Worker:
         connect_s: float,
         slot_limits: SlotLimits,
         planned_bytes: int | None = None,
+        recomputed: Sequence[int] = (),
+        weights: Values | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
-        `planned_bytes` is the most that this mesh holds by the plan, for messages.
+        The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
+        mesh holds by the plan, for messages; `weights` are those of a worker that took its graph.
         """
         self._planned_bytes = planned_bytes
         with self._memory_told():
             training, schedule = self._job.training, self._job.optimizer.schedule
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
-            graph = self._cut(begins, here)
+            graph = self._model.cut(self._sample[0], begins, here, weights)
             stages = {i: graph.stages[i].to(self._device) for i in here}
             self._needs_data = any(
                 name.startswith("input:") for stage in stages.values() for name in stage.inputs
@@ -212,8 +237,9 @@ class Worker:
                     device=self._device,
                 ),
                 planned_s=planned_s,
+                recomputed=frozenset(recomputed),
             )
-            self._traced, self._stages = None, stages
+            self._stages = stages
             self._memory.settle(
                 t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
             )
@@ -299,33 +325,15 @@ class Worker:
         self._sample = self._microbatch(0, 0)
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def _build_model(self) -> None:
+    def _build_loss(self) -> None:
         self._loss = make_loss(self._job.loss, self._device)
-        for part in (self._job.optimizer, self._job.optimizer.schedule):
+        for part in (self._job.optimizer, self._job.optimizer.schedule, self._job.model):
             if part:
                 resolve(part.factory)  # a wrong name is told before anything is measured
-        model = self._job.model
-        self._model = build_model(model.factory, model.args, seed=self._job.training.seed)
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         self._optimizer = make_optimizer(self._job.optimizer, parameters)
         return self._optimizer
-
-    @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def _trace(self) -> TracedModel:
-        if self._traced is None:
-            training = self._job.training
-            autocast = torch.bfloat16 if training.precision == "bf16" else None
-            self._traced = trace(
-                self._model, self._sample[0], autocast=autocast, transfers=training.transfers
-            )
-        return self._traced
-
-    @attributed_to(Reason.CUT_IMPOSSIBLE)
-    def _cut(self, begins: Sequence[str], keep: Sequence[int]) -> Any:
-        graph = self._trace().cut(begins, keep=keep)
-        del self._model
-        return graph
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
         count = self._job.training.microbatches

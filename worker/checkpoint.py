@@ -54,6 +54,8 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
         files.rm_file(f"{folder}/{MANIFEST}")
     content = io.BytesIO()
     torch.save({"step": step, "shard": shard, "state": _own_memory(dict(state))}, content)
+    names = sorted({name for part in _BY_NAME for name in state.get(part) or ()})
+    _write(files, _names_path(folder, shard), json.dumps(names).encode())
     _write(files, _shard_path(folder, shard), content.getbuffer())
 
 
@@ -74,6 +76,10 @@ def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
                 f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
             ) from None
     manifest = {"format": FORMAT, "step": step, "shards": sizes}
+    with suppress(FileNotFoundError):  # a shard that an older version wrote does not say what it holds
+        manifest["names"] = {
+            shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards
+        }
     _write(files, f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
     try:
         _remove_old(files, folder, step, keep)
@@ -106,13 +112,14 @@ def complete(uri: str, job: str) -> list[str]:
 def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any], int]:
     """The state of all meshes in one, on the CPU, and the step after which it was taken.
 
-    With `names` only these parameters and buffers are kept. Raises CheckpointError for a folder
-    without a manifest, a missing or damaged shard, or shards of another step.
+    With `names` only these parameters and buffers are kept, and only the shards that have some are read.
+    Raises CheckpointError for a folder without a manifest, a missing or damaged shard, or shards of another step.
     """
     files, folder = fsspec.core.url_to_fs(uri)
     manifest = _read_manifest(files, folder, uri)
     whole: dict[str, Any] = {}
-    for shard, size in manifest["shards"].items():
+    for shard in _needed_shards(manifest, names):
+        size = manifest["shards"][shard]
         content = _read_shard(files, _shard_path(folder, shard), size)
         if content["step"] != manifest["step"]:
             raise CheckpointError(
@@ -129,12 +136,25 @@ def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any]
     return whole, manifest["step"]
 
 
+def _needed_shards(manifest: Mapping[str, Any], names: Collection[str] | None) -> list[str]:
+    """The shards that hold any of `names`, and at least one for what is the same in all. A checkpoint of an older
+    version does not say what they hold."""
+    shards, held = list(manifest["shards"]), manifest.get("names")
+    if names is None or held is None:
+        return shards
+    return [shard for shard in shards if not set(names).isdisjoint(held[shard])] or shards[:1]
+
+
 def _name(step: int) -> str:
     return f"{_PREFIX}{step:010d}"
 
 
 def _shard_path(folder: str, shard: str) -> str:
     return f"{folder}/{shard}.pt"
+
+
+def _names_path(folder: str, shard: str) -> str:
+    return f"{folder}/{shard}.names.json"
 
 
 def _write(files: AbstractFileSystem, path: str, content: bytes | memoryview) -> None:

@@ -48,11 +48,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`cut` is auto, or the modules that begin a stage."""
+    """`cut` is auto, or the modules that begin a stage. `recompute` is the planner's: auto, none, all, or names."""
 
     stages: int = 1
     cut: str | tuple[str, ...] = "auto"
     schedule: str = "auto"
+    recompute: str | tuple[str, ...] = "auto"
     overlap: bool = True
 
 

@@ -219,6 +219,7 @@ def _plan_job(
         overlap=pipeline["overlap"],
         optimizer=OptimizerState(**optimizer),
         shared=shared_cores((one["mesh"], one["node"], one["cores"]) for one in workers),
+        recompute=pipeline.get("recompute", "auto"),
         budget_s=budget_s,
         expired=expired,
     )

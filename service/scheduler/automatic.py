@@ -15,6 +15,7 @@ import numpy as np
 
 from service.scheduler.backwards import either_way, problem_with_whole, shorter_whole
 from service.scheduler.kernels import TOLERANCE
+from service.scheduler.least import honest, least_makespan
 from service.scheduler.model.defects import failed
 from service.scheduler.model.dispatcher import needed_receive_buffers
 from service.scheduler.model.memory import keeps_memory, peak_activation, peak_receive_buffers
@@ -22,7 +23,15 @@ from service.scheduler.model.problem import Problem
 from service.scheduler.model.spec import PipelineSpec, SpecError, check_spec
 from service.scheduler.model.timeline import Timeline
 from service.scheduler.named import named_timeline
-from service.scheduler.recomputation import Choice, candidates, may_recompute, relaxed, with_choice
+from service.scheduler.recomputation import (
+    Choice,
+    candidates,
+    keep_whole,
+    may_recompute,
+    must_recompute,
+    relaxed,
+    with_choice,
+)
 from service.scheduler.schedules import fitting_names
 from service.scheduler.search.auto import SEARCHED, Found, attains, search
 from service.scheduler.search.bounds import lower_bound
@@ -39,21 +48,22 @@ Expired = Callable[[], bool] | None
 
 def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
     """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits."""
-    names = may_recompute(spec)
-    if not names:
-        return _best_backwards(with_choice(spec, ()), budget_s, expired)
+    names, always = may_recompute(spec), must_recompute(spec)
 
     def plan(choice: Choice, seconds: float) -> Found:
         decided = with_choice(spec, choice)
         check_spec(decided)
-        return replace(_best_backwards(decided, seconds, expired), recomputed=tuple(sorted(choice)))
+        found = honest(_best_backwards(decided, seconds, expired), decided)
+        return replace(found, recomputed=tuple(sorted(always.union(choice))))
 
+    if not names:
+        return plan(frozenset(), budget_s)
     choices = candidates(names, partial(_judge, plan))
     return _best_of(
         plan,
         choices,
         shares=[budget_s / len(choices)] * len(choices),
-        bound=lower_bound(either_way(relaxed(spec))),
+        bound=least_makespan(spec),
         every=len(choices) == 2 ** len(names),
     )
 
@@ -64,14 +74,10 @@ def constructive_makespan(spec: PipelineSpec) -> float:
         spec = relaxed(spec)
     decided = with_choice(spec, ())
     names = frozenset(shorter_whole(decided))
-    problems = [problem_with_whole(decided, choice) for choice in dict.fromkeys([frozenset[str](), names])]
+    choices = dict.fromkeys([frozenset[str](), names])
+    problems = [keep_whole(problem_with_whole(decided, choice)) for choice in choices]
     found = [search(problem, [], budget_s=0.0) for problem in problems]
     return min((one.timeline.makespan for one in found if one is not None), default=math.inf)
-
-
-def least_makespan(spec: PipelineSpec) -> float:
-    """A lower bound on every plan of a spec, whatever is chosen."""
-    return lower_bound(either_way(relaxed(spec)))
 
 
 def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
@@ -151,16 +157,16 @@ def _best_of(
 
 def _search(spec: PipelineSpec, whole: Choice, budget_s: float, expired: Expired) -> Found:
     """The best plan in which the backwards of the stages `whole` are whole, or the best named one."""
-    problem = problem_with_whole(spec, whole)
-    split, priced = problem.splits, bool(shorter_whole(spec))
+    wanted = problem_with_whole(spec, whole)
+    problem = keep_whole(wanted)
+    split, priced = wanted.splits, bool(shorter_whole(spec))
     seeds: list[tuple[str, Timeline]] = []
     notes: list[str] = []
     for name in fitting_names(spec)[:-1]:
         for form in (spec, spec.model_copy(update={"split_backward": split})):
             try:
                 timeline = named_timeline(form, name)
-                # where forms differ in length, a plan of another form is no plan of this problem
-                if not priced or np.array_equal(timeline.problem.fused, problem.fused):
+                if _is_plan_of(timeline, problem, priced):
                     seeds.append((name, timeline))
             except SpecError:
                 continue
@@ -192,6 +198,17 @@ def _search(spec: PipelineSpec, whole: Choice, budget_s: float, expired: Expired
         return replace(found, notes=(*found.notes, failed("saving memory", error)))
 
 
+def _is_plan_of(timeline: Timeline, problem: Problem, priced: bool) -> bool:
+    """Whether the bounds of a problem hold for a timeline whose backwards may be split elsewhere.
+
+    Not where B and its parts differ in length (`priced`), nor where it splits what must stay whole.
+    """
+    fused = timeline.problem.fused
+    if priced:
+        return np.array_equal(fused, problem.fused)
+    return problem is timeline.problem or not (problem.fused & ~fused).any()
+
+
 def _with_less_memory(found: Found, problem: Problem, budget_s: float, expired: Expired) -> Found:
     saved, truncated = save_memory(found.timeline), found.truncated
     if found.proven_optimal and not truncated:
@@ -211,11 +228,12 @@ def _search_with_less(
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
     whole = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
+    again = problem.workspace.tolist()
     slack = Slack(best)
     least, most = 0, max((-(-peak // one) for peak, one in zip(peaks, whole, strict=True) if one), default=0)
     while budget_s > 0 and most - least > 1:
         count = (least + most) // 2
-        limits = [min(peak, count * one) for peak, one in zip(peaks, whole, strict=True)]
+        limits = [min(p, count * one + more) for p, one, more in zip(peaks, whole, again, strict=True)]
         meshes = [
             mesh.model_copy(update={"activation_limit_bytes": limit})
             for mesh, limit in zip(searched.spec.meshes, limits, strict=True)
@@ -251,7 +269,7 @@ def _no_plan_message(problem: Problem) -> str:
         found = search(free, [], budget_s=0.0)
     for index, mesh in enumerate(problem.spec.meshes):
         # one microbatch at a time holds every stage's activation once
-        enough = int(problem.activation[problem.mesh_of_stage == index].sum())
+        enough = int(problem.activation[problem.mesh_of_stage == index].sum() + problem.workspace[index])
         limit = mesh.activation_limit_bytes
         if found is None and limit is not None and limit < enough:
             changes.append(f"raise activation_limit_bytes of mesh {mesh.name!r} from {limit} to {enough}")

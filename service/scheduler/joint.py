@@ -15,15 +15,17 @@ from typing import Literal
 
 import numpy as np
 
-from service.scheduler.automatic import constructive_makespan, least_makespan
+from service.scheduler.automatic import constructive_makespan
 from service.scheduler.cores import SharedCores, least_step, processor_seconds, slowed
+from service.scheduler.cut.recompute import Recompute
 from service.scheduler.kernels import TOLERANCE
+from service.scheduler.least import least_makespan
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
 from service.scheduler.named import named_timeline
 from service.scheduler.partition import PartitionResult, partition
 from service.scheduler.plan import Plan
 from service.scheduler.planner import make_plan
-from service.scheduler.recomputation import with_choice
+from service.scheduler.recomputation import may_recompute, with_choice
 from service.scheduler.schedules import AUTO
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
 
@@ -80,17 +82,20 @@ def choose(
     expired: Callable[[], bool] | None = None,
     optimizer: OptimizerState | None = None,
     shared: Sequence[SharedCores] = (),
+    recompute: Recompute = "none",
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
-    bytes, `shared` which workers share processor cores. Raises CutError for more stages than layers,
-    SpecError where nothing fits.
+    bytes, `shared` which workers share processor cores, `recompute` is that of `partition`. Raises CutError for
+    more stages than layers, SpecError where nothing fits.
     """
     for profile in profiles.values():
         check_stage_count([layer.name for layer in profile.layers], min(stages))
-    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, shared)
+    choice = _Choice(
+        profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, shared, recompute
+    )
     shapes = [
         _Shape(microbatches, placement)
         for microbatches in profiles
@@ -133,12 +138,13 @@ class _Choice:
         expired: Callable[[], bool] | None,
         optimizer: OptimizerState | None,
         shared: Sequence[SharedCores],
+        recompute: Recompute,
     ) -> None:
         self._profiles, self._meshes, self._network = profiles, list(meshes), network
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
-        self._optimizer, self._shared = optimizer, shared
+        self._optimizer, self._shared, self._recompute = optimizer, shared, recompute
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
@@ -272,6 +278,7 @@ class _Choice:
             overlap=self._overlap,
             placement=shape.placement,
             optimizer=self._optimizer,
+            recompute=self._recompute,
         )
 
     def _late(self) -> bool:
@@ -315,6 +322,12 @@ def _moved(begins: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _constructive_makespan(spec: PipelineSpec) -> float:
+    names = may_recompute(spec)
     if spec.schedule != AUTO:
-        return named_timeline(with_choice(spec, ()), spec.schedule).makespan
+        try:
+            return named_timeline(with_choice(spec, ()), spec.schedule).makespan
+        except SpecError:
+            if not names:
+                raise
+            return named_timeline(with_choice(spec, names), spec.schedule).makespan
     return constructive_makespan(spec)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from service.scheduler.cut.formula import best_cut
 from service.scheduler.cut.layers import CutProblem, layer_ranges, stage_of_layer
+from service.scheduler.cut.recompute import Recompute, check_names, recompute_spec
 from service.scheduler.model.spec import EdgeSpec, MeshSpec, NetworkSpec, PipelineSpec, SpecError, StageSpec
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count, resolve_begins
 
@@ -38,19 +39,22 @@ def partition(
     max_in_flight: int | None = None,
     placement: Sequence[int] | None = None,
     optimizer: OptimizerState | None = None,
+    recompute: Recompute = "none",
 ) -> PartitionResult:
     """Cut the layers of `profile` into `stages` contiguous stages and place them on `meshes`.
 
     `cut` "auto" minimises the estimated step, (microbatches - 1) times the busiest mesh's time for
     one microbatch plus the transfers of one microbatch, within the meshes' activation limits at the
     number of microbatches that `schedule` keeps in flight. Names give the cut by hand, `placement` the mesh
-    of every stage; `optimizer` says what its state adds to their static bytes. Raises CutError for a cut that the
-    layers do not admit, SpecError for meshes or limits that do not fit.
+    of every stage; `optimizer` says what its state adds to their static bytes, `recompute` which stages compute
+    their forward again: auto, none, all, or those of some names (stages or modules). Raises CutError for a cut that
+    the layers do not admit and for unknown names, SpecError for meshes or limits that do not fit.
     """
     if not isinstance(profile, LayerProfile):
         profile = LayerProfile.from_json(profile)
     profile = profile.corrected()
     names = [layer.name for layer in profile.layers]
+    check_names(recompute, names, stages)
     mesh_of_stage = place(stages, len(meshes), schedule) if placement is None else list(placement)
     problem = CutProblem(
         profile=profile,
@@ -76,7 +80,7 @@ def partition(
         spec=PipelineSpec(
             microbatches=microbatches,
             meshes=list(meshes),
-            stages=_stage_specs(problem, begins, optimizer or OptimizerState()),
+            stages=_stage_specs(problem, begins, optimizer or OptimizerState(), recompute),
             edges=_edge_specs(problem, begins),
             network=problem.network,
             overlap=overlap,
@@ -98,7 +102,9 @@ def place(stages: int, meshes: int, schedule: str) -> list[int]:
     return [stage % meshes for stage in range(stages)]
 
 
-def _stage_specs(problem: CutProblem, begins: Sequence[int], optimizer: OptimizerState) -> list[StageSpec]:
+def _stage_specs(
+    problem: CutProblem, begins: Sequence[int], optimizer: OptimizerState, recompute: Recompute
+) -> list[StageSpec]:
     layers, receives = problem.profile.layers, _stages_with_input_gradients(problem, begins)
     specs = []
     for index, (first, end) in enumerate(layer_ranges(begins, len(layers))):
@@ -107,9 +113,8 @@ def _stage_specs(problem: CutProblem, begins: Sequence[int], optimizer: Optimize
         whole_s = sum(layer.whole_backward_s for layer in part)
         input_s = sum(layer.backward_input_s for layer in part)
         weight_s = sum(layer.backward_weight_s for layer in part)
-        stash = min(activation, sum(layer.weight_stash_bytes for layer in part))
         if index not in receives:  # nobody asks for gradients of its inputs: all of its backward is W
-            input_s, weight_s, stash = 0.0, whole_s, activation
+            input_s, weight_s = 0.0, whole_s
         specs.append(
             StageSpec(
                 name=f"s{index}",
@@ -119,8 +124,10 @@ def _stage_specs(problem: CutProblem, begins: Sequence[int], optimizer: Optimize
                 backward_weight_s=weight_s,
                 backward_s=whole_s,
                 activation_bytes=activation,
-                weight_stash_bytes=stash,
+                # autograd keeps the whole graph below the topmost weight for W: nearly all of it
+                weight_stash_bytes=activation,
                 static_bytes=problem.profile.static_bytes(first, end, optimizer),
+                recompute=recompute_spec(problem, recompute, index, first, end, activation),
             )
         )
     return specs

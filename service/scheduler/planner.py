@@ -11,12 +11,12 @@ from service.scheduler.automatic import plan_auto
 from service.scheduler.model.defects import defect
 from service.scheduler.model.spec import PipelineSpec, check_spec
 from service.scheduler.model.timeline import Timeline
-from service.scheduler.named import plan_named
+from service.scheduler.named import named_timeline, plan_named
 from service.scheduler.plan import MadeWith, Plan, make_plan_from
 from service.scheduler.programs.compile import compile_programs
 from service.scheduler.programs.replay import Replay
 from service.scheduler.programs.verify import check_slots, verify
-from service.scheduler.recomputation import with_choice
+from service.scheduler.recomputation import cheapest, may_recompute, must_recompute, with_choice
 from service.scheduler.schedules import AUTO
 from service.scheduler.search.auto import Found, attains
 from service.scheduler.search.origin import SEEDS, versions
@@ -124,6 +124,9 @@ def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
 
 def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
     check_spec(spec)
-    if spec.schedule != AUTO:
-        return plan_named(with_choice(spec, ()), budget_s, expired)
-    return plan_auto(spec, budget_s, expired)
+    if spec.schedule == AUTO:
+        return plan_auto(spec, budget_s, expired)
+    names = may_recompute(spec)
+    choice = cheapest(names, lambda some: named_timeline(with_choice(spec, some), spec.schedule).makespan)
+    found = plan_named(with_choice(spec, choice), budget_s, expired)
+    return replace(found, recomputed=tuple(sorted(must_recompute(spec).union(choice))))

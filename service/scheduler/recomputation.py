@@ -1,15 +1,18 @@
 """Which stages drop their activations and compute their forward again: a choice beside the schedule.
 
-A stage that recomputes keeps less and takes longer; what that is worth depends on the plan. Few such stages: every
-choice is searched. Many: none, all, and what single changes improve from there, judged by constructive plans.
+A stage that recomputes keeps less from its forward on and takes longer; while its backward runs all is there again.
+What that is worth depends on the plan. Few such stages: every choice is searched. Many: none, all, and what single
+changes improve from there, judged by constructive plans.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 
-from service.scheduler.model.spec import PipelineSpec, StageSpec
+from service.scheduler.model.problem import Problem
+from service.scheduler.model.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
 
 _EXHAUSTIVE = 4  # stages up to which all choices are searched
 _CHANGES = 200  # constructive plans that a search over single changes may cost
@@ -24,12 +27,23 @@ def may_recompute(spec: PipelineSpec) -> list[str]:
         for mesh in spec.meshes
         if mesh.activation_limit_bytes is not None or mesh.memory_bytes is not None
     }
-    return [stage.name for stage in spec.stages if stage.recompute is not None and stage.mesh in limited]
+    return [
+        stage.name
+        for stage in spec.stages
+        if stage.recompute is not None and not stage.recompute.required and stage.mesh in limited
+    ]
+
+
+def must_recompute(spec: PipelineSpec) -> frozenset[str]:
+    """The stages that recompute under every choice."""
+    return frozenset(
+        stage.name for stage in spec.stages if stage.recompute is not None and stage.recompute.required
+    )
 
 
 def with_choice(spec: PipelineSpec, recomputed: Iterable[str]) -> PipelineSpec:
-    """The spec in which these stages recompute and no other does: their costs and memory as they are then."""
-    chosen = set(recomputed)
+    """The spec in which these stages recompute, and those that must, and no other: costs and memory as they are then."""
+    chosen = must_recompute(spec).union(recomputed)
     return spec.model_copy(
         update={"stages": [_decided(stage, stage.name in chosen) for stage in spec.stages]}
     )
@@ -39,11 +53,17 @@ def relaxed(spec: PipelineSpec) -> PipelineSpec:
     """A spec that no choice can beat: every stage keeps the least and none takes longer."""
     decided = []
     for stage in spec.stages:
-        kept = stage.activation_bytes if stage.recompute is None else stage.recompute.activation_bytes
-        stash = min(stage.weight_stash_bytes, kept)
+        kept = stage.activation_bytes
+        if stage.recompute is not None:
+            kept = min(kept, stage.recompute.activation_bytes)
         decided.append(
             stage.model_copy(
-                update={"activation_bytes": kept, "weight_stash_bytes": stash, "recompute": None}
+                update={
+                    "activation_bytes": kept,
+                    "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
+                    "rematerialised_bytes": 0,
+                    "recompute": None,
+                }
             )
         )
     return spec.model_copy(update={"stages": decided})
@@ -52,16 +72,24 @@ def relaxed(spec: PipelineSpec) -> PipelineSpec:
 def _decided(stage: StageSpec, recomputes: bool) -> StageSpec:
     if stage.recompute is None or not recomputes:
         return stage.model_copy(update={"recompute": None})
-    kept = stage.recompute.activation_bytes
     return stage.model_copy(
         update={
-            "activation_bytes": kept,
-            "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
+            "activation_bytes": stage.recompute.activation_bytes,
+            "rematerialised_bytes": rematerialised_bytes(stage),
             "backward_input_s": stage.backward_input_s + stage.recompute.extra_s,
             "backward_s": None if stage.backward_s is None else stage.backward_s + stage.recompute.extra_s,
             "recompute": None,
         }
     )
+
+
+def keep_whole(problem: Problem) -> Problem:
+    """The same problem with one B for every stage whose I would leave more for W than the stage keeps from F on.
+
+    Splitting it would undo what recomputing saves; and a search that makes room for forwards alone could not tell.
+    """
+    whole = problem.whole_stash > problem.activation
+    return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
 
 
 def candidates(names: list[str], judge: Callable[[Choice], float]) -> list[Choice]:
@@ -85,6 +113,24 @@ def candidates(names: list[str], judge: Callable[[Choice], float]) -> list[Choic
                 best, improved = other, True
                 break
     return list(dict.fromkeys([best, frozenset(), frozenset(names)]))
+
+
+def cheapest(names: list[str], makespan: Callable[[Choice], float]) -> Choice:
+    """None where that fits (nothing is faster than keeping all), else the best of `candidates`.
+
+    `makespan` raises SpecError for a choice that does not fit.
+    """
+
+    def judge(choice: Choice) -> float:
+        try:
+            return makespan(choice)
+        except SpecError:
+            return math.inf
+
+    nothing: Choice = frozenset()
+    if not names or math.isfinite(judge(nothing)):
+        return nothing
+    return min(candidates(names, judge), key=judge)
 
 
 def _neighbours(choice: Choice, names: list[str]) -> Iterator[Choice]:

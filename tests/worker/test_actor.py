@@ -9,7 +9,7 @@ import torch
 from workers import Workers
 
 from tests.reference import accumulate
-from worker import checkpoint
+from worker import checkpoint, traced_model
 from worker.actor import Worker
 from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.failure import AttemptFailure, OutOfMemoryFailure
@@ -179,6 +179,51 @@ def test_dropout_does_not_notice_what_a_data_set_draws():
             return run.losses(range(1, 4))
 
     assert losses("odd_jobs:DrawsInVain") == losses("worker.data.text:ByteWindows")
+
+
+@pytest.mark.parametrize("recompute", ["all", ["s1"], ["blocks"]])
+def test_a_job_that_recomputes_has_the_losses_of_one_that_does_not(recompute):
+    found = []
+    for wanted in ("none", recompute):
+        spec = job("cosine", stages=3, meshes=3)
+        spec["pipeline"]["recompute"] = wanted
+        with Workers(spec) as run:
+            again = [runner._recompute for w in run.workers for runner in w._engine._runners.values()]
+            assert any(again) == (wanted != "none")
+            found.append(run.losses(range(1, 4)))
+    assert found[0] == found[1]
+
+
+def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_one(monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        traced_model,
+        "build_model",
+        lambda *args, **kwargs: built.append(args) or build_model(*args, **kwargs),
+    )
+    spec = job(stages=3, meshes=3, workers_per_mesh=2)
+    with Workers(spec) as run:
+        assert len(built) == 1
+        model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=5)
+        whole = dict(model.named_parameters())
+        for worker in run.workers:
+            own = worker._engine.state()["parameters"]
+            assert 0 < sum(p.nbytes for p in own.values()) < 0.75 * sum(p.nbytes for p in whole.values())
+            assert all(torch.equal(value, whole[name]) for name, value in own.items())
+            assert worker._model._traced is None
+
+
+def test_a_graph_that_cannot_be_sent_is_traced_by_every_worker(monkeypatch):
+    spec = job(stages=3, meshes=3)
+    with Workers(spec) as run:
+        expected = run.losses(range(1, 3))
+
+    def refuse(_):
+        raise TypeError("cannot pickle a lambda")
+
+    monkeypatch.setattr(traced_model, "pack", refuse)
+    with Workers(spec) as run:
+        assert run.losses(range(1, 3)) == expected
 
 
 def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from test_actor import job
 from workers import Workers
 
+from worker import traced_model
 from worker.agreement import checksum
 from worker.driver.agreement import check_agreement
 from worker.failure import AttemptFailure
@@ -54,6 +55,25 @@ def test_weights_from_pythons_and_numpys_generators_are_the_same_on_all(factory)
         assert torch.equal(*(next(body.parameters()) for body in values))
 
 
+@pytest.fixture
+def built_by_each(monkeypatch):
+    """Each worker builds and traces the model for itself, as where its graph cannot be sent."""
+
+    def refuse(_):
+        raise TypeError("cannot pickle a lambda")
+
+    monkeypatch.setattr(traced_model, "pack", refuse)
+
+
+@pytest.mark.parametrize("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+def test_values_from_nowhere_are_drawn_once_for_all(shape):
+    """One worker builds the model: what it draws is what all have, whatever it draws from."""
+    model = {"factory": "odd_jobs:gpt_from_entropy", "args": GPT}
+    with Workers(job(model=model, **shape)) as run:
+        check(run)
+
+
+@pytest.mark.usefixtures("built_by_each")
 def test_a_tied_weight_that_two_meshes_draw_apart_is_refused_by_name():
     found = refusal(job(**VECTORS, model={"factory": "odd_jobs:tied_from_entropy"}, stages=3, meshes=3))
     assert found.reason is Reason.MODEL_BUILD_FAILED
@@ -63,6 +83,7 @@ def test_a_tied_weight_that_two_meshes_draw_apart_is_refused_by_name():
     assert "middle" not in found.message
 
 
+@pytest.mark.usefixtures("built_by_each")
 def test_replicas_that_start_apart_are_refused_by_name_and_workers():
     model = {"factory": "odd_jobs:gpt_from_entropy", "args": GPT}
     found = refusal(job(model=model, workers_per_mesh=2))

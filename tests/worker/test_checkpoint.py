@@ -75,6 +75,32 @@ def test_only_the_names_asked_for_are_kept(base):
     assert set(state["parameters"]) == set(state["optimizer"]) == {"p1"}
 
 
+def test_only_the_shards_that_hold_a_name_asked_for_are_opened(base, monkeypatch):
+    uri = save(base, 7, meshes=("m0", "m1", "m2"))
+    opened = []
+    read = checkpoint._read_shard
+    monkeypatch.setattr(
+        checkpoint, "_read_shard", lambda files, path, size: opened.append(path) or read(files, path, size)
+    )
+
+    def shards(names):
+        opened.clear()
+        state, step = load(uri, names=names)
+        assert step == 7 and state["optimizer_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
+        assert set(state["parameters"]) == set(names or ["p0", "p1", "p2"]) & {"p0", "p1", "p2"}
+        return [path.rsplit("/", 1)[1] for path in opened]
+
+    assert shards({"p1"}) == ["m1.pt"]
+    assert shards({"p2", "p0"}) == ["m0.pt", "m2.pt"]
+    assert shards({"other"}) == ["m0.pt"], "what is the same in all shards is read from one"
+    assert shards(None) == ["m0.pt", "m1.pt", "m2.pt"]
+    files, folder = fsspec.core.url_to_fs(uri)
+    manifest = json.loads(files.cat_file(f"{folder}/manifest.json"))
+    del manifest["names"]  # as an older version wrote it
+    files.pipe_file(f"{folder}/manifest.json", json.dumps(manifest).encode())
+    assert shards({"p1"}) == ["m0.pt", "m1.pt", "m2.pt"]
+
+
 def test_the_newest_complete_checkpoints_are_kept_and_incomplete_ones_ignored(base):
     assert complete(base, "job") == []
     for step in (10, 20, 30):
@@ -240,7 +266,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     with pytest.raises(OSError, match="disk full"):
         save_shard(uri, step=1, shard="m0", state=shard("p0", 2.0))
     monkeypatch.undo()
-    assert os.listdir(uri) == ["m0.pt"]
+    assert sorted(os.listdir(uri)) == ["m0.names.json", "m0.pt"]
     finish(uri, step=1, shards=["m0"], keep=1)
     assert load(uri)[0]["parameters"]["p0"].tolist() == [1.0] * 3
 

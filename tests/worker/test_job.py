@@ -36,7 +36,7 @@ WHOLE = {
         "clip_grad_norm": 2.0,
         "non_finite": "skip",
     },
-    "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False},
+    "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False, "recompute": ["s1"]},
     "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu", "memory_per_worker": 2**30},
     "checkpoint": {"uri": "s3://bucket/c", "every_steps": 5, "keep": 3},
     "code": {"working_dir": None, "pip": ["einops"]},
@@ -76,8 +76,9 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
     assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
     found = asdict(job)
     found["code"]["pip"] = list(found["code"]["pip"])
-    if isinstance(found["pipeline"]["cut"], tuple):
-        found["pipeline"]["cut"] = list(found["pipeline"]["cut"])
+    for name in ("cut", "recompute"):
+        if isinstance(found["pipeline"][name], tuple):
+            found["pipeline"][name] = list(found["pipeline"][name])
     assert found == {name: stored[name] for name in found}
     assert job.meshes == stored["resources"]["meshes"]
 

@@ -58,6 +58,7 @@ def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any
         microbatches=job["training"]["microbatches"],
         network=NetworkSpec(**network),
         schedule=job["pipeline"]["schedule"],
+        recompute=job["pipeline"].get("recompute", "auto"),
     )
     plan = make_plan(found.spec, budget_s=0.2)
     return {
@@ -81,16 +82,27 @@ class Workers:
         ]
         for worker in self.workers:  # one after the other: torch seeds and traces for a whole process
             worker.prepare(per_mesh)
-            worker._trace()
+        first, *others = self.workers
+        first.trace()
+        for worker in others:
+            worker.take_graph(first.graph())
+            worker.trace()  # nothing to do, unless the graph could not be sent
         planned = plan_of(job, self.workers[0].profile(), {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5})
         spec, plan = planned["spec"], planned["plan"]
         self.store = host_store("127.0.0.1")
         seconds = planned_seconds(plan, [stage["name"] for stage in spec["stages"]])
+        mesh_of_stage = [stage["mesh"] for stage in spec["stages"]]
+        weights = {
+            mesh: first.weights(planned["begins"], [i for i, m in enumerate(mesh_of_stage) if m == mesh])
+            for mesh in meshes
+        }
         self.call(
             lambda w: w.load(
+                weights=None if w is first else weights[w._mesh],
                 begins=planned["begins"],
                 mesh_of_stage=[stage["mesh"] for stage in spec["stages"]],
                 program=plan["programs"][w._mesh],
+                recomputed=[i for i, stage in enumerate(plan["stages"]) if stage["recomputed"]],
                 planned_s=seconds[w._mesh],
                 topology=Topology(tuple(meshes), per_mesh),
                 store=("127.0.0.1", self.store.port),

@@ -184,12 +184,20 @@ def _load(
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names)
     peaks = planned_peak_bytes(planned.spec, planned.plan)
+    first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
+    weights = {
+        mesh.name: first.weights.remote(planned.begins, planned.stages_of(mesh.name))
+        for mesh in gang.meshes
+        if any(worker is not first for worker in mesh.workers)
+    }
     topology = Topology(tuple(mesh.name for mesh in gang.meshes), workers_per_mesh)
     return [
         worker.load.remote(
             begins=planned.begins,
             mesh_of_stage=planned.mesh_of_stage,
             program=planned.plan["programs"][address.mesh],
+            recomputed=planned.recomputed,
+            weights=None if worker is first else weights[address.mesh],
             planned_s=planned_s[address.mesh],
             topology=topology,
             store=store,

@@ -42,6 +42,15 @@ class PlannedJob:
         return [stage["name"] for stage in self.spec["stages"]]
 
     @property
+    def recomputed(self) -> list[int]:
+        """The stages that keep their inputs only."""
+        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
+
+    def stages_of(self, mesh: str) -> list[int]:
+        """The stages that a mesh runs."""
+        return [index for index, other in enumerate(self.mesh_of_stage) if other == mesh]
+
+    @property
     def mesh_of_stage(self) -> list[str]:
         return [stage["mesh"] for stage in self.spec["stages"]]
 
@@ -77,9 +86,10 @@ class Planner:
         """
         keys = self._call(
             [worker.prepare.remote(workers_per_mesh) for worker in self._gang.workers],
-            "building the model and the data",
+            "building the data and the loss",
             self._limits.prepare_s,
         )
+        self._trace_once()
         profile = self._profile_of(keys).to_json()
         planned = self._ask(profile, self._measure_network(profile), self._measure_memory())
         self._planned = planned
@@ -94,6 +104,17 @@ class Planner:
             ),
         )
         return planned
+
+    def _trace_once(self) -> None:
+        """Worker 0 builds and traces the model, the others take its graph: only one ever holds all parameters."""
+        first, *others = self._gang.workers
+        self._call([first.trace.remote()], "building and tracing the model", self._limits.prepare_s)
+        graph = first.graph.remote()
+        self._call(
+            [worker.take_graph.remote(graph) for worker in others],
+            "handing on the graph of the model",
+            self._limits.prepare_s,
+        )
 
     def correct(self, failure: OutOfMemoryFailure) -> None:
         """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""

@@ -6,7 +6,7 @@ Joins stages, transport, actions, lanes and the watch over them. Must not know s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class Engine:
     """See `connect`, `run_step` and `close`; not reusable after an error.
 
     `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
-    every worker. `planned_s` has one planned duration for each instruction of `program`.
+    every worker. `planned_s` has one planned duration for each instruction of `program`; the stages `recomputed`
+    keep their inputs only and run their forward again in B or I.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Engine:
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         options: RunOptions | None = None,
         planned_s: Sequence[float] | None = None,
+        recomputed: Collection[int] = (),
     ):
         self._mesh, self._worker = mesh, worker
         self._program = tuple(program)
@@ -98,7 +100,7 @@ class Engine:
             for index, module in stages.items()
         }
         self._runners = {
-            index: StageRunner(wiring, module, self._exchange, self._settings)
+            index: StageRunner(wiring, module, self._exchange, self._settings, recompute=index in recomputed)
             for index, (module, wiring) in self._stages.items()
         }
         self._actions = Actions(

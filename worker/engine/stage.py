@@ -17,8 +17,9 @@ from torch import nn
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.errors import StageError
 from worker.engine.random_state import RandomState, restart_at_operations
+from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
-from worker.engine.stage_run import Source, gather, run_forward
+from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_forward
 
 
 @dataclass
@@ -66,12 +67,16 @@ class Exchange:
 
 @dataclass
 class _Saved:
-    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from."""
+    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from.
+
+    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `kept`.
+    """
 
     leaves: list[torch.Tensor]
     sources: list[LocalInput | RemoteInput]
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,26 @@ class ComputeSettings:
 
 
 class StageRunner:
-    """One stage of this mesh."""
+    """One stage of this mesh. With `recompute` F keeps the stage's inputs only, and B (or I) runs it again."""
 
-    def __init__(self, wiring: StageWiring, module: nn.Module, exchange: Exchange, settings: ComputeSettings):
+    def __init__(
+        self,
+        wiring: StageWiring,
+        module: nn.Module,
+        exchange: Exchange,
+        settings: ComputeSettings,
+        *,
+        recompute: bool = False,
+    ):
         self._stage = wiring.stage
         self._wiring = wiring
         self._module = module
         self._exchange = exchange
         self._settings = settings
         self._saved: dict[int, _Saved] = {}
-        self._weights: dict[int, WeightBackward] = {}
+        self._weights: dict[int, tuple[WeightBackward, Kept | None]] = {}
+        self._recompute = recompute and settings.training
+        self._buffers = UpdatedBuffers(module)
         self._random: RandomState | None = None
         if settings.seed is not None and settings.training:
             random = RandomState(settings.seed, settings.worker, settings.device)
@@ -115,29 +130,17 @@ class StageRunner:
     def forward(self, microbatch: int) -> None:
         """F: run the module, check its outputs, hand them on; the loss if the model's output is here."""
         with self._reported("F", microbatch):
-            exchange, settings = self._exchange, self._settings
+            settings = self._settings
             arguments = gather(
                 self._wiring.inputs,
                 functools.partial(self._fetch, microbatch=microbatch),
                 training=settings.training,
             )
-            loss = None
-            if exchange.targets is not None:
-                loss = functools.partial(self._loss, microbatch=microbatch)
-            with self._random_state(microbatch):
-                run = run_forward(
-                    self._module,
-                    arguments.values,
-                    device_type=settings.device.type,
-                    training=settings.training,
-                    autocast_dtype=settings.autocast_dtype,
-                    accept=self._accept,
-                    loss_of=self._wiring.model_output,
-                    loss=loss,
-                )
-            if run.loss is not None:
-                exchange.losses[microbatch] = run.loss.detach()
-            saved = _Saved(arguments.leaves, arguments.sources, {}, run.loss)
+            kept = keep(arguments, self._buffers) if self._recompute else None
+            run = self._run(arguments, microbatch, training=settings.training, again=kept is not None)
+            if kept is not None:
+                kept.check_unchanged()
+            saved = _Saved(arguments.leaves, arguments.sources, {}, run.loss, kept)
             for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
                 self._hand_on(wiring, output, microbatch, saved)
             if settings.training:
@@ -147,21 +150,63 @@ class StageRunner:
         """B: gradients of inputs and parameters."""
         with self._reported("B", microbatch):
             saved = self._saved.pop(microbatch)
-            roots, gradients = self._roots(saved, microbatch)
-            self._pass_back(saved, backward(roots, gradients, saved.leaves), microbatch)
+            with self._as_of(saved.kept):
+                self._run_again(saved, microbatch)
+                roots, gradients = self._roots(saved, microbatch)
+                self._pass_back(saved, backward(roots, gradients, saved.leaves), microbatch)
 
     def backward_input(self, microbatch: int) -> None:
         """I: gradients of inputs. The activations stay until W."""
         with self._reported("I", microbatch):
             saved = self._saved.pop(microbatch)
-            roots, gradients = self._roots(saved, microbatch)
-            found, self._weights[microbatch] = backward_input(roots, gradients, saved.leaves)
-            self._pass_back(saved, found, microbatch)
+            with self._as_of(saved.kept):
+                self._run_again(saved, microbatch)
+                roots, gradients = self._roots(saved, microbatch)
+                found, weights = backward_input(roots, gradients, saved.leaves)
+                self._weights[microbatch] = weights, saved.kept
+                self._pass_back(saved, found, microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: gradients of parameters."""
         with self._reported("W", microbatch):
-            self._weights.pop(microbatch).run()
+            weights, kept = self._weights.pop(microbatch)
+            with self._as_of(kept):
+                weights.run()
+
+    def _run(self, arguments: Arguments, microbatch: int, *, training: bool, again: bool = False) -> StageRun:
+        """Run the module, and the loss where the model's output is. What will be run `again` for its backward
+        keeps nothing, and leaves the loss, which may count its calls, to that run."""
+        exchange, settings = self._exchange, self._settings
+        loss = None
+        if exchange.targets is not None and not again:
+            loss = functools.partial(self._loss, microbatch=microbatch)
+        with self._random_state(microbatch):
+            run = run_forward(
+                self._module,
+                arguments.values,
+                device_type=settings.device.type,
+                training=training and not again,
+                autocast_dtype=settings.autocast_dtype,
+                accept=self._accept,
+                loss_of=self._wiring.model_output,
+                loss=loss,
+            )
+        if run.loss is not None:
+            exchange.losses[microbatch] = run.loss.detach()
+        return run
+
+    def _run_again(self, saved: _Saved, microbatch: int) -> None:
+        """Of a recomputed stage: the forward once more, with gradients now."""
+        if saved.kept is None:
+            return
+        run = self._run(saved.kept.take_arguments(), microbatch, training=True)
+        saved.loss = run.loss
+        for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
+            if wiring.local_consumers or wiring.routes:
+                saved.outputs[wiring.tensor] = output
+
+    def _as_of(self, kept: Kept | None) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if kept is None else self._buffers.as_of(kept)
 
     def _fetch(self, source: Source, microbatch: int) -> torch.Tensor:
         exchange = self._exchange
@@ -198,7 +243,7 @@ class StageRunner:
             if wire.dtype != route.dtype and settings.autocast_dtype is None:
                 raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
             exchange.to_send[route.index, microbatch] = wire.to(settings.transfer_dtype(route)).contiguous()
-        if wiring.local_consumers or wiring.routes:
+        if (wiring.local_consumers or wiring.routes) and saved.kept is None:
             saved.outputs[wiring.tensor] = output
 
     def _roots(self, saved: _Saved, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -241,6 +241,23 @@ def changed_arguments(node: fx.Node) -> list[fx.Node]:
     return [part for part in changed if isinstance(part, fx.Node)]
 
 
+def changed_buffers(graph: fx.Graph) -> set[str]:
+    """The targets of the tensors held by a stage's graph that it changes in place."""
+    roots = (_held(argument) for node in graph.nodes for argument in changed_arguments(node))
+    return {str(root.target) for root in roots if root.op == "get_attr"}
+
+
+def _held(node: fx.Node) -> fx.Node:
+    """What a value is a view of, or the result of a change in place of."""
+    while True:
+        source = _unchanged(_viewed(node))
+        if source.target is operator.getitem:
+            source = source.args[0]
+        if source is node:
+            return node
+        node = source
+
+
 def _changed_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that the graph called by a higher-order operation changes."""
     inner = inner_graph(node)

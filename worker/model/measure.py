@@ -53,6 +53,7 @@ def measure_layers(
     for edge in edges:
         last_use[edge.tensor] = max(last_use[edge.tensor], edge.target)
     costs, sizes, buffer_sizes, frozen = [], {}, {}, {}
+    updated: set[str] = set()
     saved_at: dict[str, set[int]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, name in enumerate(placed.layers):
@@ -75,6 +76,7 @@ def measure_layers(
             frozen |= {key: None for key, value in names.items() if not value.requires_grad}
             buffers = {stage.original_names.get(local, local): b for local, b in stage.named_buffers()}
             buffer_sizes |= {key: value.nbytes for key, value in buffers.items()}
+            updated |= {stage.original_names.get(local, local) for local in stage.updated_buffers}
             costs.append(
                 LayerCost(
                     name=name,
@@ -113,6 +115,8 @@ def measure_layers(
         parameter_sizes=sizes,
         frozen_parameters=tuple(frozen),
         buffer_sizes=buffer_sizes,
+        updated_buffers=frozenset(updated),
+        checkpointed=traced.checkpointed,
     )
 
 

@@ -84,7 +84,8 @@ class OptimizerState:
 class LayerProfile:
     """The layers of a model in execution order and the tensors between them.
 
-    `parameter_sizes` and `buffer_sizes` are bytes by original name; `frozen_parameters` get no gradient.
+    `parameter_sizes` and `buffer_sizes` are bytes by original name; `frozen_parameters` get no gradient,
+    `updated_buffers` are changed by forward. The model itself asks to recompute the layers `checkpointed`.
     `activation_factor` corrects all activation bytes, where an attempt has met more than were measured.
     """
 
@@ -95,6 +96,8 @@ class LayerProfile:
     parameter_sizes: Mapping[str, int]
     frozen_parameters: tuple[str, ...] = ()
     buffer_sizes: Mapping[str, int] = field(default_factory=dict)
+    updated_buffers: frozenset[str] = frozenset()
+    checkpointed: frozenset[str] = frozenset()
     activation_factor: float = 1.0
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
@@ -139,6 +142,7 @@ class LayerProfile:
             {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
             for layer in out["layers"]
         ]
+        out |= {name: sorted(out[name]) for name in ("updated_buffers", "checkpointed")}
         return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
 
     @classmethod
@@ -164,6 +168,8 @@ class LayerProfile:
                     for layer in layers
                 ),
                 "frozen_parameters": tuple(top.get("frozen_parameters", ())),
+                "updated_buffers": frozenset(top.get("updated_buffers", ())),
+                "checkpointed": frozenset(top.get("checkpointed", ())),
                 "edges": tuple(LayerEdge(**_checked(LayerEdge, item)) for item in top["edges"]),
             }
         )

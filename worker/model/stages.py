@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from worker.engine.results import wire_dtype
+from worker.model.inplace import changed_buffers
 
 OUTPUT = "output"
 
@@ -47,7 +48,8 @@ class StageModule(nn.Module):
 
     An input named `input:<k>` is the model's input k; the model's output is named `output`.
     `original_names` leads from the names of parameters and of persistent buffers here to their
-    names in the model; a buffer that is not in it is a constant.
+    names in the model; a buffer that is not in it is a constant. `updated_buffers` are those that
+    forward changes, by their names here.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StageModule(nn.Module):
         self.outputs = outputs
         self.input_shapes = input_shapes
         self.original_names = {f"body.{local}": name for local, name in original_names.items()}
+        self.updated_buffers = tuple(f"body.{name}" for name in sorted(changed_buffers(body.graph)))
         self._device = torch.device("cpu")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -179,7 +182,7 @@ class StageBuilder:
         for stage, nodes in enumerate(self._needed):
             for node in nodes:
                 name = self._placed.parameters.get(node)
-                if name is not None and self._placed.tensors[name].requires_grad:
+                if name is not None and self._placed.values[node].requires_grad:
                     users.setdefault(name, {})[stage] = None
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
@@ -191,6 +194,11 @@ class StageBuilder:
     def operations(self, index: int) -> list[fx.Node]:
         """The nodes that run in a stage and nowhere else, in order."""
         return list(self._members[index])
+
+    def parameters(self, index: int) -> list[str]:
+        """The original names of the parameters that a stage uses."""
+        parameters = self._placed.parameters
+        return list(dict.fromkeys(parameters[n] for n in self._needed[index] if n in parameters))
 
     def stage(self, index: int) -> StageModule:
         """One stage, with copies of its weights."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
+from worker.model.checkpointing import is_checkpointed, regions_marked
 from worker.model.errors import CutError, TraceError
 from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
@@ -25,15 +26,20 @@ class TracedModel:
     """A model as a graph with a layer for every operation; made by `trace`.
 
     `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
-    shares with an earlier module.
+    shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`.
     """
 
     def __init__(
-        self, placed: PlacedGraph, example_inputs: tuple[Tensor, ...], joined: Mapping[str, str]
+        self,
+        placed: PlacedGraph,
+        example_inputs: tuple[Tensor, ...],
+        joined: Mapping[str, str],
+        checkpointed: frozenset[str] = frozenset(),
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
-        self._joined = joined
+        self.joined = joined
+        self.checkpointed = checkpointed
 
     @property
     def layers(self) -> list[str]:
@@ -47,13 +53,19 @@ class TracedModel:
         default). Raises CutError for names that are unknown or out of order.
         """
         for name in begins:
-            if name in self._joined:
+            if name in self.joined:
                 raise CutError(
-                    f"module {name!r} cannot begin a stage: it shares buffer {self._joined[name]!r}, which forward "
+                    f"module {name!r} cannot begin a stage: it shares buffer {self.joined[name]!r}, which forward "
                     "updates, with an earlier module; give each its own, or cut elsewhere"
                 )
         starts = {self.placed.layers.index(name) for name in resolve_begins(self.layers, begins)}
         return self.builder(starts).graph(keep)
+
+    def parameters(self, begins: Sequence[str], stages: Collection[int]) -> list[str]:
+        """The original names of the parameters of some stages of a cut."""
+        starts = {self.placed.layers.index(name) for name in resolve_begins(self.layers, begins)}
+        builder = self.builder(starts)
+        return list(dict.fromkeys(name for stage in stages for name in builder.parameters(stage)))
 
     def builder(self, starts: Collection[int]) -> StageBuilder:
         """The cut before the layers with these indices (0 among them)."""
@@ -132,7 +144,8 @@ def trace(
         autocast=autocast,
         transfers=transfers,
     )
-    return TracedModel(placed, tuple(example_inputs), joined)
+    checkpointed = {layers.names[layer] for node, layer in layers.layer_of.items() if is_checkpointed(node)}
+    return TracedModel(placed, tuple(example_inputs), joined, frozenset(checkpointed))
 
 
 def _export(
@@ -142,7 +155,12 @@ def _export(
         kinds = ", ".join(type(value).__name__ for value in example_inputs)
         raise TraceError(f"a model's inputs must be tensors, got {kinds}: let the data set return tensors")
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _autocast(example_inputs, autocast):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            _autocast(example_inputs, autocast),
+            regions_marked(),
+        ):
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
         own = _own_error(model, example_inputs, autocast)

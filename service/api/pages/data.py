@@ -54,7 +54,7 @@ async def gaps(job_id: JobId, service: Current, step: Integer | None = None) -> 
 
 @router.get("/jobs/{job_id}/memory")
 async def memory(job_id: JobId, service: Current) -> dict[str, Any]:
-    """Of each mesh of the job's plan: its limit, the peak by the plan, and the peak of the plan's attempt."""
+    """Of each mesh of the job's plan: its limit, the planned and the measured peak, and the stages that recompute."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
         plan = await find_plan(session, job_id)
@@ -68,12 +68,15 @@ async def memory(job_id: JobId, service: Current) -> dict[str, Any]:
 def _memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any]]:
     body = json.loads(plan_text)
     planned = planned_peak_bytes(body["spec"], body["plan"])
+    mesh_of = {stage["name"]: stage["mesh"] for stage in body["spec"]["stages"]}
+    again = [stage["name"] for stage in body["plan"].get("stages", ()) if stage["recomputed"]]
     return [
         {
             "mesh": mesh["name"],
             "limit_bytes": mesh.get("memory_bytes"),
             "planned_bytes": planned.get(mesh["name"]),
             "measured_bytes": peaks.get(mesh["name"]),
+            "recomputed": [stage for stage in again if mesh_of[stage] == mesh["name"]],
         }
         for mesh in body["spec"]["meshes"]
     ]

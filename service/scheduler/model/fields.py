@@ -40,17 +40,25 @@ class MeshSpec(_Model):
 
 
 class RecomputeSpec(_Model):
-    """What a stage keeps when it drops its activations, and how much longer its B or I takes then."""
+    """What a stage keeps when it drops its activations, and how much longer its B or I takes then.
+
+    `rematerialised_bytes` come back for B (or from I to W): the rest of its activations where null. With
+    `required` the stage recomputes under every schedule; else `auto` may choose it.
+    """
 
     activation_bytes: Bytes
     extra_s: Seconds
+    rematerialised_bytes: Bytes | None = None
+    required: StrictBool = False
 
 
 class StageSpec(_Model):
     """A piece of the model on one mesh; costs are of one microbatch.
 
     `backward_s` is how long B lasts where that was measured; null means as long as I and W together.
-    `static_bytes` (weights, gradients, optimizer state) are held always; `recompute` may be chosen by `auto`.
+    `static_bytes` (weights, gradients, optimizer state) are held always; `rematerialised_bytes` besides the
+    activation from the start of B or I to its end (what then is still held of both is the weight stash);
+    `recompute` may be chosen by `auto`.
     """
 
     name: Name
@@ -61,6 +69,7 @@ class StageSpec(_Model):
     backward_s: Seconds | None = None
     activation_bytes: Bytes = 0
     weight_stash_bytes: Bytes = 0
+    rematerialised_bytes: Bytes = 0
     static_bytes: Bytes = 0
     recompute: RecomputeSpec | None = None
 

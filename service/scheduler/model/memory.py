@@ -25,7 +25,7 @@ def peak_activation(problem: Problem, lane: np.ndarray) -> tuple[int, int]:
 def keeps_limits(problem: Problem, lanes: list[np.ndarray]) -> bool:
     """Whether compute orders keep every activation limit and max_in_flight."""
     for mesh, lane in enumerate(lanes):
-        limit = int(problem.activation_limit[mesh])
+        limit = int(problem.activation_room[mesh])
         if 0 <= limit < peak_activation(problem, lane)[0] or in_flight_violation(problem, lane) is not None:
             return False
     return True
@@ -57,14 +57,16 @@ def activation_changes(problem: Problem, lane: np.ndarray) -> np.ndarray:
     """int[len(lane), 2]: bytes taken at the start and (negative) given back at the end of each action."""
     kind, microbatch = np.divmod(np.asarray(lane), problem.microbatches)
     stage, op = problem.stage_and_op(kind)
-    activation, stash = problem.activation[stage], problem.stash[stage]
+    activation, stash = problem.activation[stage], problem.whole_stash[stage]
+    again = problem.rematerialised[stage]
     change = np.zeros((len(lane), 2), dtype=np.int64)
-    change[:, 0] = np.where(op == FORWARD, activation, 0)
+    change[:, 0] = np.where(op == FORWARD, activation, np.where(op == BACKWARD, again, 0))
     if problem.inference:
         change[:, 1] = -change[:, 0]
         return change
     whole = problem.fused[stage, microbatch]
-    change[:, 1] = -np.where(op == BACKWARD, np.where(whole, activation, activation - stash), 0)
+    held = activation + again
+    change[:, 1] = -np.where(op == BACKWARD, np.where(whole, held, held - stash), 0)
     change[:, 1] -= np.where(op == WEIGHT, stash, 0)
     return change
 

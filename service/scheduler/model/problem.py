@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from service.scheduler.kernels import BACKWARD, FORWARD, OPS, WEIGHT, Rows, Tasks
+from service.scheduler.model.holding import Holding
 from service.scheduler.model.spec import PipelineSpec, check_spec, topological_order
 from service.scheduler.model.transfers import Transfer, find_transfers
 
@@ -23,7 +24,7 @@ Index = TypeVar("Index", int, np.ndarray)
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(Holding):
     """One planning problem. `fused[s, m]` says that the backward of (s, m) is one B, not I and W."""
 
     spec: PipelineSpec
@@ -290,34 +291,6 @@ class Problem:
         )
 
     @cached_property
-    def activation(self) -> np.ndarray:
-        return np.array([stage.activation_bytes for stage in self.spec.stages], dtype=np.int64)
-
-    @cached_property
-    def stash(self) -> np.ndarray:
-        return np.array([stage.weight_stash_bytes for stage in self.spec.stages], dtype=np.int64)
-
-    @cached_property
-    def static_bytes(self) -> np.ndarray:
-        """int[meshes]: what the stages of a mesh hold always."""
-        held = np.zeros(self.meshes, dtype=np.int64)
-        np.add.at(held, self.mesh_of_stage, [stage.static_bytes for stage in self.spec.stages])
-        return held
-
-    @cached_property
-    def memory_limit(self) -> np.ndarray:
-        """int[meshes]: bytes for everything, −1 where there is no limit."""
-        return _limits([mesh.memory_bytes for mesh in self.spec.meshes])
-
-    @cached_property
-    def activation_limit(self) -> np.ndarray:
-        """int[meshes], −1 where there is none: never more than memory_bytes leave beside what is static."""
-        limit = _limits([mesh.activation_limit_bytes for mesh in self.spec.meshes])
-        left = self.memory_limit - self.static_bytes
-        both = np.where(limit < 0, left, np.minimum(limit, left))
-        return np.where(self.memory_limit < 0, limit, np.maximum(both, 0))
-
-    @cached_property
     def size(self) -> np.ndarray:
         """int[kinds]: bytes that a transfer carries, 0 for compute."""
         size = np.zeros(self.kinds, dtype=np.int64)
@@ -325,11 +298,6 @@ class Problem:
             size[self.transfer_kind(index, 0)] = transfer.forward_bytes
             size[self.transfer_kind(index, 1)] = transfer.backward_bytes
         return size
-
-    @cached_property
-    def receive_limit(self) -> np.ndarray:
-        """int[meshes], −1 where there is none."""
-        return _limits([mesh.receive_buffer_limit for mesh in self.spec.meshes])
 
     def with_fused(self, fused: np.ndarray) -> Problem:
         """The same problem with other backwards fused."""
@@ -377,10 +345,6 @@ def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: b
         sources=tuple(tuple(sorted(s)) for s in sources),
         targets=tuple(tuple(sorted(t)) for t in targets),
     )
-
-
-def _limits(values: Sequence[int | None]) -> np.ndarray:
-    return np.array([-1 if value is None else value for value in values], dtype=np.int64)
 
 
 def to_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> Rows:

@@ -35,6 +35,7 @@ __all__ = [
     "edge_costs",
     "link_costs",
     "load_spec",
+    "rematerialised_bytes",
     "topological_order",
 ]
 
@@ -96,12 +97,13 @@ def _check_names(spec: PipelineSpec) -> None:
                 f"stage {stage.name!r} is on mesh {stage.mesh!r}, which does not exist: "
                 f"add that mesh or use one of {', '.join(sorted(meshes))}"
             )
-        if stage.weight_stash_bytes > stage.activation_bytes:
+        if stage.weight_stash_bytes > stage.activation_bytes + stage.rematerialised_bytes:
             raise SpecError(
                 f"stage {stage.name!r} has weight_stash_bytes {stage.weight_stash_bytes}, a part of its "
                 f"activation_bytes {stage.activation_bytes}: lower the stash to at most that"
             )
-        if stage.recompute is not None and stage.recompute.activation_bytes > stage.activation_bytes:
+        option = stage.recompute
+        if option is not None and not option.required and option.activation_bytes > stage.activation_bytes:
             raise SpecError(
                 f"stage {stage.name!r} keeps {stage.recompute.activation_bytes} bytes when it recomputes, more than "
                 f"its activation_bytes {stage.activation_bytes}: lower recompute.activation_bytes, or leave recompute out"
@@ -269,9 +271,11 @@ def _check_activation_limits(spec: PipelineSpec) -> None:
             continue
         here = [i for i, stage in enumerate(spec.stages) if stage.mesh == mesh.name]
         least = {i: _least_activation(spec, spec.stages[i]) for i in here}
+        # whatever is recomputed is all there while its own backward runs
+        back = {i: _in_backward(spec, spec.stages[i]) for i in here}
         # the first backward on the mesh needs the forwards of every stage here that is related to it
-        first = min(sum(least[j] for j in here if related[i] >> j & 1) for i in here)
-        needed = max(first, *least.values())
+        first = min(sum(least[j] for j in here if related[i] >> j & 1) - least[i] + back[i] for i in here)
+        needed = max(first, *back.values())
         limit = mesh.activation_limit_bytes
         if limit is not None and needed > limit:
             raise SpecError(
@@ -288,10 +292,33 @@ def _check_activation_limits(spec: PipelineSpec) -> None:
 
 
 def _least_activation(spec: PipelineSpec, stage: StageSpec) -> int:
-    """What a stage keeps of a microbatch at least: `auto` may recompute."""
-    if spec.schedule == "auto" and stage.recompute is not None:
-        return stage.recompute.activation_bytes
-    return stage.activation_bytes
+    """What a stage keeps of a microbatch at least, from F on: it may recompute."""
+    if spec.schedule == "inference" or stage.recompute is None:
+        return stage.activation_bytes
+    kept = stage.recompute.activation_bytes
+    return kept if stage.recompute.required else min(kept, stage.activation_bytes)
+
+
+def _in_backward(spec: PipelineSpec, stage: StageSpec) -> int:
+    """What a stage holds of a microbatch at least while its B or I runs."""
+    if spec.schedule == "inference":
+        return stage.activation_bytes
+    whole = stage.activation_bytes + stage.rematerialised_bytes
+    option = stage.recompute
+    if option is None:
+        return whole
+    again = option.activation_bytes + rematerialised_bytes(stage)
+    return again if option.required else min(whole, again)
+
+
+def rematerialised_bytes(stage: StageSpec) -> int:
+    """What comes back for the backward of a stage when it recomputes."""
+    option = stage.recompute
+    if option is None:
+        return stage.rematerialised_bytes
+    if option.rematerialised_bytes is not None:
+        return option.rematerialised_bytes
+    return max(0, stage.activation_bytes - option.activation_bytes)
 
 
 def _check_receive_limits(spec: PipelineSpec) -> None:

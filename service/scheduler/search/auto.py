@@ -202,8 +202,8 @@ class _Search:
             return problem
         room = problem.memory_limit - problem.static_bytes - peak_buffer_bytes(self._incumbent)
         held = [peak_activation(problem, lane)[0] for lane in self._incumbent.lanes]
-        room = np.minimum(np.maximum(room, held), problem.activation_limit)
-        limit = np.where(problem.memory_limit < 0, problem.activation_limit, room)
+        room = np.minimum(np.maximum(room, held), problem.activation_room)
+        limit = np.where(problem.memory_limit < 0, problem.activation_room, room)
         meshes = [
             mesh.model_copy(
                 update={"activation_limit_bytes": None if most < 0 else int(most), "memory_bytes": None}

@@ -128,7 +128,7 @@ def _first_backward(problem: Problem, paths: _Paths) -> float:
         kinds = _kinds_of_mesh(problem, mesh, (FORWARD, BACKWARD, WEIGHT))
         backward = min(float(paths.head[problem.kind(s, BACKWARD)]) for s in stages)
         first = float(paths.head[kinds].min())
-        before = min(_forward_work(problem, stages, int(problem.activation_limit[mesh])), backward - first)
+        before = min(_forward_work(problem, stages, int(problem.sure_limit[mesh])), backward - first)
         tail = float(paths.tail[_without_forwards(problem, kinds)].min())
         work = problem.microbatches * float(paths.length[kinds].sum())
         best = max(best, backward + work - before + tail)
@@ -159,7 +159,7 @@ def in_flight_caps(problem: Problem) -> list[int]:
     """For each stage how many microbatches may be between F and the end of its backward's first part."""
     caps = []
     for stage in range(problem.stages):
-        limit = int(problem.activation_limit[problem.mesh_of_stage[stage]])
+        limit = int(problem.sure_limit[problem.mesh_of_stage[stage]])
         cap = problem.microbatches
         if limit >= 0 and problem.activation[stage]:
             cap = min(cap, limit // int(problem.activation[stage]))
@@ -215,7 +215,7 @@ def _memory_time(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
     """
     best = 0.0
     for mesh in range(problem.meshes):
-        limit = int(problem.activation_limit[mesh])
+        limit = int(problem.sure_limit[mesh])
         if limit <= 0:
             continue
         stages = np.flatnonzero(problem.mesh_of_stage == mesh)

@@ -188,6 +188,8 @@ def _check_all_memory(
         if action == "F":
             until = s["end_s"] if inference else compute[back[stage, m], stage, m]["end_s"]
             spans[s["mesh"]].append((s["start_s"], until, held))
+        if action in ("B", "I"):
+            spans[s["mesh"]].append((s["start_s"], s["end_s"], data.get("rematerialised_bytes", 0)))
         if action == "W":
             spans[s["mesh"]].append((compute["I", stage, m]["end_s"], s["end_s"], stash))
     for (edge, direction, m), s in sent.items():
@@ -228,9 +230,11 @@ def _check_memory(facts: Facts, compute: dict, plan: dict, inference: bool) -> N
                 continue
             held = facts.stages[s["stage"]].get("activation_bytes", 0)
             stash = facts.stages[s["stage"]].get("weight_stash_bytes", 0)
-            level += held if s["action"] == "F" else 0
+            again = 0 if inference else facts.stages[s["stage"]].get("rematerialised_bytes", 0)
+            level += {"F": held, "B": again, "I": again, "W": 0}[s["action"]]
             peak = max(peak, level)
-            level -= {"F": held if inference else 0, "B": held, "I": held - stash, "W": stash}[s["action"]]
+            whole = held + again
+            level -= {"F": held if inference else 0, "B": whole, "I": whole - stash, "W": stash}[s["action"]]
         assert level == 0
         assert peak == mesh["peak_activation_bytes"], given["name"]
         if given.get("activation_limit_bytes") is not None:

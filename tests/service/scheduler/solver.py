@@ -127,6 +127,8 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
         for s in (s for s in stages if s["mesh"] == mesh["name"]):
             for m in microbatches:
                 parts = [(s["activation_bytes"], start["F", s["name"], m], end["B", s["name"], m])]
+                again = s.get("rematerialised_bytes", 0)
+                parts.append((again, start["B", s["name"], m], end["B", s["name"], m]))
                 if split:
                     parts.append((s["weight_stash_bytes"], end["B", s["name"], m], end["W", s["name"], m]))
                 for size, begin, until in parts:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from service.scheduler import MeshSpec, SpecError, make_plan
+from service.scheduler.joint import choose
 from service.scheduler.model.spec import NetworkSpec, check_spec
 from service.scheduler.partition import partition, place
 from worker.model import CutError, gpt, measure_layers, trace, unet
@@ -418,3 +419,88 @@ def test_a_long_profile_is_cut():
     profile = chain([(1 + i % 3, 2, 1) for i in range(150)], sizes=[1 + i % 5 for i in range(149)])
     result = partition(profile, stages=16, meshes=meshes(16), microbatches=32, network=fast())
     assert len(result.begins) == 16
+
+
+def recomputed_profile():
+    """Four layers; l0's tensor is saved by l2 too, l1's by nobody, and l3 updates a buffer."""
+    profile = chain([(1.0, 2.0, 3.0)] * 4, sizes=[10, 20, 30], activations=[100, 200, 300, 400])
+    edges = (
+        replace(profile.edges[0], saved_by_target=True),
+        LayerEdge(0, 2, "t0", 10, True, order=0, saved_by_target=True),
+        *profile.edges[1:],
+    )
+    layers = (*profile.layers[:3], replace(profile.layers[3], buffers=("mean", "mask")))
+    return replace(
+        profile,
+        layers=layers,
+        edges=edges,
+        buffer_sizes={"mean": 4, "mask": 1000},
+        updated_buffers=frozenset({"mean"}),
+    )
+
+
+def options(recompute, profile=None, **changes):
+    found = partition(
+        profile or recomputed_profile(),
+        stages=2,
+        meshes=meshes(2),
+        cut=["l0", "l2"],
+        microbatches=2,
+        recompute=recompute,
+        **changes,
+    )
+    return [stage.recompute for stage in found.spec.stages]
+
+
+def test_a_recomputed_stage_keeps_the_tensors_it_takes_and_the_buffers_it_updates():
+    first, second = options("all")
+    assert (first.activation_bytes, first.rematerialised_bytes, first.extra_s) == (0, 300, 2.0)
+    # t0 and t1 come in; autograd keeps t0 of them, which is there already; the buffer is noted, and twice for B
+    assert (second.activation_bytes, second.rematerialised_bytes) == (34, 690 + 8)
+    assert first.required and second.required
+    assert options("none") == [None, None]
+    assert [option.required for option in options("auto")] == [False, False]
+
+
+@pytest.mark.parametrize(("names", "asked"), [(["s1"], [1]), (["l0"], [0]), (["l1", "l3"], [0, 1])])
+def test_names_of_stages_and_modules_say_what_recomputes(names, asked):
+    assert [i for i, option in enumerate(options(names)) if option is not None] == asked
+    assert all(option is None or option.required for option in options(names))
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_near():
+    with pytest.raises(CutError, match=r"recompute name 'l9' is no stage \(s0 to s1\) and no module .*l3"):
+        options(["s0", "l9"])
+
+
+def test_layers_that_the_model_itself_checkpoints_recompute_unless_the_job_says_none():
+    profile = replace(recomputed_profile(), checkpointed=frozenset({"l3"}))
+    first, second = options("auto", profile)
+    assert not first.required and second.required
+    assert [option is not None for option in options(["s0"], profile)] == [True, True]
+    assert options("none", profile) == [None, None]
+
+
+def test_a_stage_that_would_keep_no_less_is_no_choice():
+    profile = chain([(1.0, 2.0, 3.0)] * 4, sizes=[10, 700, 30], activations=[100, 200, 300, 400])
+    assert [option is not None for option in options("auto", profile)] == [True, False]
+
+
+def test_a_job_recomputes_what_its_memory_asks_for_and_nothing_without_a_limit():
+    profile = recomputed_profile()
+
+    def plan(limits, schedule):
+        return choose(
+            {8: profile},
+            stages=[2],
+            meshes=[MeshSpec(name=f"m{i}", memory_bytes=limit) for i, limit in enumerate(limits)],
+            cut=["l0", "l2"],
+            network=fast(),
+            schedule=schedule,
+            budget_s=0.5,
+            recompute="auto",
+        ).plan
+
+    for schedule in ("auto", "gpipe"):
+        assert not any(stage.recomputed for stage in plan((None, None), schedule).stages)
+        assert any(stage.recomputed for stage in plan((500, 2300), schedule).stages)

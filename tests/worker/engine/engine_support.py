@@ -289,6 +289,7 @@ class LocalPipeline:
         optimizer=Recorder,
         workers=1,
         loss=None,
+        recomputed=(),
         **options,
     ):
         meshes = tuple(dict.fromkeys(mesh_of_stage))
@@ -309,6 +310,7 @@ class LocalPipeline:
                 optimizer=optimizer,
                 transport=transport,
                 options=RunOptions(**options),
+                recomputed=recomputed,
             )
         self.each(lambda key, engine: engine.connect())
 

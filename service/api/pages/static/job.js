@@ -144,7 +144,8 @@ function lengths(line, meshes) {
 
 function showMemory(meshes) {
   rows("memory", meshes.map((one) => make("tr", {}, make("th", { scope: "row" }, one.mesh),
-    ...[one.planned_bytes, one.measured_bytes, one.limit_bytes].map((size) => make("td", { class: "number" }, bytes(size))))));
+    ...[one.planned_bytes, one.measured_bytes, one.limit_bytes].map((size) => make("td", { class: "number" }, bytes(size))),
+    make("td", {}, one.recomputed.join(", ") || "–"))));
 }
 
 function showGaps(gaps, timeline) {

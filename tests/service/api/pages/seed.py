@@ -83,11 +83,15 @@ def seeded_site(
 
 def pipeline() -> PipelineSpec:
     stage = {"forward_s": 0.002, "backward_input_s": 0.002, "backward_weight_s": 0.002, "activation_bytes": 1}
+    again = {"activation_bytes": 1, "extra_s": 0.0, "required": True}
     return PipelineSpec.model_validate(
         {
             "microbatches": MICROBATCHES,
             "meshes": [{"name": f"mesh{i}"} for i in range(STAGES)],
-            "stages": [{"name": f"stage{i}", "mesh": f"mesh{i}", **stage} for i in range(STAGES)],
+            "stages": [
+                {"name": f"stage{i}", "mesh": f"mesh{i}", **stage, "recompute": again if i == 1 else None}
+                for i in range(STAGES)
+            ],
             "edges": [
                 {"source": f"stage{i}", "target": f"stage{i + 1}", "forward_s": 0.001, "backward_s": 0.001}
                 for i in range(STAGES - 1)

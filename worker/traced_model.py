@@ -1,0 +1,78 @@
+"""A job's model on one worker: built and traced here, or taken from the worker that did so for all.
+
+Everything it raises is an AttemptFailure with a reason code. Knows no gang, no Ray and no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from worker.failure import attributed_to
+from worker.job import Job
+from worker.model import StageGraph, TracedModel, build_model, trace
+from worker.model.shipping import Values, fill, pack, unpack, values_of
+from worker.reasons import Reason
+
+log = logging.getLogger(__name__)
+
+
+class JobModel:
+    """The traced model of `job`; see `worker/model/shipping.py` for what travels."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._traced: TracedModel | None = None
+        self._taken = False
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        """The model for inputs like `sample`; built and traced now where that was not done."""
+        if self._traced is None:
+            training, model = self._job.training, self._job.model
+            built = build_model(model.factory, model.args, seed=training.seed)
+            autocast = torch.bfloat16 if training.precision == "bf16" else None
+            self._traced = trace(built, sample, autocast=autocast, transfers=training.transfers)
+        return self._traced
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def graph(self, sample: tuple[torch.Tensor, ...]) -> bytes:
+        """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent."""
+        traced = self.traced(sample)
+        try:
+            return pack(traced)
+        except Exception as error:  # an object of a user's own, say
+            log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
+            return b""
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def take(self, graph: bytes) -> None:
+        """Have what another worker traced: nothing is built here, unless it could not be sent."""
+        if graph:
+            self._traced, self._taken = unpack(graph), True
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def weights(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], stages: Sequence[int]
+    ) -> Values:
+        """The initial values of the parameters of some stages, for the worker that runs them."""
+        traced = self.traced(sample)
+        return values_of(traced, traced.parameters(begins, stages))
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def cut(
+        self,
+        sample: tuple[torch.Tensor, ...],
+        begins: Sequence[str],
+        keep: Sequence[int],
+        weights: Values | None,
+    ) -> StageGraph:
+        """The stages `keep`, with their initial values; all else is forgotten."""
+        traced = self.traced(sample)
+        if weights is not None and self._taken:
+            fill(traced, weights)
+        graph = traced.cut(begins, keep=keep)
+        self._traced = None
+        return graph
