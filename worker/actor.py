@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from worker import checkpoint
-from worker.data.sampler import BatchSampler, collate
+from worker.batches import Batches
+from worker.choices import microbatch_counts
 from worker.device import choose_device, device_kind, make_transport
 from worker.engine import (
     AbortedError,
@@ -40,9 +41,9 @@ from worker.failure import (
 )
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
-from worker.model import TracedModel, build_model, call_factory, measure_layers, resolve, trace
-from worker.model.errors import FactoryError
+from worker.model import TracedModel, build_model, measure_layers, resolve, trace
 from worker.model.profile import PROFILE_FORMAT, OptimizerState
+from worker.model.update_costs import UpdateCosts
 from worker.node import WorkerAddress, own_node_address
 from worker.program import program_from_json
 from worker.reasons import Reason
@@ -55,8 +56,9 @@ from worker.training import (
     without_implementation,
 )
 from worker.transport import ConnectError, Topology
-from worker.transport.links import groups_of, lanes_of, measure_links
+from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
+from worker.update_measure import WORKERS, measure_sum, measure_update
 
 PROFILE_REPEATS = 5
 
@@ -96,12 +98,16 @@ class Worker:
         """This process's monotonic clock, in seconds."""
         return time.monotonic()
 
-    def prepare(self, workers_per_mesh: int) -> str:
-        """Build the data, the loss and the model; the key under which its profile is cached."""
+    def prepare(self, workers_per_mesh: int) -> dict[int, str]:
+        """Build the data, the loss and the model; of each number of microbatches that may be chosen the key
+        under which its profile is cached."""
         self._workers_per_mesh = workers_per_mesh
-        self._build_data()
+        counts = microbatch_counts(self._job)
+        self._batches = Batches(
+            self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
+        )
         self._build_model()
-        return self._profile_key()
+        return {count: self._profile_key(count) for count in counts}
 
     def memory_limit(self, sharing: int) -> int | None:
         """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
@@ -111,6 +117,30 @@ class Worker:
     def optimizer_state(self) -> OptimizerState:
         """What the job's optimizer keeps of the parameters that it trains."""
         return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
+
+    def update_costs(self) -> UpdateCosts:
+        """What the engine's REDUCE and STEP take on this worker alone, with the job's optimizer."""
+        make = functools.partial(make_optimizer, self._job.optimizer)
+        return measure_update(make, self._device, self._job.training.clip_grad_norm)
+
+    @attributed_to(Reason.START_TIMEOUT)
+    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, float]:
+        """What summing gradients over the workers of this mesh takes; all of them call this at the same time."""
+        topology = Topology((self._mesh,), self._workers_per_mesh)
+        transport = make_transport(
+            self._device,
+            topology,
+            mesh=self._mesh,
+            worker=self._worker,
+            store=store,
+            host=host,
+            connect_s=connect_s,
+        )
+        try:
+            transport.connect({WORKERS: tuple(range(topology.size))}, ())
+            return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])
+        finally:
+            transport.close()
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
@@ -139,10 +169,11 @@ class Worker:
             transport.close()
 
     @attributed_to(Reason.USER_CODE_RAISED)
-    def profile(self) -> dict[str, Any]:
-        """Measure every layer on this device; JSON of a LayerProfile."""
+    def profile(self, microbatches: int | None = None) -> dict[str, Any]:
+        """Measure every layer on this device, for the batch in so many microbatches; JSON of a LayerProfile."""
+        self._use(microbatches)
         profile = measure_layers(
-            self._trace(), self._loss, self._sample[1], device=self._device, repeats=PROFILE_REPEATS
+            self._trace(), self._loss, self._batches.sample[1], device=self._device, repeats=PROFILE_REPEATS
         )
         return profile.to_json()
 
@@ -159,12 +190,15 @@ class Worker:
         connect_s: float,
         slot_limits: SlotLimits,
         planned_bytes: int | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
-        `planned_bytes` is the most that this mesh holds by the plan, for messages.
+        `planned_bytes` is the most that this mesh holds by the plan, for messages; `microbatches` what was
+        planned, where the job leaves it open.
         """
         self._planned_bytes = planned_bytes
+        self._use(microbatches)
         with self._memory_told():
             training, schedule = self._job.training, self._job.optimizer.schedule
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
@@ -190,7 +224,7 @@ class Worker:
                 edges=graph.edges,
                 mesh_of_stage=tuple(mesh_of_stage),
                 tied=graph.tied,
-                microbatches=training.microbatches,
+                microbatches=self._batches.microbatches,
                 loss=self._loss,
                 optimizer=self._make_optimizer,
                 lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
@@ -257,26 +291,12 @@ class Worker:
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
 
-    @attributed_to(Reason.DATA_FAILED)
-    def _build_data(self) -> None:
-        data, training = self._job.data, self._job.training
-        self._dataset = call_factory(data.factory, data.args)
-        for method, means in (
-            ("__len__", "how many samples it has"),
-            ("__getitem__", "a sample by its index"),
-        ):
-            if not hasattr(self._dataset, method):
-                raise FactoryError(
-                    f"data {data.factory!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
-                    f"({method}): return a map-style data set"
-                )
-        self._sampler = BatchSampler(
-            len(self._dataset),
-            training.global_batch,
-            training.microbatches,
-            seed=training.seed,
-        )
-        self._sample = self._microbatch(0, 0)
+    def _use(self, microbatches: int | None) -> None:
+        """Deal the batch in so many microbatches from now on; None keeps what is."""
+        if microbatches is None or microbatches == self._batches.microbatches:
+            return
+        self._batches.deal(microbatches)
+        self._traced = None  # the graph has the shapes of a microbatch
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _build_model(self) -> None:
@@ -295,7 +315,9 @@ class Worker:
     def _trace(self) -> TracedModel:
         if self._traced is None:
             bf16 = self._job.training.precision == "bf16"
-            self._traced = trace(self._model, self._sample[0], autocast=torch.bfloat16 if bf16 else None)
+            self._traced = trace(
+                self._model, self._batches.sample[0], autocast=torch.bfloat16 if bf16 else None
+            )
         return self._traced
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -305,18 +327,11 @@ class Worker:
         return graph
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        count = self._job.training.microbatches
+        count = self._batches.microbatches
         if not self._needs_data:
             return [()] * count, None
-        pairs = [self._microbatch(step, m) for m in range(count)]
+        pairs = [self._batches.microbatch(step, m) for m in range(count)]
         return [inputs for inputs, _ in pairs], [target for _, target in pairs]
-
-    @attributed_to(Reason.DATA_FAILED)
-    def _microbatch(self, step: int, microbatch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
-        indices = self._sampler.indices(step, microbatch)
-        share = len(indices) // self._workers_per_mesh
-        return collate([self._example(i) for i in indices[self._worker * share : (self._worker + 1) * share]])
 
     @contextlib.contextmanager
     def _memory_told(self) -> Iterator[None]:
@@ -338,24 +353,16 @@ class Worker:
                 peak + min(tried, peak),
             ) from None
 
-    def _example(self, index: int) -> Any:
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            factory = self._job.data.factory
-            raise RuntimeError(
-                f"sample {index} of data {factory} raised {type(error).__name__}: {error}"
-            ) from error
-
-    def _profile_key(self) -> str:
+    def _profile_key(self, microbatches: int) -> str:
         """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
         workers of the gang, which share the cores. Workers of two kinds thus have two keys."""
-        inputs, target = self._sample
+        inputs, target = self._batches.sample
+        rows = self._batches.rows(microbatches)
         parts = {
             "model": asdict(self._job.model),
             "code": asdict(self._job.code),
             "loss": asdict(self._job.loss),
-            "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
+            "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
             "precision": self._job.training.precision,
             "device": self._device,
             "device_name": device_kind(self._device),

@@ -28,7 +28,7 @@ from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.store.database import utc_now
 from service.store.jobs import find_job
-from service.store.plans import record_plan
+from service.store.plans import find_plan, record_plan
 from service.store.profiles import find_profile, record_profile
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
@@ -82,13 +82,13 @@ async def write_profile(
 async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -> Response:
     """Partition the profiled layers and schedule them; the plan becomes the job's plan."""
     job = await _current_job(service, attempt)
+    async with service.database.read() as session:
+        earlier = await find_plan(session, attempt.job_id)
     try:
         planned = await service.planner.plan_job(
             job.spec,
-            request.profile,
-            request.network.model_dump(),
-            memory={one.mesh: one.memory_bytes for one in request.memory},
-            optimizer=request.optimizer.model_dump(),
+            request.model_dump(exclude={"workers"}),
+            earlier=None if earlier is None else earlier.body,
             budget_s=service.settings.plan_budget_s,
         )
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.problem import build_problem
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
@@ -26,21 +27,30 @@ from service.scheduler.schedules import AUTO
 from service.scheduler.search.auto import search
 from service.scheduler.search.bounds import lower_bound
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
+from worker.model.update_costs import MeshUpdate, UpdateCosts, mesh_update
 
 _EVERY_CUT = 30  # cuts of one shape, for each second of the budget, up to which all are judged
 _MOVES_PER_SECOND = (
     5_000_000  # tasks judged by constructive schedules in a second of the budget, with all rules
 )
 _JUDGED_SHARE = 0.3  # of the budget
+_PROMISING = 8  # shapes whose borders are moved, where all cuts are too many
 _WINNERS = 3  # searched with the rest of the budget, where the model is large
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What was chosen: the layers that begin the stages, the planning problem, and its plan."""
+    """What was chosen: the layers that begin the stages, the planning problem, its plan, and of each mesh what
+    REDUCE and STEP take behind the makespan."""
 
     partition: PartitionResult
     plan: Plan
+    update: tuple[MeshUpdate, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
+        return self.plan.makespan_s + longest(self.update)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class _Shape:
 class _Candidate:
     shape: _Shape
     begins: tuple[int, ...]
-    makespan_s: float  # by constructive schedules
+    step_s: float  # by constructive schedules
 
 
 def choose(
@@ -70,16 +80,18 @@ def choose(
     budget_s: float = 10.0,
     expired: Callable[[], bool] | None = None,
     optimizer: OptimizerState | None = None,
+    update: UpdateCosts | None = None,
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
+    A step is the makespan and the longest REDUCE and STEP behind it, which `update` tells (nothing where None).
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
     bytes. Raises CutError for more stages than layers, SpecError where nothing fits.
     """
     for profile in profiles.values():
         check_stage_count([layer.name for layer in profile.layers], min(stages))
-    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer)
+    choice = _Choice(profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, update)
     shapes = [
         _Shape(microbatches, placement)
         for microbatches in profiles
@@ -92,8 +104,7 @@ def choose(
         )
     if cut != "auto":
         return choice.best_plan([choice.given(shape, cut) for shape in shapes])
-    for shape in shapes:
-        choice.judge_cuts(shape, 1.0 / len(shapes))
+    choice.judge_cuts(shapes)
     return choice.best_plan(choice.judged())
 
 
@@ -121,12 +132,13 @@ class _Choice:
         budget_s: float,
         expired: Callable[[], bool] | None,
         optimizer: OptimizerState | None,
+        update: UpdateCosts | None,
     ) -> None:
         self._profiles, self._meshes, self._network = profiles, list(meshes), network
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
-        self._optimizer = optimizer
+        self._optimizer, self._costs = optimizer, update or UpdateCosts()
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
@@ -136,19 +148,32 @@ class _Choice:
         names = [layer.name for layer in self._profiles[shape.microbatches].layers]
         return _Candidate(shape, tuple(names.index(name) for name in result.begins), 0.0)
 
-    def judge_cuts(self, shape: _Shape, share: float) -> None:
-        """Judge cuts of one shape: all of them, or what borders moved one by one reach from the best starts."""
-        layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
-        if stages > layers:
-            return
-        if math.comb(layers - 1, stages - 1) <= share * self._every_cut:
+    def judge_cuts(self, shapes: Sequence[_Shape]) -> None:
+        """Judge cuts of every shape: all of them where they are few, else what borders moved one by one reach from
+        the best start. Of many shapes only those whose starts look best deserve moves."""
+        share = 1.0 / len(shapes)
+        large = []
+        for shape in shapes:
+            layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
+            if stages > layers:
+                continue
+            if math.comb(layers - 1, stages - 1) > share * self._every_cut:
+                large.append(shape)
+                continue
             for borders in combinations(range(1, layers), stages - 1):
                 self._judge(shape, (0, *borders))
-            return
+        starts = {}
+        for shape in large:
+            if not starts or not self._late():
+                starts[shape] = min(self._starts(shape), key=lambda begins: self._judge(shape, begins))
+        promising = sorted(starts, key=lambda shape: self._judge(shape, starts[shape]))[:_PROMISING]
+        for shape in promising:
+            self._move_borders(shape, starts[shape], 1.0 / len(promising))
+
+    def _move_borders(self, shape: _Shape, best: tuple[int, ...], share: float) -> None:
+        layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
         tasks = shape.microbatches * (3 * stages + 2 * len(self._profiles[shape.microbatches].edges))
         moves = max(10, int(share * self._budget_s * _JUDGED_SHARE * _MOVES_PER_SECOND / (40 * tasks)))
-        starts = sorted(self._starts(shape), key=lambda begins: self._judge(shape, begins))
-        best = starts[0]
         while moves > 0 and not self._late():
             for other in _moved(best, layers):
                 moves -= (shape, other) not in self._seen
@@ -162,10 +187,8 @@ class _Choice:
 
     def judged(self) -> list[_Candidate]:
         """What was judged, best first."""
-        found = [_Candidate(shape, begins, makespan) for (shape, begins), makespan in self._seen.items()]
-        return sorted(
-            (c for c in found if math.isfinite(c.makespan_s)), key=lambda c: (c.makespan_s, c.begins)
-        )
+        found = [_Candidate(shape, begins, step_s) for (shape, begins), step_s in self._seen.items()]
+        return sorted((c for c in found if math.isfinite(c.step_s)), key=lambda c: (c.step_s, c.begins))
 
     def best_plan(self, candidates: Sequence[_Candidate]) -> JobPlan:
         """Search the candidates that can still win, best first; few of them where the model is large."""
@@ -180,8 +203,9 @@ class _Choice:
         best: JobPlan | None = None
         for candidate, share in zip(tried, shares.tolist(), strict=True):
             result = self._cut(candidate.shape, candidate.begins)
+            update = self._update(candidate.shape, candidate.begins)
             if best is not None and (
-                self._late() or _least(result.spec) >= best.plan.makespan_s * (1 - TOLERANCE)
+                self._late() or _least(result.spec) + longest(update) >= best.step_s * (1 - TOLERANCE)
             ):
                 continue
             try:
@@ -189,8 +213,9 @@ class _Choice:
             except SpecError as error:
                 self._failed = error
                 continue
-            if best is None or plan.makespan_s < best.plan.makespan_s * (1 - TOLERANCE):
-                best = JobPlan(result, plan)
+            found = JobPlan(result, plan, update)
+            if best is None or found.step_s < best.step_s * (1 - TOLERANCE):
+                best = found
         if best is None:
             raise self._failed or SpecError("no cut of this model could be planned: raise memory_bytes")
         return best
@@ -210,7 +235,8 @@ class _Choice:
         key = (shape, begins)
         if key not in self._seen:
             try:
-                self._seen[key] = _constructive_makespan(self._cut(shape, begins).spec)
+                makespan_s = _constructive_makespan(self._cut(shape, begins).spec)
+                self._seen[key] = makespan_s + longest(self._update(shape, begins))
             except SpecError as error:
                 self._failed = error
                 self._seen[key] = math.inf
@@ -234,8 +260,24 @@ class _Choice:
             optimizer=self._optimizer,
         )
 
+    def _update(self, shape: _Shape, begins: Sequence[int]) -> tuple[MeshUpdate, ...]:
+        profile = self._profiles[shape.microbatches]
+        layers_of: list[list[int]] = [[] for _ in self._meshes]
+        ranges = layer_ranges(begins, len(profile.layers))
+        for mesh, (first, end) in zip(shape.placement, ranges, strict=True):
+            layers_of[mesh].extend(range(first, end))
+        return tuple(
+            mesh_update(mesh.name, layers, profile, self._costs)
+            for mesh, layers in zip(self._meshes, layers_of, strict=True)
+        )
+
     def _late(self) -> bool:
         return self._expired is not None and self._expired()
+
+
+def longest(update: Sequence[MeshUpdate]) -> float:
+    """Seconds of the longest REDUCE and STEP of a mesh: what a step takes behind its makespan."""
+    return max((one.whole_s for one in update), default=0.0)
 
 
 def equal_layers(layers: int, stages: int) -> tuple[int, ...]:

@@ -8,8 +8,19 @@ from service.scheduler import PipelineSpec, make_plan
 from worker.driver.limits import Limits
 from worker.driver.planning import PlannedJob, Planner, planned_seconds
 from worker.failure import OutOfMemoryFailure
+from worker.job import Job
 from worker.model.profile import LayerCost, LayerProfile
 from worker.node import WorkerAddress
+
+JOB = Job.from_json(
+    {
+        "model": {"factory": "m:m"},
+        "data": {"factory": "d:d"},
+        "loss": {"factory": "l:l"},
+        "pipeline": {"stages": 2},
+        "resources": {"meshes": 2},
+    }
+)
 
 
 def pipeline(**changes):
@@ -62,9 +73,9 @@ class Worker:
     def __init__(self, kind, seconds):
         self.profiled = 0
         self.prepare = Called(lambda _: kind)
-        self.profile = Called(lambda: self._profile(seconds))
+        self.profile = Called(lambda count: self._profile(seconds, count))
 
-    def _profile(self, seconds):
+    def _profile(self, seconds, count):
         self.profiled += 1
         layers = tuple(LayerCost(f"l{i}", seconds, 0.0, 0.0, 7, 0, 0) for i in range(2))
         return LayerProfile(layers, (), "cpu", "[1]", {}).to_json()
@@ -105,7 +116,7 @@ def planner_of(gang, control, device):
         gang=gang,
         device=device,
         limits=Limits(),
-        stages=2,
+        job=JOB,
         interrupted=lambda: None,
     )
 
@@ -115,13 +126,13 @@ def test_every_kind_of_accelerator_is_profiled_and_the_slowest_is_planned_with(d
     workers = [Worker("quick", 1.0), Worker("slow", 4.0), Worker("quick", 3.0), Worker("slow", 6.0)]
     control = Control()
     keys = [worker.prepare.remote(1) for worker in workers]
-    profile = planner_of(Gang(*workers), control, device)._profile_of(keys)
+    profile = planner_of(Gang(*workers), control, device)._profile_of(keys, 4)
     assert [worker.profiled for worker in workers] == measured
     mean = {"cpu": {"quick": 2.0, "slow": 5.0}, "cuda": {"quick": 1.0, "slow": 4.0}}[device]
     assert {key: found["layers"][0]["forward_s"] for key, found in control.profiles.items()} == mean
     assert profile.layers[0].forward_s == mean["slow"]
     again = planner_of(Gang(*workers, Worker("new", 1.0)), control, device)
-    assert again._profile_of([*keys, "new"]) == profile
+    assert again._profile_of([*keys, "new"], 4) == profile
     assert [worker.profiled for worker in workers] == measured, "known kinds are not measured again"
     assert [kind for kind, _ in again._reporter.events] == ["profiled"]
 
@@ -132,7 +143,7 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     failure = OutOfMemoryFailure("no place", "", "m1", seen_bytes=20 + 3 * 10)
     planner.correct(failure)
     assert control.profiles == {}, "before there is a plan nothing is known"
-    planner._profile_of(["quick", "slow"])
+    planner._profile_of(["quick", "slow"], 4)
     planner._planned = PlannedJob(
         ("l0", "l1"),
         {
@@ -144,4 +155,4 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     planner.correct(failure)
     assert {key: p["activation_factor"] for key, p in control.profiles.items()} == {"quick": 3.0, "slow": 3.0}
     again = planner_of(Gang(Worker("quick", 1.0)), control, "cpu")
-    assert again._profile_of(["quick"]).corrected().layers[0].activation_bytes == 21
+    assert again._profile_of(["quick"], 4).corrected().layers[0].activation_bytes == 21
