@@ -169,7 +169,8 @@ class ProfileOfCount(_FromDriver):
 
 
 class PlanRequest(_FromDriver):
-    """What was measured of a job. One profile stands in `profile`, several in `profiles`.
+    """What was measured of a job. One profile stands in `profile`, several in `profiles`; `tried` are numbers of
+    microbatches, also those that were left out.
 
     Drivers that measure no memory send no `memory`: their plans have no limit of the whole.
     """
@@ -177,6 +178,7 @@ class PlanRequest(_FromDriver):
     profile: Arguments | None = None
     microbatches: Count | None = None
     profiles: Annotated[list[ProfileOfCount], Field(max_length=100)] = []
+    tried: Annotated[list[Count], Field(max_length=100)] = []
     network: Network = Network()
     memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []
     optimizer: OptimizerMemory = OptimizerMemory()

@@ -29,10 +29,11 @@ from service.orchestrator.planning import PlanTimeoutError
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.plans import find_plan, record_plan
-from service.store.profiles import find_profile, record_profile
+from service.store.profiles import GANG, find_profile, record_costs, record_profile
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
+from worker.costs import costs_digest
 from worker.reasons import Reason
 
 router = APIRouter(
@@ -84,10 +85,11 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
         earlier = await find_plan(session, attempt.job_id)
+    costs = request.model_dump(exclude={"workers"})
     try:
         planned = await service.planner.plan_job(
             job.spec,
-            request.model_dump(exclude={"workers"}),
+            costs,
             earlier=None if earlier is None else earlier.body,
             budget_s=service.settings.plan_budget_s,
         )
@@ -96,6 +98,7 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_plan(session, attempt, planned, at=utc_now())
+        await record_costs(session, costs_digest(job.spec), costs, measured_by=GANG, at=utc_now())
     return Response(planned, media_type="application/json")
 
 

@@ -144,6 +144,20 @@ class JobPlanView(BaseModel):
     update: list[MeshUpdateView] = []
 
 
+class JobPlanPreview(JobPlanView):
+    """The plan of a job that does not train. `notes` say what was assumed where it was not measured."""
+
+    measured_by: Literal["gang", "one worker"]
+    notes: list[str]
+
+
+class ProfilingView(BaseModel):
+    """A job's costs are being measured; the same request, sent again, answers with the plan."""
+
+    state: Literal["PROFILING"]
+    message: str
+
+
 class SlotView(BaseModel):
     """One slot of a timeline; times in seconds from the start of the step."""
 

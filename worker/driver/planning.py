@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from worker.choices import may_loop
+from worker.choices import may_loop, microbatch_counts
+from worker.costs import least_memory_bytes, outgrows, profiles_json
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
@@ -93,7 +94,7 @@ class Planner:
             self._limits.prepare_s,
         )
         memory = self._measure_memory()
-        profiles = self._profiles_of(keys, least_bytes=memory_of_the_least(memory))
+        profiles = self._profiles_of(keys, least_bytes=least_memory_bytes(memory))
         network = self._measure_network(next(iter(profiles.values())))
         planned = self._ask(profiles, network, {**memory, "update": self._measure_update().to_json()})
         self._planned = planned
@@ -133,7 +134,7 @@ class Planner:
         """
         found: dict[int, LayerProfile] = {}
         for count in sorted(keys[0], reverse=True):
-            if found and _outgrows(found, count, least_bytes):
+            if found and outgrows(found, count, least_bytes):
                 self._leave_out(count, "a layer's activations would not fit")
                 break
             try:
@@ -270,7 +271,8 @@ class Planner:
         self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]
     ) -> PlannedJob:
         request = {
-            **_profiles_json(profiles),
+            **profiles_json(profiles),
+            "tried": list(microbatch_counts(self._job)),
             "network": network,
             **costs,
             "workers": [
@@ -295,30 +297,6 @@ class Planner:
             timeout_reason=Reason.START_TIMEOUT,
             interrupted=self._interrupted,
         )
-
-
-def memory_of_the_least(memory: Mapping[str, Any]) -> int | None:
-    """What the mesh with the least memory may hold, of the request's memory; None where nothing tells."""
-    return min((one["memory_bytes"] for one in memory["memory"]), default=None)
-
-
-def _outgrows(found: Mapping[int, LayerProfile], count: int, least_bytes: int | None) -> bool:
-    """Whether one layer with microbatches of a `count`th of the batch would keep more than `least_bytes`."""
-    nearest = min(found)
-    largest = max(layer.activation_bytes for layer in found[nearest].layers)
-    return least_bytes is not None and largest * nearest / count > least_bytes
-
-
-def _profiles_json(profiles: Mapping[int, LayerProfile]) -> dict[str, Any]:
-    """The profiles for the request; a single one as control planes have always read it."""
-    if len(profiles) == 1:
-        (profile,) = profiles.values()
-        return {"profile": profile.to_json(), "microbatches": next(iter(profiles))}
-    return {
-        "profiles": [
-            {"microbatches": count, "profile": profile.to_json()} for count, profile in profiles.items()
-        ]
-    }
 
 
 def planned_seconds(
