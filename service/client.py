@@ -231,7 +231,7 @@ class Client:
         while True:
             response = self._call(
                 "POST",
-                "/api/v1/jobs/plan",
+                "/api/v1/plans/job",
                 json=body,
                 params=_given(budget_s=budget_s),
                 timeout=_PLAN_LIMIT_S,

@@ -17,12 +17,12 @@ from service.orchestrator.profiling import ProfilingFailedError
 from worker.choices import microbatch_counts
 from worker.job import Job
 
-router = APIRouter(prefix="/api/v1/jobs", tags=["plans"])
+router = APIRouter(prefix="/api/v1/plans", tags=["plans"])
 _AGAIN_S = "1"
 
 
 @router.post(
-    "/plan",
+    "/job",
     response_model=JobPlanPreview,
     responses={
         202: {"model": ProfilingView, "description": "Being measured: ask again"},

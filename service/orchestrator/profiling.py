@@ -27,6 +27,7 @@ from worker.costs import ANSWER_MARK, costs_digest
 _LOOK_EVERY_S = 0.5
 _LOG_SETTLES_S = 20.0
 _RUNS_AT_ONCE = 4
+_RUNS_IN_LINE = 64
 _FAILURES_KEPT = 100
 _OVER = (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED)
 
@@ -36,7 +37,7 @@ class ProfilingFailedError(ValueError):
 
 
 class ProfilingBusyError(PlannerBusyError):
-    """As many jobs are being measured as may at once."""
+    """As many jobs are being measured, and wait for it, as may."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class KnownCosts:
 
 
 class JobProfiler:
-    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most."""
+    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most, few at once."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class JobProfiler:
         self._watcher, self._submitter = watcher, submitter
         self._limit_s = limit_s
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._turn = asyncio.Semaphore(_RUNS_AT_ONCE)
         self._failures: dict[str, str] = {}
 
     async def costs(self, spec: Mapping[str, Any], counts: Sequence[int]) -> KnownCosts | None:
@@ -79,8 +81,8 @@ class JobProfiler:
         if (failure := self._failures.pop(digest, None)) is not None:
             raise ProfilingFailedError(failure)
         if digest not in self._runs:
-            if len(self._runs) >= _RUNS_AT_ONCE:
-                raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured: ask again in a while")
+            if len(self._runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
+                raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured or wait for it")
             task = self._runs[digest] = asyncio.create_task(self._measure(digest, spec))
             task.add_done_callback(lambda _: self._runs.pop(digest, None))
         return None
@@ -94,7 +96,8 @@ class JobProfiler:
 
     async def _measure(self, digest: str, spec: Mapping[str, Any]) -> None:
         try:
-            costs = await self._run(spec)
+            async with self._turn:
+                costs = await self._run(spec)
             async with self._database.write() as session:
                 await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
         except Exception as error:
@@ -128,7 +131,7 @@ class JobProfiler:
                 state = (await self._cluster.job(run_id)).state
             if state in _OVER:
                 return
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
         what = "waited for a free accelerator" if state is RayState.PENDING else "measured"
         raise ProfilingFailedError(
             f"one worker {what} for more than {self._limit_s:g} s and was ended: ask again when the cluster is less "

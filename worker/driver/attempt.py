@@ -148,7 +148,7 @@ def _train(
             )
             checkpoints.try_place()
             planned = planner.plan()
-            metrics.set_plan(planned.plan)
+            metrics.set_plan(planned.plan, step_s=planned.step_s)
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
             store = host_store("0.0.0.0")
             gang.call(

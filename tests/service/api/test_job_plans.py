@@ -135,7 +135,7 @@ async def test_a_number_that_no_longer_fits_the_memory_is_given_up(make_api: Api
 )
 async def test_what_cannot_be_chosen_is_refused_by_name(make_api: ApiMaker, changes, says):
     async with make_api() as api:
-        for path in ("/api/v1/jobs", "/api/v1/jobs/plan"):
+        for path in ("/api/v1/jobs", "/api/v1/plans/job"):
             body = problem(await api.client.post(path, json=job_body(**{**OPEN, **changes})), 422)
             assert says in body["detail"], body
         assert api.cluster.submissions == {}
@@ -155,7 +155,7 @@ async def asked(api: Api, **changes: Any) -> Any:
     """The answer to a request for the plan of a job, when it is no longer 202."""
     async with asyncio.timeout(60):
         while True:
-            response = await api.client.post("/api/v1/jobs/plan", json=job_body(**{**OPEN, **changes}))
+            response = await api.client.post("/api/v1/plans/job", json=job_body(**{**OPEN, **changes}))
             if response.status_code != 202:
                 return response
             assert response.json()["state"] == "PROFILING" and response.headers["Retry-After"] == "1"
@@ -166,7 +166,7 @@ async def measuring(api: Api, **changes: Any) -> str:
     """The id of the run that measures a job after the first request for its plan."""
     await api.service.cluster.refresh()
     before = set(api.cluster.submissions)
-    first = await api.client.post("/api/v1/jobs/plan", json=job_body(**{**OPEN, **changes}))
+    first = await api.client.post("/api/v1/plans/job", json=job_body(**{**OPEN, **changes}))
     assert first.status_code == 202
     async with asyncio.timeout(60):
         while not (new := set(api.cluster.submissions) - before):
@@ -187,7 +187,7 @@ async def test_the_plan_of_a_job_that_nobody_trained_is_made_when_one_worker_has
     assert submission.resources == {"slotline_worker": 1}, "it holds the accelerator that it measures on"
     request = json.loads(submission.env[REQUEST_VARIABLE])
     assert request["device"] == "cpu" and request["job"]["training"]["microbatches"] == "auto"
-    assert (await api.client.post("/api/v1/jobs/plan", json=job_body(**OPEN))).status_code == 202
+    assert (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).status_code == 202
     answers(api, run_id, {"costs": costs(notes=["transfers count as nothing"])})
     found = await asked(api)
     assert found.status_code == 200, found.text
@@ -196,7 +196,7 @@ async def test_the_plan_of_a_job_that_nobody_trained_is_made_when_one_worker_has
     assert body["step_s"] > body["plan"]["makespan_s"] > 0 and len(body["plan"]["meshes"]) == 2
     assert list(api.cluster.submissions) == [run_id], "measured once"
     fixed = {**OPEN, "training": {"global_batch": 8, "microbatches": 4, "seed": 7}, "pipeline": {"stages": 4}}
-    known = await api.client.post("/api/v1/jobs/plan", json=job_body(**fixed), params={"budget_s": 0.5})
+    known = await api.client.post("/api/v1/plans/job", json=job_body(**fixed), params={"budget_s": 0.5})
     assert known.status_code == 200 and known.json()["spec"]["microbatches"] == 4
     assert (await api.client.get("/api/v1/jobs")).json()["items"] == [], "nothing trains"
 
@@ -205,7 +205,7 @@ async def test_what_a_gang_measured_plans_other_jobs_of_its_kind_at_once(make_ap
     async with make_api(plan_budget_s=1) as api:
         job_id = await api.started(**OPEN)
         planned = (await api.driver(job_id, "POST", "/plan", json=costs())).json()
-        found = await api.client.post("/api/v1/jobs/plan", json=job_body(**OPEN))
+        found = await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))
         assert found.status_code == 200, found.text
         assert found.json() == {**planned, "measured_by": "gang", "notes": []}
         other = await measuring(api, model={"factory": "worker.model.unet:build"})
@@ -240,18 +240,25 @@ async def test_one_worker_that_takes_too_long_is_ended_with_a_message(make_api: 
         assert api.cluster.stopped == [run_id]
 
 
-async def test_only_so_many_jobs_are_measured_at_once(make_api: ApiMaker):
+async def test_few_jobs_are_measured_at_once_and_not_many_wait(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.orchestrator.profiling._RUNS_IN_LINE", 1)
     async with make_api() as api:
-        for index in range(4):
-            await measuring(api, data={"factory": f"data:Number{index}"})
-        full = await api.client.post("/api/v1/jobs/plan", json=job_body(**OPEN))
-        assert "ask again" in problem(full, 503)["detail"] and "Retry-After" in full.headers
+        runs = [await measuring(api, data={"factory": f"data:Number{index}"}) for index in range(4)]
+        waits = job_body(**OPEN, data={"factory": "data:Number4"})
+        assert (await api.client.post("/api/v1/plans/job", json=waits)).status_code == 202
+        full = await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))
+        assert "try again" in problem(full, 503)["detail"] and "Retry-After" in full.headers
+        assert set(api.cluster.submissions) == set(runs), "the fifth waits for its turn"
+        answers(api, runs[0], {"costs": costs()})
+        async with asyncio.timeout(60):
+            while len(api.cluster.submissions) < 5:
+                await asyncio.sleep(0.02)
 
 
 async def test_a_job_is_not_measured_where_the_cluster_is_away_or_its_queue_is_none(make_api: ApiMaker):
     async with make_api() as api:
         api.cluster.away = True
         await api.service.cluster.refresh()
-        assert (await api.client.post("/api/v1/jobs/plan", json=job_body(**OPEN))).status_code == 202
+        assert (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).status_code == 202
         assert "does not answer" in problem(await asked(api), 422)["detail"]
-        problem(await api.client.post("/api/v1/jobs/plan", json=job_body(**OPEN, queue="none")), 422)
+        problem(await api.client.post("/api/v1/plans/job", json=job_body(**OPEN, queue="none")), 422)
