@@ -34,7 +34,8 @@ _MOVES_PER_SECOND = (
     5_000_000  # tasks judged by constructive schedules in a second of the budget, with all rules
 )
 _JUDGED_SHARE = 0.3  # of the budget
-_PROMISING = 8  # shapes whose borders are moved, where all cuts are too many
+_WINDOW = 4  # microbatches a mesh by which cuts of more than twice as many are judged
+_PROMISING = 4  # shapes whose borders are moved, where all cuts are too many
 _WINNERS = 3  # searched with the rest of the budget, where the model is large
 
 
@@ -103,7 +104,7 @@ def choose(
             f"stages {list(stages)} cannot fill {len(meshes)} meshes: ask for at least one stage a mesh"
         )
     if cut != "auto":
-        return choice.best_plan([choice.given(shape, cut) for shape in shapes])
+        return choice.best_plan(choice.given(shapes, cut))
     choice.judge_cuts(shapes)
     return choice.best_plan(choice.judged())
 
@@ -142,11 +143,16 @@ class _Choice:
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
-    def given(self, shape: _Shape, cut: Sequence[str]) -> _Candidate:
-        """A cut by hand, to be searched unjudged; raises CutError or SpecError where it does not fit."""
-        result = self._partition(shape, cut)
-        names = [layer.name for layer in self._profiles[shape.microbatches].layers]
-        return _Candidate(shape, tuple(names.index(name) for name in result.begins), 0.0)
+    def given(self, shapes: Sequence[_Shape], cut: Sequence[str]) -> list[_Candidate]:
+        """A cut by hand for every shape, all to be searched, the one that is judged best first; raises CutError or
+        SpecError where it does not fit."""
+        found = []
+        for shape in shapes:
+            names = [layer.name for layer in self._profiles[shape.microbatches].layers]
+            begins = tuple(names.index(name) for name in self._partition(shape, cut).begins)
+            step_s = self._judge(shape, begins) if len(shapes) > 1 else 0.0
+            found.append(_Candidate(shape, begins, step_s))
+        return sorted(found, key=lambda candidate: candidate.step_s)
 
     def judge_cuts(self, shapes: Sequence[_Shape]) -> None:
         """Judge cuts of every shape: all of them where they are few, else what borders moved one by one reach from
@@ -162,17 +168,22 @@ class _Choice:
                 continue
             for borders in combinations(range(1, layers), stages - 1):
                 self._judge(shape, (0, *borders))
-        starts = {}
+        first = {}
         for shape in large:
-            if not starts or not self._late():
-                starts[shape] = min(self._starts(shape), key=lambda begins: self._judge(shape, begins))
+            if not first or not self._late():
+                first[shape] = self._judge(shape, self._by_formula(shape))
+        starts = {
+            shape: min(self._starts(shape), key=lambda begins: self._judge(shape, begins))
+            for shape in sorted(first, key=first.__getitem__)[: 2 * _PROMISING]
+        }
         promising = sorted(starts, key=lambda shape: self._judge(shape, starts[shape]))[:_PROMISING]
         for shape in promising:
             self._move_borders(shape, starts[shape], 1.0 / len(promising))
 
     def _move_borders(self, shape: _Shape, best: tuple[int, ...], share: float) -> None:
         layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
-        tasks = shape.microbatches * (3 * stages + 2 * len(self._profiles[shape.microbatches].edges))
+        judged = min(shape.microbatches, 2 * _WINDOW * len(self._meshes))
+        tasks = judged * (3 * stages + 2 * len(self._profiles[shape.microbatches].edges))
         moves = max(10, int(share * self._budget_s * _JUDGED_SHARE * _MOVES_PER_SECOND / (40 * tasks)))
         while moves > 0 and not self._late():
             for other in _moved(best, layers):
@@ -220,16 +231,20 @@ class _Choice:
             raise self._failed or SpecError("no cut of this model could be planned: raise memory_bytes")
         return best
 
-    def _starts(self, shape: _Shape) -> Iterator[tuple[int, ...]]:
+    def _by_formula(self, shape: _Shape) -> tuple[int, ...]:
+        """The cut by formula; the balanced one where the formula finds none that fits."""
         profile = self._profiles[shape.microbatches]
-        layers, stages = len(profile.layers), len(shape.placement)
         names = [layer.name for layer in profile.layers]
         try:
-            yield tuple(names.index(name) for name in self._partition(shape, "auto").begins)
+            return tuple(names.index(name) for name in self._partition(shape, "auto").begins)
         except SpecError as error:
             self._failed = error
-        yield equal_layers(layers, stages)
-        yield balanced(profile, stages)
+            return balanced(profile, len(shape.placement))
+
+    def _starts(self, shape: _Shape) -> list[tuple[int, ...]]:
+        profile = self._profiles[shape.microbatches]
+        layers, stages = len(profile.layers), len(shape.placement)
+        return [self._by_formula(shape), equal_layers(layers, stages), balanced(profile, stages)]
 
     def _judge(self, shape: _Shape, begins: tuple[int, ...]) -> float:
         key = (shape, begins)
@@ -317,6 +332,20 @@ def _moved(begins: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _constructive_makespan(spec: PipelineSpec) -> float:
+    """By constructive schedules; of many microbatches by fewer, since what repeats takes as long each time."""
+    window = _WINDOW * len(spec.meshes)
+    if spec.microbatches <= 2 * window:
+        return _exact_constructive_makespan(spec)
+    whole, half = (
+        _exact_constructive_makespan(spec.model_copy(update={"microbatches": count}))
+        for count in (window, window // 2)
+    )
+    if not math.isfinite(whole) or not math.isfinite(half):
+        return math.inf
+    return whole + (spec.microbatches - window) * (whole - half) / (window - window // 2)
+
+
+def _exact_constructive_makespan(spec: PipelineSpec) -> float:
     if spec.schedule != AUTO:
         return named_timeline(with_choice(spec, ()), spec.schedule).makespan
     if may_recompute(spec):
