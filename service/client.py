@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -27,6 +27,7 @@ from service.api.schemas import (
     EventView,
     Health,
     JobPage,
+    JobPlanPreview,
     JobPlanView,
     JobSummary,
     JobView,
@@ -34,6 +35,7 @@ from service.api.schemas import (
     LogPage,
     PackageView,
     Problem,
+    ProfilingView,
     QueueList,
     QueueView,
     StepPage,
@@ -47,6 +49,9 @@ from service.settings import is_loopback
 DEFAULT_URL = "http://127.0.0.1:8000"
 RETURN_LIMIT_S = 300.0
 """So long who waits for a job, or follows it, bears with a server that is away: it may be restarting."""
+PROFILE_LIMIT_S = 600.0
+"""So long who asks for the plan of a job waits until one worker has measured it."""
+_PLAN_LIMIT_S = 180.0
 _PAGE = 500
 _NOT_NOW = frozenset({502, 503, 504})
 _STREAM_TIMEOUT = httpx.Timeout(30.0, read=60.0)  # the server sends a sign of life every 15 seconds
@@ -207,6 +212,39 @@ class Client:
         return self._call("GET", path, params=_given(step=step, format="chrome")).content
 
     # Plans without a job, code, cluster, server
+
+    def plan_job(
+        self,
+        spec: JobSpec | Mapping[str, Any],
+        *,
+        budget_s: float | None = None,
+        limit_s: float = PROFILE_LIMIT_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> JobPlanPreview:
+        """The plan of a job that is not submitted: cut, schedule, memory, expected step.
+
+        Where its costs are not known one worker measures them first: `waiting` hears of it once, and after
+        `limit_s` ClientError is raised.
+        """
+        body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
+        deadline, told = time.monotonic() + limit_s, False
+        while True:
+            response = self._call(
+                "POST",
+                "/api/v1/plans/job",
+                json=body,
+                params=_given(budget_s=budget_s),
+                timeout=_PLAN_LIMIT_S,
+            )
+            if response.status_code != 202:
+                return self._parsed(JobPlanPreview, response)
+            message = self._parsed(ProfilingView, response).message
+            if time.monotonic() > deadline:
+                raise ClientError(f"{message}, for more than {limit_s:g} s: ask again later")
+            if not told:
+                waiting(message)
+                told = True
+            time.sleep(_LOOK_EVERY_S)
 
     def make_plan(
         self, spec: Mapping[str, Any], *, format: str = "json", budget_s: float | None = None

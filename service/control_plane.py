@@ -19,6 +19,7 @@ from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.planning import Planner
+from service.orchestrator.profiling import JobProfiler
 from service.orchestrator.ray_jobs import Cluster, RayCluster
 from service.settings import Settings
 from service.store.database import Database
@@ -64,6 +65,10 @@ async def run_control_plane(
             cluster, refresh_s=settings.cluster_refresh_s, workers_per_gpu=settings.workers_per_gpu
         )
         orchestrator = Orchestrator(settings, database, cluster, watcher, local=local)
+        profiler = JobProfiler(
+            database, cluster, watcher, orchestrator.submitter, limit_s=settings.profile_timeout_s
+        )
+        stack.push_async_callback(profiler.close)
         watcher.start()
         stack.push_async_callback(watcher.stop)
         loop = asyncio.create_task(orchestrator.run())
@@ -72,6 +77,7 @@ async def run_control_plane(
             settings=settings,
             database=database,
             planner=planner,
+            profiler=profiler,
             cluster=watcher,
             logs=LogReader(cluster),
             wake=orchestrator.wake,

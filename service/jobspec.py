@@ -112,6 +112,19 @@ def _memory(value: object) -> object:
 MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_memory)]
 
 
+def _auto_or(most: int) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
+            return value
+        raise ValueError(f"is {value!r}: write auto, or a whole number from 1 to {most}")
+
+    return BeforeValidator(check)
+
+
+AutoCount = Annotated[Literal["auto"] | Count, _auto_or(1_000_000)]
+AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or(1024)]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -135,7 +148,9 @@ class Optimizer(Factory):
 class Training(_Part):
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     global_batch: Count = 32
-    microbatches: Count = 8
+    microbatches: AutoCount = Field(
+        default=8, description="auto: planning chooses a divisor of the batch, for the shortest planned step"
+    )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     transfers: Literal["auto", "bf16"] = Field(
@@ -150,7 +165,7 @@ class Training(_Part):
 
     @model_validator(mode="after")
     def _microbatches_divide_the_batch(self) -> Self:
-        if self.global_batch % self.microbatches:
+        if self.microbatches != "auto" and self.global_batch % self.microbatches:
             near = next(n for n in range(self.microbatches, 0, -1) if self.global_batch % n == 0)
             raise ValueError(
                 f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}: "
@@ -160,7 +175,10 @@ class Training(_Part):
 
 
 class Pipeline(_Part):
-    stages: Annotated[int, Field(ge=1, le=1024)] = 1
+    stages: AutoStages = Field(
+        default=1,
+        description="auto: planning chooses a multiple of resources.meshes, or as many as `cut` names",
+    )
     cut: Literal["auto"] | list[Text] = "auto"
     schedule: str = "auto"
     recompute: Literal["auto", "none", "all"] | Annotated[list[Text], Field(min_length=1)] = Field(
@@ -176,7 +194,9 @@ class Pipeline(_Part):
             raise ValueError(
                 f"schedule {self.schedule!r} cannot train a job: use one of {', '.join(TRAINING_SCHEDULES)}"
             )
-        if self.cut != "auto" and len(self.cut) != self.stages:
+        if self.cut == []:
+            raise ValueError("cut names no module: name the module that begins each stage, or write auto")
+        if self.cut != "auto" and self.stages != "auto" and len(self.cut) != self.stages:
             raise ValueError(
                 f"cut names {len(self.cut)} modules for {self.stages} stages: "
                 "name the module that begins each stage, the first one too, or write auto"
@@ -261,13 +281,29 @@ class JobSpec(_Part):
 
     @model_validator(mode="after")
     def _meshes_and_workers_fit(self) -> Self:
-        meshes, workers = self.resources.meshes or 1, self.resources.workers_per_mesh
-        if meshes > self.pipeline.stages:
+        if self.resources.meshes is None and self.pipeline.stages == "auto":
             raise ValueError(
-                f"resources.meshes {meshes} is more than pipeline.stages {self.pipeline.stages}: "
-                f"a mesh would hold no stage; set resources.meshes to {self.pipeline.stages} or raise pipeline.stages"
+                "pipeline.stages is auto and resources.meshes is not given: say how many meshes the job may have, "
+                "their stages are chosen"
             )
-        size = self.training.global_batch // self.training.microbatches
+        meshes, workers = self.resources.meshes or 1, self.resources.workers_per_mesh
+        stages, what = self.pipeline.stages, "pipeline.stages"
+        if stages == "auto" and self.pipeline.cut != "auto":
+            stages, what = len(self.pipeline.cut), "the modules named in pipeline.cut,"
+        if stages != "auto" and meshes > stages:
+            raise ValueError(
+                f"resources.meshes {meshes} is more than {what} {stages}: "
+                f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
+            )
+        batch, count = self.training.global_batch, self.training.microbatches
+        if count == "auto":
+            if batch % workers:
+                raise ValueError(
+                    f"training.global_batch {batch} cannot be shared by resources.workers_per_mesh {workers}, "
+                    f"whatever training.microbatches is: set global_batch to a multiple of {workers}"
+                )
+            return self
+        size = batch // count
         if size % workers:
             raise ValueError(
                 f"a microbatch of {size} samples cannot be shared by resources.workers_per_mesh {workers}: "

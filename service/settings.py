@@ -106,6 +106,10 @@ class Settings(BaseSettings):
     )
     plan_budget_s: Annotated[float, Field(ge=0)] = 10.0
     plan_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    profile_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=300.0,
+        description="So long one worker may take to measure a job that is planned without training",
+    )
     plan_action_limit: Annotated[int, Field(ge=1)] = Field(
         default=200_000, description="Largest microbatches x (stages + edges) of POST /api/v1/plans"
     )

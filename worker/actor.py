@@ -20,7 +20,9 @@ import torch
 
 from worker import checkpoint
 from worker.agreement import Fingerprint, checksum, named_tensors
-from worker.data.sampler import BatchSampler, collate, read_sample
+from worker.batches import Batches
+from worker.choices import microbatch_counts
+from worker.data.sampler import collate
 from worker.device import choose_device, device_kind, make_transport
 from worker.engine import (
     AbortedError,
@@ -41,14 +43,13 @@ from worker.failure import (
 )
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
-from worker.model import call_factory, measure_layers, resolve
-from worker.model.errors import FactoryError
+from worker.model import measure_layers, resolve
 from worker.model.profile import PROFILE_FORMAT, OptimizerState
 from worker.model.shipping import Values
+from worker.model.update_costs import UpdateCosts
 from worker.node import WorkerAddress, own_node_address, processor_cores
 from worker.program import program_from_json
 from worker.reasons import Reason
-from worker.seeding import seeded
 from worker.traced_model import JobModel
 from worker.training import (
     learning_rate,
@@ -59,9 +60,9 @@ from worker.training import (
     without_implementation,
 )
 from worker.transport import ConnectError, Topology
-from worker.transport.links import groups_of, lanes_of, measure_links
+from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
-from worker.turns import GENERATORS
+from worker.update_measure import WORKERS, measure_sum, measure_update
 
 PROFILE_REPEATS = 5
 
@@ -102,28 +103,34 @@ class Worker:
         """This process's monotonic clock, in seconds."""
         return time.monotonic()
 
-    def prepare(self, workers_per_mesh: int) -> str:
-        """Build the data and the loss; the key under which the model's profile is cached."""
+    def prepare(self, workers_per_mesh: int) -> dict[int, str]:
+        """Build the data and the loss; of each number of microbatches that may be chosen the key under which its
+        profile is cached."""
         self._workers_per_mesh = workers_per_mesh
-        self._build_data()
+        counts = microbatch_counts(self._job)
+        self._batches = Batches(
+            self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
+        )
         self._build_loss()
-        return self._profile_key()
+        return {count: self._profile_key(count) for count in counts}
 
-    def trace(self) -> None:
-        """Build the model and trace it: one worker of the gang does so for all."""
-        self._model.traced(self._sample[0])
+    def trace(self, microbatches: int) -> None:
+        """Build the model and trace it for so many microbatches: one worker of the gang does so for all."""
+        self._use(microbatches)
+        self._model.traced(self._batches.sample[0])
 
     def graph(self) -> bytes:
         """The traced model for the other workers, without its parameters."""
-        return self._model.graph(self._sample[0])
+        return self._model.graph(self._batches.sample[0])
 
-    def take_graph(self, graph: bytes) -> None:
-        """Have what another worker traced: nothing is built here."""
+    def take_graph(self, graph: bytes, microbatches: int) -> None:
+        """Have what another worker traced for so many microbatches: nothing is built here."""
+        self._use(microbatches)
         self._model.take(graph)
 
     def weights(self, begins: Sequence[str], stages: Sequence[int]) -> Values:
         """The initial values of the parameters of some stages, for the worker that runs them."""
-        return self._model.weights(self._sample[0], begins, stages)
+        return self._model.weights(self._batches.sample[0], begins, stages)
 
     def memory_limit(self, sharing: int) -> int | None:
         """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
@@ -133,6 +140,33 @@ class Worker:
     def optimizer_state(self) -> OptimizerState:
         """What the job's optimizer keeps of the parameters that it trains."""
         return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
+
+    def update_costs(self) -> UpdateCosts:
+        """What the engine's REDUCE and STEP take on this worker alone, with the job's optimizer."""
+        make = functools.partial(make_optimizer, self._job.optimizer)
+        return measure_update(make, self._device, self._job.training.clip_grad_norm)
+
+    @attributed_to(Reason.START_TIMEOUT)
+    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, float]:
+        """What summing gradients over the workers of this mesh takes; all of them call this at the same time."""
+        topology = Topology((self._mesh,), self._workers_per_mesh)
+        transport = make_transport(
+            self._device,
+            topology,
+            mesh=self._mesh,
+            worker=self._worker,
+            store=store,
+            host=host,
+            connect_s=connect_s,
+        )
+        try:
+            transport.connect({WORKERS: tuple(range(topology.size))}, ())
+            return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])
+        except BaseException:
+            transport.abort()  # as below
+            raise
+        finally:
+            transport.close()
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
@@ -164,12 +198,13 @@ class Worker:
             transport.close()
 
     @attributed_to(Reason.USER_CODE_RAISED)
-    def profile(self) -> dict[str, Any]:
-        """Measure every layer on this device; JSON of a LayerProfile."""
+    def profile(self, microbatches: int | None = None) -> dict[str, Any]:
+        """Measure every layer on this device, for the batch in so many microbatches; JSON of a LayerProfile."""
+        self._use(microbatches)
         profile = measure_layers(
-            self._model.traced(self._sample[0]),
+            self._model.traced(self._batches.sample[0]),
             self._loss,
-            self._sample[1],
+            self._batches.sample[1],
             device=self._device,
             repeats=PROFILE_REPEATS,
         )
@@ -188,19 +223,22 @@ class Worker:
         connect_s: float,
         slot_limits: SlotLimits,
         planned_bytes: int | None = None,
+        microbatches: int | None = None,
         recomputed: Sequence[int] = (),
         weights: Values | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
         The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
-        mesh holds by the plan, for messages; `weights` are those of a worker that took its graph.
+        mesh holds by the plan, for messages; `microbatches` what was planned, where the job leaves it open;
+        `weights` are those of a worker that took its graph.
         """
         self._planned_bytes = planned_bytes
+        self._use(microbatches)
         with self._memory_told():
             training, schedule = self._job.training, self._job.optimizer.schedule
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
-            graph = self._model.cut(self._sample[0], begins, here, weights)
+            graph = self._model.cut(self._batches.sample[0], begins, here, weights)
             stages = {i: graph.stages[i].to(self._device) for i in here}
             self._needs_data = any(
                 name.startswith("input:") for stage in stages.values() for name in stage.inputs
@@ -222,7 +260,7 @@ class Worker:
                 edges=graph.edges,
                 mesh_of_stage=tuple(mesh_of_stage),
                 tied=graph.tied,
-                microbatches=training.microbatches,
+                microbatches=self._batches.microbatches,
                 loss=self._loss,
                 optimizer=self._make_optimizer,
                 lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
@@ -265,7 +303,7 @@ class Worker:
     def fingerprint(self, names: Sequence[str]) -> Fingerprint:
         """Checksums of those of the tensors `names` that are here, and of sample 0."""
         own = named_tensors(self._stages)
-        first, again = (checksum(collate([self._example(0, 0)])) for _ in range(2))
+        first, again = (checksum(collate([self._batches.example(0, 0)])) for _ in range(2))
         return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
 
     def run_step(self, step: int) -> dict[str, Any]:
@@ -302,27 +340,12 @@ class Worker:
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
 
-    @attributed_to(Reason.DATA_FAILED)
-    def _build_data(self) -> None:
-        data, training = self._job.data, self._job.training
-        with seeded(training.seed):
-            self._dataset = call_factory(data.factory, data.args)
-        for method, means in (
-            ("__len__", "how many samples it has"),
-            ("__getitem__", "a sample by its index"),
-        ):
-            if not hasattr(self._dataset, method):
-                raise FactoryError(
-                    f"data {data.factory!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
-                    f"({method}): return a map-style data set"
-                )
-        self._sampler = BatchSampler(
-            len(self._dataset),
-            training.global_batch,
-            training.microbatches,
-            seed=training.seed,
-        )
-        self._sample = self._microbatch(0, 0)
+    def _use(self, microbatches: int | None) -> None:
+        """Deal the batch in so many microbatches from now on; None keeps what is."""
+        if microbatches is None or microbatches == self._batches.microbatches:
+            return
+        self._batches.deal(microbatches)
+        self._model.forget_graph()  # it has the shapes of a microbatch
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _build_loss(self) -> None:
@@ -336,20 +359,11 @@ class Worker:
         return self._optimizer
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        count = self._job.training.microbatches
+        count = self._batches.microbatches
         if not self._needs_data:
             return [()] * count, None
-        pairs = [self._microbatch(step, m) for m in range(count)]
+        pairs = [self._batches.microbatch(step, m) for m in range(count)]
         return [inputs for inputs, _ in pairs], [target for _, target in pairs]
-
-    @attributed_to(Reason.DATA_FAILED)
-    def _microbatch(self, step: int, microbatch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
-        indices = self._sampler.indices(step, microbatch)
-        share = len(indices) // self._workers_per_mesh
-        return collate(
-            [self._example(step, i) for i in indices[self._worker * share : (self._worker + 1) * share]]
-        )
 
     @contextlib.contextmanager
     def _memory_told(self) -> Iterator[None]:
@@ -371,23 +385,16 @@ class Worker:
                 peak + min(tried, peak),
             ) from None
 
-    def _example(self, step: int, index: int) -> Any:
-        try:
-            with GENERATORS:  # this may be the reading thread: see worker/turns.py
-                return read_sample(self._dataset, index, seed=self._job.training.seed, step=step)
-        except Exception as error:
-            what = f"sample {index} of data {self._job.data.factory}"
-            raise RuntimeError(f"{what} raised {type(error).__name__}: {error}") from error
-
-    def _profile_key(self) -> str:
+    def _profile_key(self, microbatches: int) -> str:
         """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
         workers of the gang, which share the cores. Workers of two kinds thus have two keys."""
-        inputs, target = self._sample
+        inputs, target = self._batches.sample
+        rows = self._batches.rows(microbatches)
         parts = {
             "model": asdict(self._job.model),
             "code": asdict(self._job.code),
             "loss": asdict(self._job.loss),
-            "shapes": [[list(t.shape), str(t.dtype)] for t in (*inputs, target)],
+            "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
             "precision": [self._job.training.precision, self._job.training.transfers],
             "device": self._device,
             "device_name": device_kind(self._device),

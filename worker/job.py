@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 Part = TypeVar("Part")
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,14 @@ class Optimizer(Factory):
 @dataclass(frozen=True)
 class Training:
     """`precision` is fp32 or bf16, `transfers` auto (tensors travel as they are) or bf16 (rounded, half the bytes);
-    `non_finite` stop or skip: what a step does whose loss is no number."""
+    `non_finite` stop or skip: what a step does whose loss is no number.
+
+    `microbatches` is a number, or auto: planning chooses it (worker/choices.py).
+    """
 
     steps: int = 100
     global_batch: int = 32
-    microbatches: int = 8
+    microbatches: str | int = 8
     seed: int = 0
     precision: str = "fp32"
     transfers: str = "auto"
@@ -48,9 +52,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`cut` is auto, or the modules that begin a stage. `recompute` is the planner's: auto, none, all, or names."""
+    """`stages` is a number, or auto; `cut` is auto, or the modules that begin a stage. `recompute` is the planner's:
+    auto, none, all, or names."""
 
-    stages: int = 1
+    stages: str | int = 1
     cut: str | tuple[str, ...] = "auto"
     schedule: str = "auto"
     recompute: str | tuple[str, ...] = "auto"
@@ -101,7 +106,11 @@ class Job:
     @property
     def meshes(self) -> int:
         """How many meshes the job's gang has."""
-        return self.pipeline.stages if self.resources.meshes is None else self.resources.meshes
+        if self.resources.meshes is not None:
+            return self.resources.meshes
+        if self.pipeline.stages == AUTO:
+            raise ValueError("job.pipeline.stages is auto: give resources.meshes, which it fills")
+        return int(self.pipeline.stages)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:

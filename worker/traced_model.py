@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from worker.failure import attributed_to
 from worker.job import Job
@@ -24,6 +25,7 @@ class JobModel:
 
     def __init__(self, job: Job):
         self._job = job
+        self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._taken = False
 
@@ -32,9 +34,10 @@ class JobModel:
         """The model for inputs like `sample`; built and traced now where that was not done."""
         if self._traced is None:
             training, model = self._job.training, self._job.model
-            built = build_model(model.factory, model.args, seed=training.seed)
+            if self._built is None:
+                self._built = build_model(model.factory, model.args, seed=training.seed)
             autocast = torch.bfloat16 if training.precision == "bf16" else None
-            self._traced = trace(built, sample, autocast=autocast, transfers=training.transfers)
+            self._traced = trace(self._built, sample, autocast=autocast, transfers=training.transfers)
         return self._traced
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
@@ -74,5 +77,9 @@ class JobModel:
         if weights is not None and self._taken:
             fill(traced, weights)
         graph = traced.cut(begins, keep=keep)
-        self._traced = None
+        self._traced = self._built = None
         return graph
+
+    def forget_graph(self) -> None:
+        """The next sample has other shapes: trace anew, or take a new graph."""
+        self._traced, self._taken = None, False

@@ -13,6 +13,7 @@ from service.api import (
     cluster,
     drivers,
     errors,
+    job_plans,
     manage,
     metrics,
     observe,
@@ -55,7 +56,14 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)
     errors.install(app)
-    for router in (manage.router, observe.router, plans.router, packages.router, cluster.router):
+    for router in (
+        job_plans.router,
+        manage.router,
+        observe.router,
+        plans.router,
+        packages.router,
+        cluster.router,
+    ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])
     app.include_router(metrics.router)

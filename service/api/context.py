@@ -13,6 +13,7 @@ from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
 from service.orchestrator.planning import Planner
+from service.orchestrator.profiling import JobProfiler
 from service.settings import Settings
 from service.store.database import Database
 
@@ -24,6 +25,7 @@ class Service:
     settings: Settings
     database: Database
     planner: Planner
+    profiler: JobProfiler
     cluster: ClusterWatcher
     logs: LogReader
     wake: Callable[[], None]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from service.api.schemas import CheckpointView, Integer
-from service.jobspec import Arguments
+from service.jobspec import Arguments, Count
 from service.store.states import printable
 
 
@@ -148,11 +148,48 @@ class OptimizerMemory(_FromDriver):
     bytes_per_tensor: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
-class PlanRequest(_FromDriver):
-    """Drivers that measure no memory send no `memory`: their plans have no limit of the whole."""
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
+
+class LinearSeconds(_FromDriver):
+    fixed_s: Seconds = 0.0
+    per_tensor_s: Seconds = 0.0
+    per_byte_s: Seconds = 0.0
+
+
+class UpdateSeconds(_FromDriver):
+    """UpdateCosts of worker/model/update_costs.py as they were measured."""
+
+    reduce: LinearSeconds = LinearSeconds()
+    step: LinearSeconds = LinearSeconds()
+
+
+class ProfileOfCount(_FromDriver):
+    """The layers' costs with the batch in so many microbatches."""
+
+    microbatches: Count
     profile: Arguments
+
+
+class PlanRequest(_FromDriver):
+    """What was measured of a job. One profile stands in `profile`, several in `profiles`; `tried` are numbers of
+    microbatches, also those that were left out.
+
+    Drivers that measure no memory send no `memory`: their plans have no limit of the whole.
+    """
+
+    profile: Arguments | None = None
+    microbatches: Count | None = None
+    profiles: Annotated[list[ProfileOfCount], Field(max_length=100)] = []
+    tried: Annotated[list[Count], Field(max_length=100)] = []
     network: Network = Network()
     memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []
     optimizer: OptimizerMemory = OptimizerMemory()
+    update: UpdateSeconds = UpdateSeconds()
     workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []
+
+    @model_validator(mode="after")
+    def _something_was_measured(self) -> Self:
+        if self.profile is None and not self.profiles:
+            raise ValueError("no profile of the layers is given: send `profile`, or `profiles`")
+        return self

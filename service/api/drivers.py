@@ -28,11 +28,12 @@ from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.store.database import utc_now
 from service.store.jobs import find_job
-from service.store.plans import record_plan
-from service.store.profiles import find_profile, record_profile
+from service.store.plans import find_plan, record_plan
+from service.store.profiles import GANG, find_profile, record_costs, record_profile
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
+from worker.costs import costs_digest
 from worker.reasons import Reason
 
 router = APIRouter(
@@ -82,14 +83,14 @@ async def write_profile(
 async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -> Response:
     """Partition the profiled layers and schedule them; the plan becomes the job's plan."""
     job = await _current_job(service, attempt)
+    async with service.database.read() as session:
+        earlier = await find_plan(session, attempt.job_id)
+    costs = request.model_dump()
     try:
         planned = await service.planner.plan_job(
             job.spec,
-            request.profile,
-            request.network.model_dump(),
-            memory={one.mesh: one.memory_bytes for one in request.memory},
-            optimizer=request.optimizer.model_dump(),
-            workers=[worker.model_dump() for worker in request.workers],
+            costs,
+            earlier=None if earlier is None else earlier.body,
             budget_s=service.settings.plan_budget_s,
         )
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
@@ -97,6 +98,7 @@ async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_plan(session, attempt, planned, at=utc_now())
+        await record_costs(session, costs_digest(job.spec), costs, measured_by=GANG, at=utc_now())
     return Response(planned, media_type="application/json")
 
 

@@ -44,7 +44,7 @@ async def submit(
     digest = hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
     job = await _find_by_key(service, idempotency_key)
     if job is None:
-        await _check_references(service, spec)
+        await check_references(service, spec)
         job = await _create_once(service, spec, idempotency_key, digest)
     if job.request_digest != digest:
         raise ProblemError(
@@ -113,7 +113,7 @@ async def _view(service: Service, job: Job) -> JobView:
         return job_view(job, list(await attempts_of(session, job.id)))
 
 
-async def _check_references(service: Service, spec: JobSpec) -> None:
+async def check_references(service: Service, spec: JobSpec) -> None:
     """What a specification names must exist: its queue, its uploaded code, one place of its checkpoints."""
     queues = service.settings.queues
     if spec.queue not in queues:

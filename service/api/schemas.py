@@ -124,10 +124,38 @@ class StepPage(BaseModel):
     next_page_token: str | None
 
 
+class MeshUpdateView(BaseModel):
+    """The planned seconds of one mesh's REDUCE and STEP."""
+
+    mesh: str
+    reduce_s: float
+    step_s: float
+
+
 class JobPlanView(BaseModel):
+    """`step_s` is the planned step: the plan's makespan, and `update_s`, the longest REDUCE and STEP behind it.
+    These are null, and `update` empty, in plans of an older Slotline."""
+
     begins: list[str]
     spec: dict[str, Any]
     plan: dict[str, Any]
+    step_s: float | None = None
+    update_s: float | None = None
+    update: list[MeshUpdateView] = []
+
+
+class JobPlanPreview(JobPlanView):
+    """The plan of a job that does not train. `notes` say what was assumed where it was not measured."""
+
+    measured_by: Literal["gang", "one worker"]
+    notes: list[str]
+
+
+class ProfilingView(BaseModel):
+    """A job's costs are being measured; the same request, sent again, answers with the plan."""
+
+    state: Literal["PROFILING"]
+    message: str
 
 
 class SlotView(BaseModel):

@@ -16,11 +16,11 @@ from service.client import Client
 from service.jobspec import PACKAGE_PREFIX, REMOTE_CODE
 
 
-class _SpecLoader(yaml.SafeLoader):
+class SpecLoader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-3 for text, and people write learning rates so: a number, as in YAML 1.2 and JSON."""
 
 
-_SpecLoader.add_implicit_resolver(
+SpecLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
@@ -29,7 +29,7 @@ def read_spec(file: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; CliError when there is none."""
     try:
         text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
-        spec = yaml.load(text, _SpecLoader)
+        spec = yaml.load(text, SpecLoader)
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

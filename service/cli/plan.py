@@ -1,13 +1,16 @@
-"""`slotline plan`: a spec file in, a plan out; needs no server."""
+"""`slotline plan`: a spec file in, a plan out; needs no server. A job file in, the plan of its training out."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from service.cli.job_file import SpecLoader
+from service.cli.job_plan import is_job, plan_job_file, with_schedule
 
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
@@ -22,7 +25,9 @@ app = typer.Typer()
 
 @app.command()
 def plan(
-    spec: Annotated[Path, typer.Argument(help="PipelineSpec as JSON or YAML; - reads standard input.")],
+    spec: Annotated[
+        Path, typer.Argument(help="PipelineSpec, or a job, as JSON or YAML; - reads standard input.")
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
     ] = None,
@@ -40,13 +45,29 @@ def plan(
         float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Measure a job on this machine, also where a server answers.")
+    ] = False,
 ) -> None:
-    """Plan one training step: timeline, memory and programs of every mesh."""
+    """Plan one training step: timeline, memory and programs of every mesh.
+
+    A job (a file with a model) is planned on what a server knows of it, or has one worker measure; without a server
+    it is measured here. Nothing is trained.
+    """
     try:
-        if compare:
-            text = _compare(_read_spec(spec, schedule, orders), _format(format, as_json, output), budget_s)
+        data, form = _read(spec), _format(format, as_json, output)
+        if is_job(data):
+            if compare or orders is not None:
+                raise ValueError(
+                    "--compare and --orders are for pipeline specs, and this is a job: leave them out"
+                )
+            text = plan_job_file(
+                with_schedule(data, schedule), spec, format=form, budget_s=budget_s, local=local
+            )
+        elif compare:
+            text = _compare(_read_spec(data, schedule, orders), form, budget_s)
         else:
-            text = _plan(_read_spec(spec, schedule, orders), _format(format, as_json, output), budget_s)
+            text = _plan(_read_spec(data, schedule, orders), form, budget_s)
         if output is not None:
             output.write_text(text)
     except (ValueError, OSError) as error:
@@ -90,10 +111,8 @@ def _compare(spec: PipelineSpec, format: str, budget_s: float) -> str:
     return comparison_text(rows)
 
 
-def _read_spec(path: Path, schedule: str | None, orders: Path | None) -> PipelineSpec:
-    from service.scheduler import load_spec
-    from service.scheduler.schedules.csv_orders import orders_from_csv
-
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON or YAML file."""
     text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text()
     try:
         data = json.loads(text)
@@ -101,11 +120,20 @@ def _read_spec(path: Path, schedule: str | None, orders: Path | None) -> Pipelin
         import yaml
 
         try:
-            data = yaml.safe_load(text)
+            data = yaml.load(text, SpecLoader)
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is neither JSON nor YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{path} holds no pipeline spec: write an object with meshes, stages and edges")
+        raise ValueError(
+            f"{path} holds no pipeline spec: write an object with meshes, stages and edges, or a job with a model"
+        )
+    return data
+
+
+def _read_spec(data: dict[str, Any], schedule: str | None, orders: Path | None) -> PipelineSpec:
+    from service.scheduler import load_spec
+    from service.scheduler.schedules.csv_orders import orders_from_csv
+
     if schedule is not None:
         data = {**data, "schedule": schedule}
     spec = load_spec(data)

@@ -87,7 +87,7 @@ def admit(
         if isinstance(answer, Start):
             running.append(Holder(job.id, job.queue, job.accelerators, answer.device))
         elif answer.reason is Reason.WAITS_FOR_ACCELERATORS and capacity is not None:
-            first_in_line.setdefault(_device(job, capacity), job.id)
+            first_in_line.setdefault(device_of(job.device, job.accelerators, capacity), job.id)
     return answers
 
 
@@ -105,7 +105,7 @@ def _answer(
         return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
     if capacity is None:
         return Wait(job.id, Reason.WAITS_FOR_CLUSTER, "waits for the Ray cluster, which does not answer")
-    device = _device(job, capacity)
+    device = device_of(job.device, job.accelerators, capacity)
     total, resource = capacity.total.get(device, 0), RESOURCES[device]
     if job.accelerators > total:
         return Wait(
@@ -126,10 +126,11 @@ def _answer(
     return Start(job.id, device)
 
 
-def _device(job: WaitingJob, capacity: Capacity) -> Device:
-    if job.device != "auto":
-        return "cuda" if job.device == "cuda" else "cpu"
-    return "cuda" if capacity.total.get("cuda", 0) >= job.accelerators else "cpu"
+def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
+    """The device of a gang: what is wanted; for auto cuda where the whole gang finds GPUs."""
+    if wanted != "auto":
+        return "cuda" if wanted == "cuda" else "cpu"
+    return "cuda" if capacity.total.get("cuda", 0) >= accelerators else "cpu"
 
 
 def _over_quota(job: WaitingJob, running: Sequence[Holder], quotas: Mapping[str, int | None]) -> str | None:

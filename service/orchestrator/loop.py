@@ -52,11 +52,12 @@ class Orchestrator:
         self._tasks: set[asyncio.Task[None]] = set()
         self.logs = LogKeeper(database, cluster, watcher, limit_bytes=settings.log_limit_bytes)
         python = settings.driver_python or (sys.executable if local else "python")
+        self.submitter = Submitter(settings, database, cluster, python=python)
         self.attempts = AttemptWatcher(
             settings,
             database,
             cluster,
-            submitter=Submitter(settings, database, cluster, python=python),
+            submitter=self.submitter,
             logs=self.logs,
             ended=self.wake,
         )

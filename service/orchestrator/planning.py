@@ -58,22 +58,14 @@ class Planner:
         self._pool: ProcessPoolExecutor | None = None
 
     async def plan_job(
-        self,
-        job: Mapping[str, Any],
-        profile: Mapping[str, Any],
-        network: Mapping[str, Any],
-        *,
-        memory: Mapping[str, int],
-        optimizer: Mapping[str, Any],
-        workers: Sequence[Mapping[str, Any]] = (),
-        budget_s: float,
+        self, job: Mapping[str, Any], costs: Mapping[str, Any], *, earlier: str | None = None, budget_s: float
     ) -> str:
-        """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec and plan.
+        """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec, plan and step_s.
 
-        `memory` is bytes by mesh, `optimizer` the JSON of an OptimizerState; `workers` say their mesh, their node
-        and, where they compute on its processor cores, how many it has.
+        `costs` is what was measured, as a driver sends it (PlanRequest); `earlier` the plan of an earlier attempt,
+        whose number of microbatches is kept where the job leaves it open.
         """
-        return await self._run(_plan_job, job, profile, network, memory, optimizer, workers, budget_s)
+        return await self._run(_plan_job, job, costs, earlier, budget_s)
 
     async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
@@ -188,49 +180,20 @@ def _plan_spec(expired: Callable[[], bool], text: str, budget_s: float, format: 
 def _plan_job(
     expired: Callable[[], bool],
     job: Mapping[str, Any],
-    profile: Mapping[str, Any],
-    network: Mapping[str, Any],
-    memory: Mapping[str, int],
-    optimizer: Mapping[str, Any],
-    workers: Sequence[Mapping[str, Any]],
+    costs: Mapping[str, Any],
+    earlier: str | None,
     budget_s: float,
 ) -> str:
-    from service.scheduler.cores import shared_cores
-    from service.scheduler.joint import choose
-    from service.scheduler.model.spec import MeshSpec, NetworkSpec
-    from worker.model.profile import LayerProfile, OptimizerState
+    from service.scheduler.job import JobCosts, answer_json, plan_job
+    from worker.job import Job
 
-    measured = NetworkSpec.model_validate(network)
-    if measured.contention == "none":  # the programs of a job serialise each pair: so must its plan
-        measured = measured.model_copy(update={"contention": "link"})
-
-    names = [f"m{index}" for index in range(job["resources"]["meshes"])]
-    given = job["resources"].get("memory_per_worker")  # for drivers that tell no memory
-    limit = given if isinstance(given, int) else None
-    pipeline = job["pipeline"]
-    microbatches = job["training"]["microbatches"]
-    found = choose(
-        {microbatches: LayerProfile.from_json(profile)},
-        stages=[pipeline["stages"]],
-        meshes=[MeshSpec(name=name, memory_bytes=memory.get(name, limit)) for name in names],
-        cut=pipeline["cut"],
-        network=measured,
-        schedule=pipeline["schedule"],
-        overlap=pipeline["overlap"],
-        optimizer=OptimizerState(**optimizer),
-        shared=shared_cores((one["mesh"], one["node"], one["cores"]) for one in workers),
-        recompute=pipeline.get("recompute", "auto"),
+    read = Job.from_json(job)
+    found = plan_job(
+        read,
+        JobCosts.from_json(costs, read),
+        kept_microbatches=None if earlier is None else json.loads(earlier)["spec"].get("microbatches"),
         budget_s=budget_s,
         expired=expired,
     )
-    spec = found.partition.spec
-    _log_notes(found.plan.notes, spec)
-    return json.dumps(
-        {
-            "begins": list(found.partition.begins),
-            "spec": spec.model_dump(mode="json"),
-            "plan": found.plan.model_dump(mode="json"),
-            "slowdown": found.slowdown,
-        },
-        allow_nan=False,
-    )
+    _log_notes(found.plan.notes, found.partition.spec)
+    return json.dumps(answer_json(found), allow_nan=False)

@@ -7,7 +7,7 @@ call and imports all of Ray into the control plane. Nothing here touches the dat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Submission:
-    """A driver to start: `env` are its environment variables."""
+    """A driver to start: `env` are its environment variables, `resources` (by Ray's names) what it holds itself."""
 
     id: str
     entrypoint: str
@@ -45,6 +45,7 @@ class Submission:
     metadata: Mapping[str, str]
     working_dir: str | None = None
     pip: tuple[str, ...] = ()
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 class Cluster(Protocol):
@@ -91,6 +92,11 @@ class RayCluster:
             "metadata": dict(submission.metadata),
             "entrypoint_num_cpus": 0,
         }
+        others = {name: amount for name, amount in submission.resources.items() if name != "GPU"}
+        if others:
+            body["entrypoint_resources"] = others
+        if "GPU" in submission.resources:
+            body["entrypoint_num_gpus"] = submission.resources["GPU"]
         response = await self._call("POST", "/api/jobs/", json=body, accept=(400, 500))
         if response.is_success:
             return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from service.jobspec import PACKAGE_PREFIX, AttemptState, stored
 from service.orchestrator.admission import explain_waits
-from service.orchestrator.decide import End, Wait
+from service.orchestrator.decide import RESOURCES, Device, End, Wait
 from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError, Submission
 from service.settings import Settings
 from service.store.attempts import find_attempt
@@ -14,9 +17,11 @@ from service.store.database import Database, utc_now
 from service.store.packages import package_content
 from service.store.states import lock_job
 from service.store.tables import Attempt, Job
+from worker.costs import REQUEST_VARIABLE
 from worker.reasons import Reason
 
 _NOT_TAKEN = Reason.WAITS_FOR_CLUSTER
+_ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
 
 
 class Submitter:
@@ -47,6 +52,28 @@ class Submitter:
             if starting is not None and starting.reason == _NOT_TAKEN:
                 starting.reason = starting.message = None
         return None
+
+    async def profiling(self, run_id: str, spec: Mapping[str, Any], device: Device) -> Submission:
+        """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own."""
+        request = json.dumps({"job": spec, "device": device})
+        if len(request) > _ENVIRONMENT_LIMIT:
+            raise ClusterError(
+                f"the job's specification has {len(request)} characters, more than the {_ENVIRONMENT_LIMIT} that can "
+                "be handed to one worker: shorten its arguments, or submit the job, which plans it too"
+            )
+        share = 1 if device == "cpu" else int(10_000 / self._settings.workers_per_gpu) / 10_000
+        return Submission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(self._python)} -m worker.profiler",
+            env={
+                REQUEST_VARIABLE: request,
+                "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
+            },
+            metadata={"slotline_profile": run_id},
+            working_dir=await self._working_dir(stored(spec, "code", "working_dir", "")),
+            pip=tuple(stored(spec, "code", "pip", [])),
+            resources={RESOURCES[device]: share},
+        )
 
     async def _submission(self, attempt: Attempt, job: Job) -> Submission:
         return Submission(

@@ -8,7 +8,7 @@ every cut is judged and every one that its lower bound does not rule out is sear
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -17,7 +17,9 @@ import numpy as np
 
 from service.scheduler.automatic import constructive_makespan
 from service.scheduler.cores import SharedCores, least_step, processor_seconds, slowed
+from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.cut.recompute import Recompute
+from service.scheduler.cut.starts import balanced, equal_layers, moved
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.least import least_makespan
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
@@ -28,6 +30,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.recomputation import may_recompute, with_choice
 from service.scheduler.schedules import AUTO
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
+from worker.model.update_costs import MeshUpdate, UpdateCosts, mesh_update
 
 _EVERY_CUT = 30  # cuts of one shape, for each second of the budget, up to which all are judged
 _MOVES_PER_SECOND = (
@@ -37,12 +40,15 @@ _JUDGED_SHARE = 0.3  # of the budget
 _SHARED_ROUNDS = (0.2, 0.3, 0.5)  # of a plan's budget, until costs and makespan agree
 _NEARLY = 1.001  # how well they must
 _ALONE_WEIGHT = 0.1  # of the makespan with cores for all, where the cores decide: cuts would be all alike
+_WINDOW = 4  # microbatches a mesh by which cuts of more than twice as many are judged
+_PROMISING = 4  # shapes whose borders are moved, where all cuts are too many
 _WINNERS = 3  # searched with the rest of the budget, where the model is large
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What was chosen: the layers that begin the stages, the planning problem, and its plan.
+    """What was chosen: the layers that begin the stages, the planning problem, its plan, and of each mesh what
+    REDUCE and STEP take behind the makespan.
 
     `score_s` is what it was chosen by; `slowdown` says how many times as long as alone actions take in it, where
     workers share cores.
@@ -50,8 +56,14 @@ class JobPlan:
 
     partition: PartitionResult
     plan: Plan
+    update: tuple[MeshUpdate, ...]
     score_s: float
     slowdown: float = 1.0
+
+    @property
+    def step_s(self) -> float:
+        """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
+        return self.plan.makespan_s + longest(self.update)
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class _Shape:
 class _Candidate:
     shape: _Shape
     begins: tuple[int, ...]
-    makespan_s: float  # by constructive schedules
+    step_s: float  # by constructive schedules
 
 
 def choose(
@@ -83,9 +95,11 @@ def choose(
     optimizer: OptimizerState | None = None,
     shared: Sequence[SharedCores] = (),
     recompute: Recompute = "none",
+    update: UpdateCosts | None = None,
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
+    A step is the makespan and the longest REDUCE and STEP behind it, which `update` tells (nothing where None).
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
     bytes, `shared` which workers share processor cores, `recompute` is that of `partition`. Raises CutError for
@@ -94,7 +108,7 @@ def choose(
     for profile in profiles.values():
         check_stage_count([layer.name for layer in profile.layers], min(stages))
     choice = _Choice(
-        profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, shared, recompute
+        profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, update, shared, recompute
     )
     shapes = [
         _Shape(microbatches, placement)
@@ -107,9 +121,8 @@ def choose(
             f"stages {list(stages)} cannot fill {len(meshes)} meshes: ask for at least one stage a mesh"
         )
     if cut != "auto":
-        return choice.best_plan([choice.given(shape, cut) for shape in shapes])
-    for shape in shapes:
-        choice.judge_cuts(shape, 1.0 / len(shapes))
+        return choice.best_plan(choice.given(shapes, cut))
+    choice.judge_cuts(shapes)
     return choice.best_plan(choice.judged())
 
 
@@ -137,6 +150,7 @@ class _Choice:
         budget_s: float,
         expired: Callable[[], bool] | None,
         optimizer: OptimizerState | None,
+        update: UpdateCosts | None,
         shared: Sequence[SharedCores],
         recompute: Recompute,
     ) -> None:
@@ -144,31 +158,55 @@ class _Choice:
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
-        self._optimizer, self._shared, self._recompute = optimizer, shared, recompute
+        self._optimizer, self._costs = optimizer, update or UpdateCosts()
+        self._shared, self._recompute = shared, recompute
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
-    def given(self, shape: _Shape, cut: Sequence[str]) -> _Candidate:
-        """A cut by hand, to be searched unjudged; raises CutError or SpecError where it does not fit."""
-        result = self._partition(shape, cut)
-        names = [layer.name for layer in self._profiles[shape.microbatches].layers]
-        return _Candidate(shape, tuple(names.index(name) for name in result.begins), 0.0)
+    def given(self, shapes: Sequence[_Shape], cut: Sequence[str]) -> list[_Candidate]:
+        """A cut by hand for every shape, all to be searched, the one that is judged best first; raises CutError or
+        SpecError where it does not fit."""
+        found = []
+        for shape in shapes:
+            names = [layer.name for layer in self._profiles[shape.microbatches].layers]
+            begins = tuple(names.index(name) for name in self._partition(shape, cut).begins)
+            step_s = self._judge(shape, begins) if len(shapes) > 1 else 0.0
+            found.append(_Candidate(shape, begins, step_s))
+        return sorted(found, key=lambda candidate: candidate.step_s)
 
-    def judge_cuts(self, shape: _Shape, share: float) -> None:
-        """Judge cuts of one shape: all of them, or what borders moved one by one reach from the best starts."""
-        layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
-        if stages > layers:
-            return
-        if math.comb(layers - 1, stages - 1) <= share * self._every_cut:
+    def judge_cuts(self, shapes: Sequence[_Shape]) -> None:
+        """Judge cuts of every shape: all of them where they are few, else what borders moved one by one reach from
+        the best start. Of many shapes only those whose starts look best deserve moves."""
+        share = 1.0 / len(shapes)
+        large = []
+        for shape in shapes:
+            layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
+            if stages > layers:
+                continue
+            if math.comb(layers - 1, stages - 1) > share * self._every_cut:
+                large.append(shape)
+                continue
             for borders in combinations(range(1, layers), stages - 1):
                 self._judge(shape, (0, *borders))
-            return
-        tasks = shape.microbatches * (3 * stages + 2 * len(self._profiles[shape.microbatches].edges))
+        first = {}
+        for shape in large:
+            if not first or not self._late():
+                first[shape] = self._judge(shape, self._by_formula(shape))
+        starts = {
+            shape: min(self._starts(shape), key=lambda begins: self._judge(shape, begins))
+            for shape in sorted(first, key=first.__getitem__)[: 2 * _PROMISING]
+        }
+        promising = sorted(starts, key=lambda shape: self._judge(shape, starts[shape]))[:_PROMISING]
+        for shape in promising:
+            self._move_borders(shape, starts[shape], 1.0 / len(promising))
+
+    def _move_borders(self, shape: _Shape, best: tuple[int, ...], share: float) -> None:
+        layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
+        judged = min(shape.microbatches, 2 * _WINDOW * len(self._meshes))
+        tasks = judged * (3 * stages + 2 * len(self._profiles[shape.microbatches].edges))
         moves = max(10, int(share * self._budget_s * _JUDGED_SHARE * _MOVES_PER_SECOND / (40 * tasks)))
-        starts = sorted(self._starts(shape), key=lambda begins: self._judge(shape, begins))
-        best = starts[0]
         while moves > 0 and not self._late():
-            for other in _moved(best, layers):
+            for other in moved(best, layers):
                 moves -= (shape, other) not in self._seen
                 if self._judge(shape, other) < self._judge(shape, best) * (1 - TOLERANCE):
                     best = other
@@ -180,10 +218,8 @@ class _Choice:
 
     def judged(self) -> list[_Candidate]:
         """What was judged, best first."""
-        found = [_Candidate(shape, begins, makespan) for (shape, begins), makespan in self._seen.items()]
-        return sorted(
-            (c for c in found if math.isfinite(c.makespan_s)), key=lambda c: (c.makespan_s, c.begins)
-        )
+        found = [_Candidate(shape, begins, step_s) for (shape, begins), step_s in self._seen.items()]
+        return sorted((c for c in found if math.isfinite(c.step_s)), key=lambda c: (c.step_s, c.begins))
 
     def best_plan(self, candidates: Sequence[_Candidate]) -> JobPlan:
         """Search the candidates that can still win, best first; few of them where the model is large."""
@@ -198,12 +234,13 @@ class _Choice:
         best: JobPlan | None = None
         for candidate, share in zip(tried, shares.tolist(), strict=True):
             result = self._cut(candidate.shape, candidate.begins)
+            update = self._update(candidate.shape, candidate.begins)
             if best is not None and (
-                self._late() or self._least(result.spec) >= best.score_s * (1 - TOLERANCE)
+                self._late() or self._least(result.spec, update) >= best.score_s * (1 - TOLERANCE)
             ):
                 continue
             try:
-                planned = self._plan(result, share)
+                planned = self._plan(result, update, share)
             except SpecError as error:
                 self._failed = error
                 continue
@@ -213,50 +250,57 @@ class _Choice:
             raise self._failed or SpecError("no cut of this model could be planned: raise memory_bytes")
         return best
 
-    def _plan(self, cut: PartitionResult, budget_s: float) -> JobPlan:
+    def _plan(self, cut: PartitionResult, update: tuple[MeshUpdate, ...], budget_s: float) -> JobPlan:
         """The plan of a cut; where workers share cores, with costs as they are when all of them compute."""
         if not self._shared:
             plan = make_plan(cut.spec, budget_s=budget_s, expired=self._expired)
-            return JobPlan(cut, plan, score_s=plan.makespan_s)
+            return JobPlan(cut, plan, update, score_s=plan.makespan_s + longest(update))
         factor, score_s = 1.0, 0.0
         for share in _SHARED_ROUNDS:
             spec = slowed(cut.spec, factor)
             plan = make_plan(spec, budget_s=share * budget_s, expired=self._expired)
             processor_s = {mesh.name: mesh.compute_s / factor for mesh in plan.meshes}
-            score_s = score_s or self._score(plan.makespan_s, processor_s)
+            score_s = score_s or self._score(plan.makespan_s, processor_s, update)
             short = least_step(processor_s, self._shared) / plan.makespan_s
             if short <= _NEARLY:
                 break
             factor *= short  # transfers are not slowed, so that once is not always enough
-        return JobPlan(replace(cut, spec=spec), plan, score_s=score_s, slowdown=factor)
+        return JobPlan(replace(cut, spec=spec), plan, update, score_s=score_s, slowdown=factor)
 
-    def _least(self, spec: PipelineSpec) -> float:
-        return self._score(least_makespan(spec), processor_seconds(spec))
+    def _least(self, spec: PipelineSpec, update: tuple[MeshUpdate, ...]) -> float:
+        return self._score(least_makespan(spec), processor_seconds(spec), update)
 
-    def _score(self, alone_s: float, processor_s: Mapping[str, float]) -> float:
-        """What candidates are compared by: the makespan; where cores are shared, also how far from idle they are."""
+    def _score(
+        self, alone_s: float, processor_s: Mapping[str, float], update: tuple[MeshUpdate, ...]
+    ) -> float:
+        """What candidates are compared by: the step; where cores are shared, also how far from idle they are."""
         if not self._shared:
-            return alone_s
-        return max(alone_s, least_step(processor_s, self._shared)) + _ALONE_WEIGHT * alone_s
+            return alone_s + longest(update)
+        shared_s = max(alone_s, least_step(processor_s, self._shared))
+        return shared_s + _ALONE_WEIGHT * alone_s + longest(update)
 
-    def _starts(self, shape: _Shape) -> Iterator[tuple[int, ...]]:
+    def _by_formula(self, shape: _Shape) -> tuple[int, ...]:
+        """The cut by formula; the balanced one where the formula finds none that fits."""
         profile = self._profiles[shape.microbatches]
-        layers, stages = len(profile.layers), len(shape.placement)
         names = [layer.name for layer in profile.layers]
         try:
-            yield tuple(names.index(name) for name in self._partition(shape, "auto").begins)
+            return tuple(names.index(name) for name in self._partition(shape, "auto").begins)
         except SpecError as error:
             self._failed = error
-        yield equal_layers(layers, stages)
-        yield balanced(profile, stages)
+            return balanced(profile, len(shape.placement))
+
+    def _starts(self, shape: _Shape) -> list[tuple[int, ...]]:
+        profile = self._profiles[shape.microbatches]
+        layers, stages = len(profile.layers), len(shape.placement)
+        return [self._by_formula(shape), equal_layers(layers, stages), balanced(profile, stages)]
 
     def _judge(self, shape: _Shape, begins: tuple[int, ...]) -> float:
         key = (shape, begins)
         if key not in self._seen:
             try:
                 spec = self._cut(shape, begins).spec
-                alone_s = _constructive_makespan(spec)
-                self._seen[key] = self._score(alone_s, processor_seconds(spec))
+                update = self._update(shape, begins)
+                self._seen[key] = self._score(_constructive_makespan(spec), processor_seconds(spec), update)
             except SpecError as error:
                 self._failed = error
                 self._seen[key] = math.inf
@@ -281,47 +325,41 @@ class _Choice:
             recompute=self._recompute,
         )
 
+    def _update(self, shape: _Shape, begins: Sequence[int]) -> tuple[MeshUpdate, ...]:
+        profile = self._profiles[shape.microbatches]
+        layers_of: list[list[int]] = [[] for _ in self._meshes]
+        ranges = layer_ranges(begins, len(profile.layers))
+        for mesh, (first, end) in zip(shape.placement, ranges, strict=True):
+            layers_of[mesh].extend(range(first, end))
+        return tuple(
+            mesh_update(mesh.name, layers, profile, self._costs)
+            for mesh, layers in zip(self._meshes, layers_of, strict=True)
+        )
+
     def _late(self) -> bool:
         return self._expired is not None and self._expired()
 
 
-def equal_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """The cut into stages of as many layers each, the larger ones first."""
-    size, larger = divmod(layers, stages)
-    sizes = [size + (stage < larger) for stage in range(stages)]
-    return tuple(int(begin) for begin in np.cumsum([0, *sizes[:-1]]))
-
-
-def balanced(profile: LayerProfile, stages: int) -> tuple[int, ...]:
-    """The cut whose busiest stage computes least, transfers aside (dynamic programming over prefixes)."""
-    work = np.array([layer.compute_s for layer in profile.layers])
-    total = np.concatenate(([0.0], np.cumsum(work)))
-    layers = len(work)
-    load = np.where(np.arange(layers + 1)[:, None] < np.arange(layers + 1), total - total[:, None], np.inf)
-    best = np.full(layers + 1, np.inf)
-    best[0] = 0.0
-    choices = []
-    for _ in range(stages):
-        costs = np.maximum(best[:, None], load)
-        choices.append(costs.argmin(axis=0))
-        best = costs.min(axis=0)
-    begins, end = [], layers
-    for choice in reversed(choices):
-        end = int(choice[end])
-        begins.append(end)
-    return tuple(begins[::-1])
-
-
-def _moved(begins: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
-    """The cuts with one border moved by one layer, or by two."""
-    for step in (1, -1, 2, -2):
-        for border in range(1, len(begins)):
-            other = (*begins[:border], begins[border] + step, *begins[border + 1 :])
-            if all(a < b for a, b in zip(other, (*other[1:], layers), strict=True)):
-                yield other
+def longest(update: Sequence[MeshUpdate]) -> float:
+    """Seconds of the longest REDUCE and STEP of a mesh: what a step takes behind its makespan."""
+    return max((one.whole_s for one in update), default=0.0)
 
 
 def _constructive_makespan(spec: PipelineSpec) -> float:
+    """By constructive schedules; of many microbatches by fewer, since what repeats takes as long each time."""
+    window = _WINDOW * len(spec.meshes)
+    if spec.microbatches <= 2 * window:
+        return _exact_constructive_makespan(spec)
+    whole, half = (
+        _exact_constructive_makespan(spec.model_copy(update={"microbatches": count}))
+        for count in (window, window // 2)
+    )
+    if not math.isfinite(whole) or not math.isfinite(half):
+        return math.inf
+    return whole + (spec.microbatches - window) * (whole - half) / (window - window // 2)
+
+
+def _exact_constructive_makespan(spec: PipelineSpec) -> float:
     names = may_recompute(spec)
     if spec.schedule != AUTO:
         try:

@@ -1,7 +1,10 @@
-"""Profiles of layers in the store: kept by model, microbatch shape and device, for later attempts."""
+"""What was measured, in the store: profiles of layers by model, microbatch shape and device, for later attempts;
+and all costs of a job by its digest, for plans without training.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,3 +21,42 @@ async def record_profile(session: AsyncSession, key: str, body: dict[str, Any], 
 async def find_profile(session: AsyncSession, key: str) -> dict[str, Any] | None:
     profile = await session.get(Profile, key)
     return None if profile is None else profile.body
+
+
+GANG, ONE_WORKER = "gang", "one worker"
+"""Who measured: the workers of an attempt, or one worker alone."""
+
+
+async def record_costs(
+    session: AsyncSession, digest: str, costs: dict[str, Any], *, measured_by: str, at: datetime
+) -> None:
+    """Keep what was measured of jobs with this digest (JSON of a driver's PlanRequest); profiles for numbers of
+    microbatches that were measured before stay."""
+    profiles = {one["microbatches"]: one for one in costs.get("profiles") or ()}
+    if costs.get("profile") is not None and costs.get("microbatches") is not None:
+        profiles[costs["microbatches"]] = {name: costs[name] for name in ("microbatches", "profile")}
+    key = _costs_key(digest, measured_by)
+    before = await find_profile(session, key) or {"profiles": [], "tried": []}
+    profiles = {one["microbatches"]: one for one in before["profiles"]} | profiles
+    body = {name: value for name, value in costs.items() if name not in ("profile", "microbatches")} | {
+        "profiles": list(profiles.values()),
+        "tried": sorted({*before["tried"], *profiles, *(costs.get("tried") or ())}),
+    }
+    await record_profile(session, key, body, at=at)
+
+
+async def find_costs(
+    session: AsyncSession, digest: str, counts: Sequence[int]
+) -> tuple[dict[str, Any], str] | None:
+    """What was measured for all these numbers of microbatches, and who measured; a gang rather than one worker."""
+    for measured_by in (GANG, ONE_WORKER):
+        found = await find_profile(session, _costs_key(digest, measured_by))
+        if found is not None and set(counts) <= set(found["tried"]):
+            wanted = [one for one in found["profiles"] if one["microbatches"] in counts]
+            if wanted:
+                return {**found, "profiles": wanted}, measured_by
+    return None
+
+
+def _costs_key(digest: str, measured_by: str) -> str:
+    return f"costs of {digest} by {measured_by}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from service.client import Client
 from tests.end_to_end.conftest import FINAL, job_spec
 from tests.reference import train
 from worker.data.sampler import BatchSampler, collate
@@ -73,6 +74,33 @@ def test_two_jobs_at_once_take_turns_and_learn_what_a_plain_loop_learns(server, 
         assert measured == pytest.approx(plain_losses(specs[name]), rel=1e-5), name
     assert any("accelerator" in reason for reason in reasons), reasons
     ray_head.assert_nothing_held()
+
+
+def test_a_job_that_leaves_its_numbers_open_is_planned_without_training_and_then_trains(server, ray_head):
+    """One worker measures it, a short Ray job; the attempt measures with its gang, and plans from that."""
+    spec = job_spec(
+        "gpt-open",
+        training={"steps": 6, "global_batch": 16, "microbatches": "auto", "seed": 3, "clip_grad_norm": 1.0},
+        pipeline={"stages": "auto", "schedule": "auto"},
+        resources={"meshes": 2, "workers_per_mesh": 2, "device": "cpu"},
+    )
+    with Client(str(server.client.base_url)) as client:
+        told = []
+        alone = client.plan_job(spec, waiting=told.append)
+        assert told and alone.measured_by == "one worker" and alone.step_s > alone.plan["makespan_s"]
+        assert client.plan_job(spec, waiting=told.append).spec == alone.spec and len(told) == 1
+        ray_head.assert_nothing_held()
+        job = client.wait(client.submit(spec).id)
+        assert job.state == "SUCCEEDED", job
+        planned = client.plan(job.id)
+        gang = client.plan_job(spec)
+        steps = list(client.steps(job.id))
+    assert gang.measured_by == "gang"
+    assert all(one.reduce_s > 0 and one.step_s > 0 for one in planned.update)
+    chosen = planned.spec["microbatches"]
+    assert 16 % chosen == 0 and 16 // chosen % 2 == 0 and len(planned.begins) % 2 == 0
+    spec["training"]["microbatches"] = chosen
+    assert [step.loss for step in steps] == pytest.approx(plain_losses(spec), rel=1e-5)
 
 
 def test_a_finished_job_shows_plan_timeline_and_trace(server):

@@ -18,6 +18,7 @@ import pytest
 from service.client import ApiError, Client, ClientError, UnreachableError
 from service.control_plane import ControlPlane
 from service.jobspec import AttemptState, JobSpec, JobState
+from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.outcome import EventRecord, TimelineRecord
 from service.ports import free_ports
 from service.settings import Settings
@@ -26,9 +27,11 @@ from service.store.database import utc_now
 from service.store.plans import record_plan
 from service.store.steps import StepRecord
 from service.store.timelines import SlotRecord
+from tests.service.api.test_job_plans import costs
 from tests.service.api.test_plans_api import SPEC
 from tests.service.conftest import job_body
 from tests.service.serving import Served, report, serve, until
+from worker.costs import ANSWER_MARK
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -194,6 +197,22 @@ def test_steps_plan_timeline_and_trace_of_a_job(served: Served, client: Client):
 def test_a_pipeline_is_planned_without_a_job(client: Client):
     assert json.loads(client.make_plan(SPEC))["chosen"] == "1f1b"
     assert client.make_plan(SPEC, format="svg").startswith("<svg")
+
+
+def test_the_plan_of_a_job_is_waited_for_while_one_worker_measures_it_but_not_for_ever(
+    served: Served, client: Client
+):
+    served.run(lambda service: service.cluster.refresh())
+    told: list[str] = []
+    with pytest.raises(ClientError, match=r"one worker measures .* more than 0.6 s: ask again"):
+        client.plan_job(job_body(), limit_s=0.6, waiting=told.append)
+    assert len(told) == 1 and len(served.cluster.submissions) == 1
+    (run_id,) = served.cluster.submissions
+    served.cluster.logs[run_id] = f"{ANSWER_MARK}{json.dumps({'costs': costs((4,))})}\n"
+    served.cluster.states[run_id] = RayJob(RayState.SUCCEEDED)
+    found = client.plan_job(JobSpec.model_validate(job_body()), budget_s=0.2)
+    assert found.spec["microbatches"] == 4 and found.begins == [f"layers.{index}" for index in range(4)]
+    assert found.measured_by == "one worker" and found.step_s == found.plan["makespan_s"] + found.update_s
 
 
 def test_code_is_uploaded_and_named_by_a_job(client: Client):

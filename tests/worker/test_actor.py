@@ -324,11 +324,50 @@ def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
 
 def test_a_profile_is_used_again_for_the_same_work_only():
     def key(workers_per_mesh=1, **changes):
-        return Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(
-            workers_per_mesh
-        )
+        worker = Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu")
+        return worker.prepare(workers_per_mesh)[2]
 
     smaller = job()["training"] | {"global_batch": 4}
     keys = [key(), key(meshes=3), key(2), key(training=smaller)]
     assert len(set(keys)) == len(keys)
     assert key(training=job()["training"] | {"steps": 1, "seed": 9}) == keys[0]
+
+
+@pytest.mark.parametrize("workers_per_mesh", [1, 2])
+def test_a_job_that_leaves_its_numbers_open_learns_what_a_plain_loop_learns_at_the_chosen_ones(
+    workers_per_mesh,
+):
+    spec = job("cosine", workers_per_mesh=workers_per_mesh)
+    spec["training"]["microbatches"] = spec["pipeline"]["stages"] = spec["pipeline"]["schedule"] = "auto"
+    with Workers(spec) as run:
+        chosen = run.planned["spec"]["microbatches"]
+        assert chosen in (1, 2, 4, 8) and len(run.planned["begins"]) % 2 == 0
+        found = run.losses(range(1, 5))
+        counts = [len(result["losses"]) for result in run.step(5)]
+    assert set(counts) <= {0, chosen}, "as many losses as microbatches, where the model ends"
+    spec["training"]["microbatches"] = chosen
+    assert found == pytest.approx(plain(spec, range(1, 5))[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stages_are_loaded_for_the_planned_number_of_microbatches_whatever_was_profiled_last(count):
+    """With the shapes of another number the graph would refuse the batch, or the loss would be scaled wrongly."""
+    spec = job("cosine")
+    spec["training"]["microbatches"] = "auto"
+    fixed = {**spec, "training": {**spec["training"], "microbatches": count}}
+    worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+    keys = worker.prepare(1)
+    assert list(keys) == [1, 2, 4, 8] and len(set(keys.values())) == 4
+    profiles = {n: worker.profile(n) for n in (1, 2, 4, 8)}
+    assert [p["microbatch"].split("]")[0] for p in profiles.values()] == ["[8, 8", "[4, 8", "[2, 8", "[1, 8"]
+    with Workers(fixed) as run:
+        assert run.losses(range(1, 3)) == pytest.approx(plain(fixed, range(1, 3))[0], rel=1e-5)
+    alone = Worker(job=Job.from_json(fixed), mesh="m0", worker=0, device="cpu")
+    assert alone.prepare(1) == {count: keys[count]}, "a profile serves jobs that say the number, too"
+
+
+def test_more_or_fewer_microbatches_than_the_job_says_are_refused():
+    worker = Worker(job=Job.from_json(job()), mesh="m0", worker=0, device="cpu")
+    worker.prepare(1)
+    with pytest.raises(AttemptFailure, match="4 microbatches were planned, but the job says 2"):
+        worker.profile(4)

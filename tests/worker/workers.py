@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from service.scheduler import MeshSpec, make_plan
-from service.scheduler.model.spec import NetworkSpec
-from service.scheduler.partition import partition
+from service.scheduler.job import JobCosts, answer_json, plan_job
 from worker.actor import Worker
 from worker.driver.planning import planned_seconds
 from worker.engine import SlotLimits
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
-from worker.model.profile import LayerProfile
 from worker.transport import Topology
 from worker.transport.rendezvous import host_store
 
@@ -48,24 +46,10 @@ class TooLargeAfter(torch.nn.Module):
         return torch.nn.functional.cross_entropy(output, target)
 
 
-def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any]) -> dict[str, Any]:
-    """What the control plane answers to a profile: `begins`, `spec` and `plan`."""
-    found = partition(
-        LayerProfile.from_json(profile),
-        stages=job["pipeline"]["stages"],
-        cut=job["pipeline"].get("cut", "auto"),
-        meshes=[MeshSpec(name=f"m{i}") for i in range(job["resources"]["meshes"])],
-        microbatches=job["training"]["microbatches"],
-        network=NetworkSpec(**network),
-        schedule=job["pipeline"]["schedule"],
-        recompute=job["pipeline"].get("recompute", "auto"),
-    )
-    plan = make_plan(found.spec, budget_s=0.2)
-    return {
-        "begins": list(found.begins),
-        "spec": found.spec.model_dump(mode="json"),
-        "plan": plan.model_dump(mode="json"),
-    }
+def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -> dict[str, Any]:
+    """What the control plane answers to a driver's request for a plan."""
+    read = Job.from_json(job)
+    return answer_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=budget_s))
 
 
 class Workers:
@@ -80,15 +64,21 @@ class Workers:
             for mesh in meshes
             for w in range(per_mesh)
         ]
-        for worker in self.workers:  # one after the other: torch seeds and traces for a whole process
-            worker.prepare(per_mesh)
+        for worker in self.workers:  # one after the other: torch seeds for a whole process
+            counts = list(worker.prepare(per_mesh))
         first, *others = self.workers
-        first.trace()
-        for worker in others:
-            worker.take_graph(first.graph())
-            worker.trace()  # nothing to do, unless the graph could not be sent
-        planned = plan_of(job, self.workers[0].profile(), {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5})
+        costs = {
+            "profiles": [{"microbatches": count, "profile": first.profile(count)} for count in counts],
+            "network": {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5},
+            "optimizer": asdict(first.optimizer_state()),
+            "update": first.update_costs().to_json(),
+        }
+        self.planned = planned = plan_of(job, costs)
         spec, plan = planned["spec"], planned["plan"]
+        first.trace(spec["microbatches"])
+        for worker in others:
+            worker.take_graph(first.graph(), spec["microbatches"])
+            worker.trace(spec["microbatches"])  # nothing to do, unless the graph could not be sent
         self.store = host_store("127.0.0.1")
         seconds = planned_seconds(plan, [stage["name"] for stage in spec["stages"]])
         mesh_of_stage = [stage["mesh"] for stage in spec["stages"]]
@@ -110,6 +100,7 @@ class Workers:
                 connect_s=60.0,
                 slot_limits=SlotLimits(factor=20.0, floor_s=60.0),
                 planned_bytes=1234567,
+                microbatches=spec["microbatches"],
             )
         )
 

@@ -121,7 +121,7 @@ def _train(
         gang=gang,
         device=attempt.device,
         limits=limits,
-        stages=job.pipeline.stages,
+        job=job,
         interrupted=raise_if_cancelled,
     )
     try:
@@ -148,8 +148,8 @@ def _train(
                 interrupted=raise_if_cancelled,
             )
             checkpoints.try_place()
-            planned = planner.plan(workers_per_mesh)
-            metrics.set_plan(planned.plan)
+            planned = planner.plan()
+            metrics.set_plan(planned.plan, step_s=planned.step_s)
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
             store = host_store("0.0.0.0")
             gang.call(
@@ -182,7 +182,7 @@ def _load(
     gang: Gang, planned: PlannedJob, workers_per_mesh: int, store: tuple[str, int], limits: Limits
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
-    planned_s = planned_seconds(planned.plan, planned.stage_names)
+    planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
     peaks = planned_peak_bytes(planned.spec, planned.plan)
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
     weights = {
@@ -205,6 +205,7 @@ def _load(
             connect_s=limits.connect_s,
             slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
             planned_bytes=peaks[address.mesh],
+            microbatches=planned.microbatches,
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]

@@ -95,6 +95,7 @@ class JobMetrics:
         )
         self._gauge("overlap_ratio", "Share of transfer time that computation hid in the last finished step.")
         self._gauge("plan_makespan_seconds", "Makespan that the plan promises.")
+        self._gauge("plan_step_seconds", "Step that the plan promises: its makespan, REDUCE and STEP.")
         self._gauge("plan_bubble_ratio", "Bubble that the plan promises.")
         self._gauge("planned_memory_bytes", "The most that a mesh holds by its plan.", "mesh")
         self._gauge(
@@ -117,8 +118,9 @@ class JobMetrics:
         self._set("overlap_ratio", step.get("overlap_ratio"))
         self._set_by_mesh("peak_memory_bytes", step.get("peak_memory_bytes") or {})
 
-    def set_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take in the plan that the job now follows (the JSON of a Plan)."""
+    def set_plan(self, plan: Mapping[str, Any], *, step_s: float | None = None) -> None:
+        """Take in the plan that the job now follows (the JSON of a Plan), and the planned length of its steps."""
+        self._set("plan_step_seconds", step_s)
         self._set("plan_makespan_seconds", plan.get("makespan_s"))
         self._set("plan_bubble_ratio", plan.get("bubble_ratio"))
 

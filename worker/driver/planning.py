@@ -9,13 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from worker.choices import may_loop, microbatch_counts
+from worker.costs import least_memory_bytes, outgrows, profiles_json
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.report import Reporter
 from worker.failure import AttemptFailure, OutOfMemoryFailure
+from worker.job import Job
 from worker.model.memory_plan import corrected_factor, planned_peak_bytes, static_bytes_by_mesh
 from worker.model.profile import LayerProfile, mean_profile, slowest_profile
+from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
@@ -23,11 +27,13 @@ from worker.transport.network import choose_probes, network_of
 from worker.transport.rendezvous import host_store
 
 PROBE_LIMIT_S = 10.0
+SUM_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What the control plane answered: JSON of a PipelineSpec and a Plan, and the layers that begin stages.
+    """What the control plane answered: JSON of a PipelineSpec and a Plan, the layers that begin stages, and
+    of each mesh what REDUCE and STEP take behind the makespan.
 
     `slowdown` is how many times as long as alone actions take by it, where workers share processor cores.
     """
@@ -35,7 +41,17 @@ class PlannedJob:
     begins: tuple[str, ...]
     spec: Mapping[str, Any]
     plan: Mapping[str, Any]
+    update: tuple[MeshUpdate, ...] = ()
     slowdown: float = 1.0
+
+    @property
+    def microbatches(self) -> int:
+        return self.spec["microbatches"]
+
+    @property
+    def step_s(self) -> float:
+        """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
+        return self.plan["makespan_s"] + max((one.whole_s for one in self.update), default=0.0)
 
     @property
     def stage_names(self) -> list[str]:
@@ -56,7 +72,7 @@ class PlannedJob:
 
 
 class Planner:
-    """One attempt's way to a plan. `stages` is how many the job asks for; `interrupted` is that of `Gang.call`."""
+    """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
 
     def __init__(
         self,
@@ -66,12 +82,13 @@ class Planner:
         gang: Gang,
         device: str,
         limits: Limits,
-        stages: int,
+        job: Job,
         interrupted: Callable[[], None],
     ):
-        self._stages = stages
+        self._job = job
         self._profiles: dict[str, LayerProfile] = {}
         self._planned: PlannedJob | None = None
+        self._traced_for: int | None = None  # the number of microbatches whose graph all workers have
         self._control = control
         self._reporter = reporter
         self._gang = gang
@@ -79,23 +96,27 @@ class Planner:
         self._limits = limits
         self._interrupted = interrupted
 
-    def plan(self, workers_per_mesh: int) -> PlannedJob:
-        """Profile the layers, or take the cached profile, and have the control plane plan.
+    def plan(self) -> PlannedJob:
+        """Profile the layers, or take the cached profiles, and have the control plane plan.
 
         Raises AttemptFailure PLAN_INFEASIBLE when there is no plan, START_TIMEOUT when a worker is too slow.
         """
+        workers_per_mesh = self._job.resources.workers_per_mesh
         keys = self._call(
             [worker.prepare.remote(workers_per_mesh) for worker in self._gang.workers],
             "building the data and the loss",
             self._limits.prepare_s,
         )
-        self._trace_once()
-        profile = self._profile_of(keys).to_json()
-        planned = self._ask(profile, self._measure_network(profile), self._measure_memory())
+        memory = self._measure_memory()
+        profiles = self._profiles_of(keys, least_bytes=least_memory_bytes(memory))
+        network = self._measure_network(next(iter(profiles.values())))
+        planned = self._ask(profiles, network, {**memory, "update": self._measure_update().to_json()})
         self._planned = planned
+        self._trace_once(planned.microbatches)
         self._reporter.event(
             "planned",
-            f"{planned.plan['chosen']}: makespan {planned.plan['makespan_s']:.4g} s, "
+            f"{planned.plan['chosen']}: {planned.microbatches} microbatches, {len(planned.begins)} stages, "
+            f"makespan {planned.plan['makespan_s']:.4g} s, step {planned.step_s:.4g} s, "
             f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}"
             + (
                 f"; actions take {planned.slowdown:.2f} times as long as alone: workers share processor cores"
@@ -105,16 +126,21 @@ class Planner:
         )
         return planned
 
-    def _trace_once(self) -> None:
+    def _trace_once(self, microbatches: int) -> None:
         """Worker 0 builds and traces the model, the others take its graph: only one ever holds all parameters."""
+        if self._traced_for == microbatches:
+            return
         first, *others = self._gang.workers
-        self._call([first.trace.remote()], "building and tracing the model", self._limits.prepare_s)
+        self._call(
+            [first.trace.remote(microbatches)], "building and tracing the model", self._limits.prepare_s
+        )
         graph = first.graph.remote()
         self._call(
-            [worker.take_graph.remote(graph) for worker in others],
+            [worker.take_graph.remote(graph, microbatches) for worker in others],
             "handing on the graph of the model",
             self._limits.prepare_s,
         )
+        self._traced_for = microbatches
 
     def correct(self, failure: OutOfMemoryFailure) -> None:
         """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""
@@ -133,11 +159,35 @@ class Planner:
             "memory_corrected", f"the next plan takes {factor:.3g} times the activations that were profiled"
         )
 
-    def _profile_of(self, keys: Sequence[str]) -> LayerProfile:
-        """The costs of the layers, of the slowest kind of accelerator; `keys`, one a worker, tell kinds apart.
+    def _profiles_of(
+        self, keys: Sequence[Mapping[int, str]], *, least_bytes: int | None = None
+    ) -> dict[int, LayerProfile]:
+        """The costs of the layers by number of microbatches, of the slowest kind of accelerator; `keys`, by number
+        of microbatches and one a worker, tell kinds apart.
 
-        A kind that has no stored profile is measured: on CPU by all its workers at once, which share
-        cores as in training.
+        Small microbatches first: where a layer of larger ones would not find place in `least_bytes`, or finds
+        none, these are left out.
+        """
+        found: dict[int, LayerProfile] = {}
+        for count in sorted(keys[0], reverse=True):
+            if found and outgrows(found, count, least_bytes):
+                self._leave_out(count, "a layer's activations would not fit")
+                break
+            try:
+                found[count] = self._profile_of([of_worker[count] for of_worker in keys], count)
+            except AttemptFailure as failure:
+                if not found or failure.reason is not Reason.OUT_OF_MEMORY:
+                    raise
+                self._leave_out(count, failure.message)
+                break
+        return dict(sorted(found.items()))
+
+    def _leave_out(self, count: int, why: str) -> None:
+        self._reporter.event("left_out", f"{count} microbatches, and fewer, are not planned: {why}")
+
+    def _profile_of(self, keys: Sequence[str], count: int) -> LayerProfile:
+        """The profile for `count` microbatches. A kind that has no stored one is measured: on CPU by all its
+        workers at once, which share cores as in training.
         """
         workers_of: dict[str, list[int]] = {}
         for index, key in enumerate(keys):
@@ -151,9 +201,11 @@ class Planner:
             if key not in self._profiles
         }
         measuring = [index for indices in missing.values() for index in indices]
+        if missing:
+            self._trace_once(count)
         measured = self._call(
-            [self._gang.workers[index].profile.remote() for index in measuring],
-            "profiling the layers",
+            [self._gang.workers[index].profile.remote(count) for index in measuring],
+            f"profiling the layers for {count} microbatches",
             self._limits.prepare_s,
         )
         found = dict(zip(measuring, measured, strict=True))
@@ -163,17 +215,18 @@ class Planner:
             self._control.store_profile(key, profile.to_json())
             self._reporter.event(
                 "profiled",
-                f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}",
+                f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}, "
+                f"the batch in {count} microbatches",
             )
-        return slowest_profile(list(self._profiles.values()))
+        return slowest_profile([self._profiles[key] for key in workers_of])
 
-    def _measure_network(self, profile: Mapping[str, Any]) -> dict[str, Any]:
+    def _measure_network(self, profile: LayerProfile) -> dict[str, Any]:
         """JSON of a NetworkSpec: what transfers between the meshes cost and share, on a rendezvous of its own."""
         meshes = [mesh.name for mesh in self._gang.meshes]
         node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
         ways = {
-            "loops": self._stages > len(meshes),
-            "skips": any(edge["target"] > edge["source"] + 1 for edge in profile["edges"]),
+            "loops": may_loop(self._job),
+            "skips": any(edge.target > edge.source + 1 for edge in profile.edges),
         }
         probes = choose_probes(meshes, node_of, **ways)
         if not probes:
@@ -224,13 +277,42 @@ class Planner:
             "optimizer": asdict(optimizer),
         }
 
+    def _measure_update(self) -> UpdateCosts:
+        """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
+        (costs,) = self._call(
+            [self._gang.workers[0].update_costs.remote()], "trying the optimizer", self._limits.prepare_s
+        )
+        if self._job.resources.workers_per_mesh == 1:
+            return costs
+        stores = {mesh.name: host_store("0.0.0.0") for mesh in self._gang.meshes}
+        measured = self._call(
+            [
+                worker.measure_sum.remote(
+                    store=(own_node_address(), stores[address.mesh].port),
+                    host=address.node,
+                    connect_s=self._limits.connect_s,
+                )
+                for worker, address in zip(self._gang.workers, self._gang.addresses, strict=True)
+            ],
+            f"summing gradients in each of {len(stores)} meshes",
+            2 * self._limits.connect_s + SUM_LIMIT_S,
+        )
+        latency_s = max(found[0] for found in measured)
+        bandwidth = min(found[1] for found in measured)
+        self._reporter.event(
+            "sums_measured",
+            f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
+        )
+        return costs.with_sum(latency_s, bandwidth)
+
     def _ask(
-        self, profile: Mapping[str, Any], network: Mapping[str, Any], memory: Mapping[str, Any]
+        self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]
     ) -> PlannedJob:
         request = {
-            "profile": profile,
+            **profiles_json(profiles),
+            "tried": list(microbatch_counts(self._job)),
             "network": network,
-            **memory,
+            **costs,
             "workers": [
                 {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device, "cores": a.cores}
                 for a in self._gang.addresses
@@ -243,7 +325,11 @@ class Planner:
                 raise
             raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
         return PlannedJob(
-            tuple(answer["begins"]), answer["spec"], answer["plan"], answer.get("slowdown", 1.0)
+            begins=tuple(answer["begins"]),
+            spec=answer["spec"],
+            plan=answer["plan"],
+            update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
+            slowdown=answer.get("slowdown", 1.0),
         )
 
     def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
@@ -256,11 +342,16 @@ class Planner:
         )
 
 
-def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float]]:
-    """Planned seconds of every instruction of every mesh's program (0 for REDUCE and STEP).
+def planned_seconds(
+    plan: Mapping[str, Any], stage_names: Sequence[str], update: Sequence[MeshUpdate] = ()
+) -> dict[str, list[float]]:
+    """Planned seconds of every instruction of every mesh's program (REDUCE and STEP by `update`, 0 without it).
 
     Slots name their stage, instructions count it: `stage_names` are in that order.
     """
+    behind = {
+        (one.mesh, op): s for one in update for op, s in (("REDUCE", one.reduce_s), ("STEP", one.step_s))
+    }
     number = {name: i for i, name in enumerate(stage_names)}
     planned = {
         (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s["end_s"]
@@ -269,7 +360,10 @@ def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict
     }
     return {
         mesh: [
-            planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"]), 0.0) for i in instructions
+            planned.get(
+                (mesh, i["op"], i["stage"], i["microbatch"], i["edge"]), behind.get((mesh, i["op"]), 0.0)
+            )
+            for i in instructions
         ]
         for mesh, instructions in plan["programs"].items()
     }

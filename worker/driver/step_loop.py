@@ -40,7 +40,7 @@ def run_steps(
 
     `interrupted` is called before each step and within, and may raise. Raises AttemptFailure.
     """
-    step_limit_s = limits.step_s(planned.plan["makespan_s"])
+    step_limit_s = limits.step_s(planned.step_s)
     clocks = _Clocks(gang)
     next_timeline, skipped = 0.0, False
     for step in range(first, last + 1):

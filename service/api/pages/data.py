@@ -1,4 +1,4 @@
-"""What the job page asks for beside the JSON API: profiled steps, the gaps of a step, the memory of meshes.
+"""What the job page asks for beside the JSON API: profiled steps, gaps, the memory of meshes, what was chosen.
 
 Turns stored plans, slots and peaks into the values of gaps.py; decides nothing.
 """
@@ -63,6 +63,27 @@ async def memory(job_id: JobId, service: Current) -> dict[str, Any]:
         return {"meshes": []}
     peaks = next((one.peak_memory_bytes for one in attempts if one.number == plan.attempt), None)
     return {"meshes": await asyncio.to_thread(_memory, plan.body, peaks or {})}
+
+
+@router.get("/jobs/{job_id}/choice")
+async def choice(job_id: JobId, service: Current) -> dict[str, Any]:
+    """What the job's plan chose and promises beside its slots; null and empty where there is no plan yet."""
+    async with service.database.read() as session:
+        await existing_job(session, job_id)
+        plan = await find_plan(session, job_id)
+    if plan is None:
+        return {"microbatches": None, "stages": None, "step_s": None, "update": []}
+    return await asyncio.to_thread(_choice, plan.body)
+
+
+def _choice(plan_text: str) -> dict[str, Any]:
+    body = json.loads(plan_text)
+    return {
+        "microbatches": body["spec"].get("microbatches"),
+        "stages": len(body["spec"].get("stages", ())),
+        "step_s": body.get("step_s"),
+        "update": body.get("update", []),
+    }
 
 
 def _memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any]]:

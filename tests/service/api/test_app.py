@@ -13,6 +13,8 @@ from service.api.context import Service
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.logs import LogReader
 from service.orchestrator.planning import Planner
+from service.orchestrator.profiling import JobProfiler
+from service.orchestrator.submission import Submitter
 from service.settings import Settings
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
@@ -31,7 +33,11 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
         watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
         await watcher.refresh()
         planner = Planner(processes=1, queue=0, timeout_s=10)
-        yield Service(settings, database, planner, watcher, LogReader(cluster), lambda: woken.append("woken"))
+        submitter = Submitter(settings, database, cluster, python="python")
+        profiler = JobProfiler(database, cluster, watcher, submitter, limit_s=10)
+        yield Service(
+            settings, database, planner, profiler, watcher, LogReader(cluster), lambda: woken.append("woken")
+        )
         await database.close()
 
     app = create_app(settings, serving)

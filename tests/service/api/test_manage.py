@@ -103,7 +103,7 @@ async def test_a_used_key_with_another_body_is_refused(api: Api):
         ({"training": {"global_batch": 10, "microbatches": 4}}, "training", "set microbatches to 2"),
         ({"stages": 4}, "stages", "unknown field"),
         ({"pipeline": {"stage": 4}}, "pipeline.stage", "did you mean stages?"),
-        ({"pipeline": {"stages": 0}}, "pipeline.stages", "greater than or equal to 1"),
+        ({"pipeline": {"stages": 0}}, "pipeline.stages", "write auto, or a whole number from 1"),
         ({"pipeline": {"stages": 2, "cut": ["a"]}}, "pipeline", "names 1 modules for 2 stages"),
         ({"pipeline": {"stages": 2, "schedule": "inference"}}, "pipeline", "use one of auto, gpipe"),
         ({"resources": {"meshes": 5}}, "body", "set resources.meshes to 4"),

@@ -40,7 +40,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A served application with one job that runs."""
     folder = tmp_path_factory.mktemp("openapi")
-    with serve(Settings(data_dir=folder, plan_budget_s=0, tick_s=0.05)) as served:
+    with serve(Settings(data_dir=folder, plan_budget_s=0, tick_s=0.05, profile_timeout_s=0.01)) as served:
         job_id = httpx.post(f"{served.url}/api/v1/jobs", json=job_body()).json()["id"]
         deadline = time.monotonic() + 100
         while not httpx.get(f"{served.url}/api/v1/jobs/{job_id}").json()["attempts"]:

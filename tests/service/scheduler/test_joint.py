@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from service.scheduler.joint import balanced, choose, equal_layers
 from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
+from worker.model.update_costs import LinearCost, UpdateCosts
 
 # (stages, meshes) → in order; in rounds and as a V
 PLACEMENTS = {(2, 2): [(0, 1)], (3, 3): [(0, 1, 2)], (4, 2): [(0, 1, 0, 1), (0, 1, 1, 0)]}
@@ -72,6 +74,73 @@ def test_on_a_small_model_nothing_is_shorter_than_what_is_chosen(seed, speed):
     profiles = {4: measured(5, seed), 2: measured(5, seed, microbatch=2.0)}
     found = choose(profiles, stages=[2, 4], meshes=meshes(2), network=network(speed), budget_s=10.0)
     assert found.plan.makespan_s <= brute_force(profiles, [2, 4], meshes(2), network(speed)) * (1 + 1e-6)
+
+
+def trained(profile, seed):
+    """The same with parameters: two a layer, one of them huge in the last layer, the first layer's used there too."""
+    draw = random.Random(seed)
+    sizes = {f"p{i}": int(1e6 * draw.lognormvariate(0.0, 1.0)) for i in range(2 * len(profile.layers))}
+    last = len(profile.layers) - 1
+    sizes[f"p{2 * last}"] *= 20
+    layers = tuple(
+        replace(layer, parameters=(f"p{2 * i}", f"p{2 * i + 1}", *(("p0",) if i == last else ())))
+        for i, layer in enumerate(profile.layers)
+    )
+    return replace(profile, layers=layers, parameter_sizes=sizes, frozen_parameters=("p3",))
+
+
+def longest_update(profile, placement, borders, update, mesh_count):
+    """REDUCE and STEP of the mesh where they take longest, counted anew."""
+    ends = [*borders, len(profile.layers)]
+    found = []
+    for mesh in range(mesh_count):
+        names = set()
+        for stage, (first, end) in enumerate(zip((0, *borders), ends, strict=True)):
+            if placement[stage] == mesh:
+                names |= {name for layer in profile.layers[first:end] for name in layer.parameters}
+        names -= {"p3"}
+        size = sum(profile.parameter_sizes[name] for name in names)
+        found.append(
+            sum(c.fixed_s + c.per_tensor_s * len(names) + c.per_byte_s * size for c in update)
+            if names
+            else 0.0
+        )
+    return max(found)
+
+
+UPDATE = UpdateCosts(LinearCost(1e-4, 1e-5, 1e-9), LinearCost(2e-4, 2e-5, 3e-9))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
+    """Beside brute force over microbatches, stages, placement and cut; and where it matters the cut is another."""
+    profiles = {n: trained(measured(5, seed, microbatch=4.0 / n), seed) for n in (4, 2)}
+    best = float("inf")
+    for count, profile in profiles.items():
+        for stages in (2, 4):
+            for placement in PLACEMENTS[stages, 2]:
+                for borders in itertools.combinations(range(1, 5), stages - 1):
+                    result = partition(
+                        profile, stages=stages, meshes=meshes(2), cut=[f"l{i}" for i in (0, *borders)],
+                        microbatches=count, network=network(1e6), placement=placement,
+                    )  # fmt: skip
+                    behind = longest_update(profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2)
+                    best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s + behind)
+    arguments = {"stages": [2, 4], "meshes": meshes(2), "network": network(1e6), "budget_s": 10.0}
+    found = choose(profiles, update=UPDATE, **arguments)
+    assert found.step_s == pytest.approx(best, rel=1e-6)
+    without = choose(profiles, **arguments)
+    assert without.step_s == without.plan.makespan_s <= found.plan.makespan_s * (1 + 1e-9)
+
+
+def test_some_cut_is_another_because_of_what_comes_behind_the_makespan():
+    arguments = {"stages": [2, 4], "meshes": meshes(2), "network": network(1e6), "budget_s": 4.0}
+    differ = 0
+    for seed in range(4):
+        profiles = {4: trained(measured(5, seed), seed)}
+        with_update = choose(profiles, update=UPDATE, **arguments).partition
+        differ += with_update.spec != choose(profiles, **arguments).partition.spec
+    assert differ > 0
 
 
 @pytest.mark.parametrize("limit", [4500, 7000])

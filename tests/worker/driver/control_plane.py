@@ -40,7 +40,7 @@ class ControlPlane:
                 if self.path.endswith("/plan"):
                     plane.plan_requests.append(body)
                     try:
-                        answer = plan_of(plane.given["job"], body["profile"], body["network"])
+                        answer = plan_of(plane.given["job"], body)
                         plane.plan_answers.append(answer)
                         self._answer(200, answer)
                     except Exception as error:

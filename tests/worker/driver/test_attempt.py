@@ -141,15 +141,43 @@ def test_an_attempt_that_runs_out_of_memory_says_so_and_the_next_one_plans_with_
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_an_attempt_whose_workers_build_different_models_ends_before_its_first_step(attempt):
-    spec = job(
-        model={"factory": "tests.worker.odd_jobs:tied_from_entropy"},
-        data={"factory": "tests.worker.odd_jobs:Vectors"},
-    )
-    plane, process = attempt(spec)
+def test_an_attempt_whose_workers_read_different_data_ends_before_its_first_step(attempt):
+    data = {"factory": "tests.worker.odd_jobs:ShuffledOnce", "args": {"length": 8, "unseeded": True}}
+    plane, process = attempt(job(data=data))
     assert process.wait(120) == 1
     assert plane.states == ["FAILED"] and plane.steps == []
     last = plane.reports[-1]
-    assert last["reason"] == "MODEL_BUILD_FAILED"
-    assert "different values of 'first.weight' (m0/0 | m1/0)" in last["message"]
+    assert last["reason"] == "DATA_FAILED"
+    assert "sample 0" in last["message"] and "m0/0" in last["message"] and "m1/0" in last["message"]
     assert_nothing_held()
+
+
+def test_a_job_that_leaves_its_numbers_open_trains_with_the_chosen_ones_as_a_plain_loop(attempt):
+    spec, profiles = job("cosine"), {}
+    spec["training"] |= {"steps": 4, "microbatches": "auto"}
+    spec["pipeline"] = {"stages": "auto", "schedule": "auto"}
+    first, process = attempt(spec, profiles=profiles)
+    assert process.wait(120) == 0
+    assert first.states == ["RUNNING", "SUCCEEDED"]
+    (request,), (answer,) = first.plan_requests, first.plan_answers
+    assert [one["microbatches"] for one in request["profiles"]] == [1, 2, 4, 8] == request["tried"]
+    assert len(profiles) == 4, "each number has a profile of its own, kept for later attempts"
+    links = {(link["source"], link["target"]) for link in request["network"]["links"]}
+    assert links == {("m0", "m1"), ("m1", "m0")}
+    assert request["update"]["step"]["per_tensor_s"] + request["update"]["step"]["fixed_s"] > 0
+    chosen = answer["spec"]["microbatches"]
+    spec["training"]["microbatches"] = chosen
+    losses, _ = plain(spec, range(1, 5))
+    assert [step["loss"] for step in first.steps] == pytest.approx(losses, rel=1e-5)
+    assert answer["step_s"] == pytest.approx(answer["plan"]["makespan_s"] + answer["update_s"])
+    measured = {slot["microbatch"] for slot in last_timeline(first)["slots"] if slot["action"] == "F"}
+    assert measured == set(range(chosen)), "as many microbatches ran as were planned"
+    again, process = attempt(spec, number=2, profiles=profiles)
+    again.wait_for_steps(1)
+    kinds = [event["kind"] for report in again.reports for event in report["events"]]
+    assert "planned" in kinds and "profiled" not in kinds
+    assert again.plan_requests[0]["microbatches"] == chosen
+
+
+def last_timeline(plane):
+    return [timeline for report in plane.reports for timeline in report["timelines"]][-1]

@@ -64,8 +64,9 @@ def test_a_step_is_read_back_with_its_units(metrics):
             }
         )
     metrics.set_planned_memory({"m0": 150, "m1": 10})
-    metrics.set_plan({"makespan_s": 0.15, "bubble_ratio": 0.2, "slots": []})
+    metrics.set_plan({"makespan_s": 0.15, "bubble_ratio": 0.2, "slots": []}, step_s=0.17)
     got = scrape(endpoint)
+    assert value(got, "plan_step_seconds") == 0.17
     assert value(got, "step_seconds_sum") == pytest.approx(0.6)
     assert value(got, "step_seconds_count") == 2
     assert value(got, "step_seconds_bucket", le="0.25") == 1

@@ -7,9 +7,22 @@ import pytest
 from service.scheduler import PipelineSpec, make_plan
 from worker.driver.limits import Limits
 from worker.driver.planning import PlannedJob, Planner, planned_seconds
-from worker.failure import OutOfMemoryFailure
+from worker.failure import AttemptFailure, OutOfMemoryFailure
+from worker.job import Job
 from worker.model.profile import LayerCost, LayerProfile
+from worker.model.update_costs import MeshUpdate
 from worker.node import WorkerAddress
+from worker.reasons import Reason
+
+JOB = Job.from_json(
+    {
+        "model": {"factory": "m:m"},
+        "data": {"factory": "d:d"},
+        "loss": {"factory": "l:l"},
+        "pipeline": {"stages": 2},
+        "resources": {"meshes": 2},
+    }
+)
 
 
 def pipeline(**changes):
@@ -62,9 +75,9 @@ class Worker:
     def __init__(self, kind, seconds):
         self.profiled = 0
         self.prepare = Called(lambda _: kind)
-        self.profile = Called(lambda: self._profile(seconds))
+        self.profile = Called(lambda count: self._profile(seconds, count))
 
-    def _profile(self, seconds):
+    def _profile(self, seconds, count):
         self.profiled += 1
         layers = tuple(LayerCost(f"l{i}", seconds, 0.0, 0.0, 7, 0, 0) for i in range(2))
         return LayerProfile(layers, (), "cpu", "[1]", {}).to_json()
@@ -105,7 +118,7 @@ def planner_of(gang, control, device):
         gang=gang,
         device=device,
         limits=Limits(),
-        stages=2,
+        job=JOB,
         interrupted=lambda: None,
     )
 
@@ -115,15 +128,83 @@ def test_every_kind_of_accelerator_is_profiled_and_the_slowest_is_planned_with(d
     workers = [Worker("quick", 1.0), Worker("slow", 4.0), Worker("quick", 3.0), Worker("slow", 6.0)]
     control = Control()
     keys = [worker.prepare.remote(1) for worker in workers]
-    profile = planner_of(Gang(*workers), control, device)._profile_of(keys)
+    profile = planner_of(Gang(*workers), control, device)._profile_of(keys, 4)
     assert [worker.profiled for worker in workers] == measured
     mean = {"cpu": {"quick": 2.0, "slow": 5.0}, "cuda": {"quick": 1.0, "slow": 4.0}}[device]
     assert {key: found["layers"][0]["forward_s"] for key, found in control.profiles.items()} == mean
     assert profile.layers[0].forward_s == mean["slow"]
     again = planner_of(Gang(*workers, Worker("new", 1.0)), control, device)
-    assert again._profile_of([*keys, "new"]) == profile
+    assert again._profile_of([*keys, "new"], 4) == profile
     assert [worker.profiled for worker in workers] == measured, "known kinds are not measured again"
     assert [kind for kind, _ in again._reporter.events] == ["profiled"]
+
+
+def open_planner(profile, control=None):
+    """A planner whose one worker answers `profile(count)`, and its worker's list of profiled counts."""
+    worker = Worker("kind", 1.0)
+    asked = []
+
+    def answer(count):
+        asked.append(count)
+        return profile(count)
+
+    worker.profile = Called(answer)
+    return planner_of(Gang(worker), control or Control(), "cpu"), asked
+
+
+def profile_json(activation_bytes):
+    layers = (LayerCost("l0", 1.0, 0.0, 0.0, activation_bytes, 0, 0),)
+    return LayerProfile(layers, (), "cpu", "[1]", {}).to_json()
+
+
+KEYS = [{count: f"key of {count}" for count in (1, 2, 4, 8)}]
+
+
+def test_larger_microbatches_than_fit_are_not_even_tried():
+    planner, asked = open_planner(lambda count: profile_json(800 // count))
+    found = planner._profiles_of(KEYS, least_bytes=450)
+    assert list(found) == [2, 4, 8] and asked == [8, 4, 2], "small ones first"
+    (event,) = [message for kind, message in planner._reporter.events if kind == "left_out"]
+    assert event.startswith("1 microbatches, and fewer")
+    planner, asked = open_planner(lambda count: profile_json(800 // count))
+    assert list(planner._profiles_of(KEYS, least_bytes=None)) == [1, 2, 4, 8]
+
+
+def test_a_number_whose_profile_runs_out_of_memory_is_left_out_and_other_failures_end_the_attempt():
+    class Full(Gang):
+        def call(self, answers, **_):
+            found = list(answers)
+            for one in found:
+                if isinstance(one, Exception):
+                    raise one
+            return found
+
+    def planner_with(failure, at):
+        planner, _ = open_planner(lambda count: failure if count <= at else profile_json(1))
+        planner._gang.__class__ = Full
+        return planner
+
+    full = AttemptFailure(Reason.OUT_OF_MEMORY, "no place for 3 bytes")
+    planner = planner_with(full, 2)
+    assert list(planner._profiles_of(KEYS)) == [4, 8]
+    assert any("no place for 3 bytes" in message for _, message in planner._reporter.events)
+    with pytest.raises(AttemptFailure, match="no place"):
+        planner_with(full, 8)._profiles_of(KEYS)
+    with pytest.raises(AttemptFailure, match="broken"):
+        planner_with(AttemptFailure(Reason.USER_CODE_RAISED, "broken"), 2)._profiles_of(KEYS)
+
+
+def test_what_reduce_and_step_take_is_planned_for_every_instruction():
+    spec = pipeline(schedule="1f1b")
+    plan = make_plan(spec, budget_s=0.1).model_dump(mode="json")
+    update = (MeshUpdate("m0", 0.5, 0.25), MeshUpdate("m1", 0.125, 1.0))
+    planned = planned_seconds(plan, [stage.name for stage in spec.stages], update)
+    for one in update:
+        ops = [i["op"] for i in plan["programs"][one.mesh]]
+        found = {op: s for op, s in zip(ops, planned[one.mesh], strict=True) if op in ("REDUCE", "STEP")}
+        assert found == {"REDUCE": one.reduce_s, "STEP": one.step_s}
+    job = PlannedJob((), spec.model_dump(), plan, update)
+    assert job.step_s == plan["makespan_s"] + 1.125 and job.microbatches == 3
 
 
 def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_kind():
@@ -132,7 +213,7 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     failure = OutOfMemoryFailure("no place", "", "m1", seen_bytes=20 + 3 * 10)
     planner.correct(failure)
     assert control.profiles == {}, "before there is a plan nothing is known"
-    planner._profile_of(["quick", "slow"])
+    planner._profile_of(["quick", "slow"], 4)
     planner._planned = PlannedJob(
         ("l0", "l1"),
         {
@@ -144,4 +225,4 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     planner.correct(failure)
     assert {key: p["activation_factor"] for key, p in control.profiles.items()} == {"quick": 3.0, "slow": 3.0}
     again = planner_of(Gang(Worker("quick", 1.0)), control, "cpu")
-    assert again._profile_of(["quick"]).corrected().layers[0].activation_bytes == 21
+    assert again._profile_of(["quick"], 4).corrected().layers[0].activation_bytes == 21

@@ -21,6 +21,7 @@ const view = new TimelineView($("timeline"), $("tip"), $("legend"));
 const steps = [];
 const events = [];
 let planned = null;
+let choice = null;
 let shownStep = null;
 
 async function refresh() {
@@ -52,7 +53,8 @@ function showJob(job) {
     Step: `${progress.step ?? 0} of ${progress.steps ?? spec.training?.steps ?? "–"}`,
     Loss: number(progress.loss),
     "Step time": seconds(progress.step_s),
-    Pipeline: `${spec.pipeline?.stages ?? "–"} stages, ${spec.resources?.meshes ?? "–"} meshes, ${spec.training?.microbatches ?? "–"} microbatches`,
+    Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${spec.resources?.meshes ?? "–"} meshes, ${chosen("microbatches", spec.training?.microbatches)}`,
+    ...(choice?.step_s ? { "Planned step": seconds(choice.step_s) } : {}),
     Schedule: spec.pipeline?.schedule ?? "–",
     Submitted: time(job.created_at),
     Started: time(job.started_at),
@@ -62,6 +64,12 @@ function showJob(job) {
     make("td", { class: "number" }, String(a.number)), make("td", {}, stateBadge(a.state)),
     make("td", {}, a.reason ?? "", ...(a.message ? [make("small", {}, a.message)] : [])),
     make("td", {}, time(a.started_at)), make("td", {}, time(a.finished_at)))));
+}
+
+/** A number of the job in words; where the job leaves it open, the one that was planned. */
+function chosen(what, given) {
+  if (given !== "auto") return `${given ?? "–"} ${what}`;
+  return choice?.[what] ? `${choice[what]} ${what} (chosen)` : `${what} to be chosen`;
 }
 
 function facts(values) {
@@ -108,6 +116,7 @@ async function refreshTimeline() {
   const timeline = await read(`${api}/timeline?format=json&${query}`);
   const gaps = await read(`${page}/gaps?${query}`);
   showMemory((await read(`${page}/memory`)).meshes);
+  choice = await read(`${page}/choice`);
   if (chosen !== $("step").value) return;
   const keep = planned !== null;
   planned = timeline.planned;
@@ -128,6 +137,7 @@ function showTimeline(timeline, gaps, keep) {
   $("timeline-note").hidden = panels.length > 0;
   view.show(panels, { meshes: gaps.meshes, keep });
   showGaps(gaps, timeline);
+  showUpdate(gaps.meshes, timeline.measured);
   $("chrome").href = `${api}/timeline?format=chrome${timeline.step === null ? "" : `&step=${timeline.step}`}`;
   $("chrome").download = `${id}-step-${timeline.step}.json`;
   const slots = panels.flatMap((panel) => panel.slots.map((slot) => ({ panel: panel.name, ...slot })));
@@ -146,6 +156,19 @@ function showMemory(meshes) {
   rows("memory", meshes.map((one) => make("tr", {}, make("th", { scope: "row" }, one.mesh),
     ...[one.planned_bytes, one.measured_bytes, one.limit_bytes].map((size) => make("td", { class: "number" }, bytes(size))),
     make("td", {}, one.recomputed.join(", ") || "–"))));
+}
+
+/** What comes behind the makespan on each mesh, planned and in the shown step. */
+function showUpdate(meshes, measured) {
+  const took = (mesh, action) => {
+    const slots = (measured?.slots ?? []).filter((s) => s.mesh === mesh && s.action === action);
+    return slots.length ? slots.reduce((sum, s) => sum + s.end_s - s.start_s, 0) : null;
+  };
+  rows("update", meshes.map((mesh) => {
+    const plan = choice?.update.find((one) => one.mesh === mesh);
+    const cells = [plan?.reduce_s, took(mesh, "REDUCE"), plan?.step_s, took(mesh, "STEP")];
+    return make("tr", {}, make("th", { scope: "row" }, mesh), ...cells.map((s) => make("td", { class: "number" }, seconds(s))));
+  }));
 }
 
 function showGaps(gaps, timeline) {

@@ -108,8 +108,9 @@ def job_spec(name: str) -> JobSpec:
             "model": {"factory": "worker.model.gpt:build"},
             "data": {"factory": "worker.data.text:ByteWindows"},
             "loss": {"factory": "torch.nn.functional:cross_entropy"},
-            "training": {"steps": 100, "global_batch": 8, "microbatches": MICROBATCHES},
-            "pipeline": {"stages": STAGES},
+            "training": {"steps": 100, "global_batch": 8, "microbatches": "auto"},
+            "pipeline": {"stages": "auto"},
+            "resources": {"meshes": STAGES},
         }
     )
 
@@ -143,7 +144,14 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         states.move_attempt(attempt, AttemptState.RUNNING, at=now)
         states.move_job(session, running, JobState.RUNNING, at=now)
         running.step, running.loss, running.step_s = STEPS, 1.25, 0.05
-        body = {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+        body = {
+            "begins": ["a"],
+            "spec": spec.model_dump(mode="json"),
+            "plan": plan.model_dump(mode="json"),
+            "step_s": plan.makespan_s + 0.0025,
+            "update_s": 0.0025,
+            "update": [{"mesh": f"mesh{i}", "reduce_s": 0.001 * i, "step_s": 0.0005} for i in range(STAGES)],
+        }
         await record_plan(session, attempt, json.dumps(body), at=now)
         await record_steps(session, attempt, [_step(number) for number in range(1, STEPS + 1)])
         for step in (20, 40):

@@ -123,6 +123,26 @@ def test_planned_and_measured_peaks_of_memory_stand_beside_each_other(site: Site
     assert page.errors == []
 
 
+def test_chosen_numbers_and_what_comes_behind_the_makespan_are_shown(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelectorAll('#update tbody tr').length === 3")
+    rows = page.js(
+        "[...document.querySelectorAll('#update tbody tr')].map(r => [...r.children].map(e => e.textContent))"
+    )
+    assert rows == [
+        ["mesh0", "0 s", "–", "500 µs", "2 ms"],
+        ["mesh1", "1 ms", "–", "500 µs", "2 ms"],
+        ["mesh2", "2 ms", "–", "500 µs", "2 ms"],
+    ]
+    page.wait("document.getElementById('facts').textContent.includes('Planned step')")
+    shown = page.js("document.getElementById('facts').textContent")
+    assert f"{STAGES} stages (chosen), {STAGES} meshes, {MICROBATCHES} microbatches (chosen)" in shown
+    page.open(f"{site.url}/jobs/{site.waiting}")
+    page.wait("document.getElementById('facts').textContent.includes('microbatches')")
+    assert "stages to be chosen" in page.js("document.getElementById('facts').textContent")
+    assert page.errors == []
+
+
 def test_a_profiled_step_can_be_chosen_and_downloaded(site: Site, page, tmp_path: Path):
     page.open(f"{site.url}/jobs/{site.running}")
     page.wait("document.querySelectorAll('#step option').length === 3")

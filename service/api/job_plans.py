@@ -1,0 +1,63 @@
+"""What a job would be planned to do, without training it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from service.api.context import Current
+from service.api.errors import ProblemError, responses
+from service.api.manage import check_references
+from service.api.schemas import JobPlanPreview, ProfilingView
+from service.jobspec import JobSpec
+from service.orchestrator.planning import PlanTimeoutError
+from service.orchestrator.profiling import ProfilingFailedError
+from worker.choices import microbatch_counts
+from worker.job import Job
+
+router = APIRouter(prefix="/api/v1/plans", tags=["plans"])
+_AGAIN_S = "1"
+
+
+@router.post(
+    "/job",
+    response_model=JobPlanPreview,
+    responses={
+        202: {"model": ProfilingView, "description": "Being measured: ask again"},
+        **responses(422, 503),
+    },
+)
+async def plan(
+    spec: JobSpec,
+    service: Current,
+    budget_s: Annotated[float | None, Query(ge=0, le=600, description="Search time of auto")] = None,
+) -> Response:
+    """Cut, placement, schedule, memory and expected step time of a job, at once where its costs are known.
+
+    Else one worker measures them, and the answer is 202 until it has: send the same again.
+    """
+    await check_references(service, spec)
+    job = spec.model_dump(mode="json")
+    try:
+        known = await service.profiler.costs(job, microbatch_counts(Job.from_json(job)))
+    except ProfilingFailedError as error:
+        raise ProblemError(422, f"the job could not be measured: {error}") from None
+    if known is None:
+        waiting = ProfilingView(state="PROFILING", message="one worker measures what the job costs")
+        return Response(
+            waiting.model_dump_json(),
+            status_code=202,
+            media_type="application/json",
+            headers={"Retry-After": _AGAIN_S},
+        )
+    settings = service.settings
+    budget = settings.plan_budget_s if budget_s is None else min(budget_s, settings.plan_budget_s)
+    try:
+        text = await service.planner.plan_job(job, known.costs, budget_s=budget)
+    except PlanTimeoutError as error:
+        raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
+    told = {"measured_by": known.measured_by, "notes": known.costs.get("notes") or []}
+    # the plan is long: it is passed on as the text that it is
+    return Response(f"{json.dumps(told)[:-1]}, {text[1:]}", media_type="application/json")

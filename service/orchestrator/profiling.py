@@ -1,0 +1,173 @@
+"""Costs of jobs that do not train: from the store, else measured by one worker, a short Ray job.
+
+State is in this process only: what is measured is in the store afterwards; a run that is lost with this
+control plane ends by itself and is begun again by the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.decide import RayState, device_of
+from service.orchestrator.planning import PlannerBusyError
+from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError
+from service.orchestrator.submission import Submitter
+from service.store.database import Database, utc_now
+from service.store.profiles import ONE_WORKER, find_costs, record_costs
+from worker.costs import ANSWER_MARK, costs_digest
+
+_LOOK_EVERY_S = 0.5
+_LOG_SETTLES_S = 20.0
+_RUNS_AT_ONCE = 4
+_RUNS_IN_LINE = 64
+_FAILURES_KEPT = 100
+_OVER = (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED)
+
+
+class ProfilingFailedError(ValueError):
+    """The job could not be measured; the message says why, as an attempt would have."""
+
+
+class ProfilingBusyError(PlannerBusyError):
+    """As many jobs are being measured, and wait for it, as may."""
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """What was measured (JSON of a driver's request for a plan), and by whom."""
+
+    costs: Mapping[str, Any]
+    measured_by: str
+
+
+class JobProfiler:
+    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most, few at once."""
+
+    def __init__(
+        self,
+        database: Database,
+        cluster: Cluster,
+        watcher: ClusterWatcher,
+        submitter: Submitter,
+        *,
+        limit_s: float,
+    ) -> None:
+        self._database, self._cluster = database, cluster
+        self._watcher, self._submitter = watcher, submitter
+        self._limit_s = limit_s
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._turn = asyncio.Semaphore(_RUNS_AT_ONCE)
+        self._failures: dict[str, str] = {}
+
+    async def costs(self, spec: Mapping[str, Any], counts: Sequence[int]) -> KnownCosts | None:
+        """What is known of the job (JSON of a JobSpec) with these numbers of microbatches; None while it is being
+        measured, which begins with the first call: ask again.
+
+        Raises ProfilingFailedError, once, where measuring has failed, and ProfilingBusyError.
+        """
+        digest = costs_digest(spec)
+        async with self._database.read() as session:
+            found = await find_costs(session, digest, counts)
+        if found is not None:
+            return KnownCosts(*found)
+        if (failure := self._failures.pop(digest, None)) is not None:
+            raise ProfilingFailedError(failure)
+        if digest not in self._runs:
+            if len(self._runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
+                raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured or wait for it")
+            task = self._runs[digest] = asyncio.create_task(self._measure(digest, spec))
+            task.add_done_callback(lambda _: self._runs.pop(digest, None))
+        return None
+
+    async def close(self) -> None:
+        """End what is being measured."""
+        runs = list(self._runs.values())
+        for task in runs:
+            task.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _measure(self, digest: str, spec: Mapping[str, Any]) -> None:
+        try:
+            async with self._turn:
+                costs = await self._run(spec)
+            async with self._database.write() as session:
+                await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
+        except Exception as error:
+            while len(self._failures) >= _FAILURES_KEPT:
+                self._failures.pop(next(iter(self._failures)))
+            self._failures[digest] = str(error) or type(error).__name__
+
+    async def _run(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Have one worker measure; ProfilingFailedError where it fails or takes too long."""
+        capacity = self._watcher.capacity
+        if capacity is None:
+            raise ProfilingFailedError("the Ray cluster does not answer: ask again when it does")
+        resources = spec["resources"]
+        gang = (resources["meshes"] or 1) * resources["workers_per_mesh"]
+        run_id = f"profile-{secrets.token_hex(8)}"
+        device = device_of(resources["device"], gang, capacity)
+        submission = await self._submitter.profiling(run_id, spec, device)
+        deadline = time.monotonic() + self._limit_s
+        try:
+            await self._cluster.submit(submission)
+            await self._until_over(run_id, deadline)
+            return await self._result(run_id)
+        finally:
+            with contextlib.suppress(ClusterError):
+                await self._cluster.stop(run_id)
+
+    async def _until_over(self, run_id: str, deadline: float) -> None:
+        state = None
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ClusterUnreachableError):
+                state = (await self._cluster.job(run_id)).state
+            if state in _OVER:
+                return
+            await asyncio.sleep(min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
+        what = "waited for a free accelerator" if state is RayState.PENDING else "measured"
+        raise ProfilingFailedError(
+            f"one worker {what} for more than {self._limit_s:g} s and was ended: ask again when the cluster is less "
+            "busy, or raise SLOTLINE_PROFILE_TIMEOUT_S"
+        )
+
+    async def _result(self, run_id: str) -> dict[str, Any]:
+        deadline = time.monotonic() + _LOG_SETTLES_S
+        log = ""
+        while time.monotonic() < deadline:  # the last lines come a little after the end
+            with contextlib.suppress(ClusterUnreachableError):
+                log = await self._cluster.log(run_id)
+            if (answer := read_answer(log)) is not None:
+                return answer
+            await asyncio.sleep(_LOOK_EVERY_S)
+        job = await self._cluster.job(run_id)
+        last = next((line for line in reversed(log.strip().splitlines()) if line.strip()), "no output")
+        raise ProfilingFailedError(
+            f"the worker that measured the job ended without a result ({job.message or last})"
+        )
+
+
+def read_answer(output: str) -> dict[str, Any] | None:
+    """The costs in the output of worker/profiler.py; None where it has not come to its end.
+
+    Raises ProfilingFailedError with what it says of its failure.
+    """
+    for line in reversed(output.splitlines()):
+        _, found, text = line.partition(ANSWER_MARK)
+        if not found:
+            continue
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            continue
+        if "failed" in answer:
+            raise ProfilingFailedError(f"{answer['failed']}: {answer['message']}")
+        return answer["costs"]
+    return None

@@ -1,0 +1,129 @@
+"""A job's plan from what was measured of it: reads the measurements, and says what may be chosen.
+
+The choice itself is joint.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from service.scheduler.cores import SharedCores, shared_cores
+from service.scheduler.cut.recompute import Recompute
+from service.scheduler.joint import JobPlan, choose, longest
+from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
+from worker.choices import stage_counts
+from worker.job import Job
+from worker.model.profile import LayerProfile, OptimizerState
+from worker.model.update_costs import UpdateCosts
+
+
+@dataclass(frozen=True)
+class JobCosts:
+    """What was measured of a job: its layers at each number of microbatches, its network, the bytes that each
+    mesh may hold, what its optimizer keeps and takes, and which workers share processor cores."""
+
+    profiles: Mapping[int, LayerProfile]
+    network: NetworkSpec
+    memory_bytes: Mapping[str, int]
+    optimizer: OptimizerState
+    update: UpdateCosts
+    shared: Sequence[SharedCores] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], job: Job) -> JobCosts:
+        """The costs in a driver's request for a plan; a single profile is for the job's own microbatches."""
+        found = {
+            one["microbatches"]: LayerProfile.from_json(one["profile"]) for one in data.get("profiles") or ()
+        }
+        if data.get("profile") is not None:
+            count = data.get("microbatches") or job.training.microbatches
+            if not isinstance(count, int):
+                raise SpecError("the request for a plan has a profile, and says not of how many microbatches")
+            found[count] = LayerProfile.from_json(data["profile"])
+        network = NetworkSpec.model_validate(data.get("network") or {})
+        if network.contention == "none":  # the programs of a job serialise each pair: so must its plan
+            network = network.model_copy(update={"contention": "link"})
+        return cls(
+            profiles=dict(sorted(found.items())),
+            network=network,
+            memory_bytes={one["mesh"]: one["memory_bytes"] for one in data.get("memory") or ()},
+            optimizer=OptimizerState(**data.get("optimizer") or {}),
+            update=UpdateCosts.from_json(data.get("update") or {}),
+            shared=shared_cores(
+                (one["mesh"], one.get("node"), one.get("cores")) for one in data.get("workers") or ()
+            ),
+        )
+
+
+def plan_job(
+    job: Job,
+    costs: JobCosts,
+    *,
+    kept_microbatches: int | None = None,
+    budget_s: float = 10.0,
+    expired: Callable[[], bool] | None = None,
+) -> JobPlan:
+    """The plan of the shortest step among all that the job leaves open.
+
+    `kept_microbatches`, those of an earlier attempt, are kept where they still fit, so that losses go on as they
+    began: the number of microbatches is what rounds, and what layers that mix a batch see. Raises SpecError or
+    CutError where nothing fits.
+    """
+    counts = costs.profiles
+    if not counts:
+        raise SpecError("no profile of the job's layers was sent: nothing can be planned")
+    if kept_microbatches in counts:
+        try:
+            return _choose(job, costs, [kept_microbatches], budget_s, expired)
+        except SpecError:
+            if len(counts) == 1:
+                raise
+    return _choose(job, costs, counts, budget_s, expired)
+
+
+def _choose(
+    job: Job,
+    costs: JobCosts,
+    counts: Iterable[int],
+    budget_s: float,
+    expired: Callable[[], bool] | None,
+) -> JobPlan:
+    profiles = {count: costs.profiles[count] for count in counts}
+    given = job.resources.memory_per_worker  # for drivers that tell no memory
+    limit = given if isinstance(given, int) else None
+    names = [f"m{index}" for index in range(job.meshes)]
+    return choose(
+        profiles,
+        stages=stage_counts(job, len(next(iter(profiles.values())).layers)),
+        meshes=[MeshSpec(name=name, memory_bytes=costs.memory_bytes.get(name, limit)) for name in names],
+        cut="auto" if job.pipeline.cut == "auto" else list(job.pipeline.cut),
+        network=costs.network,
+        schedule=job.pipeline.schedule,
+        overlap=job.pipeline.overlap,
+        optimizer=costs.optimizer,
+        update=costs.update,
+        shared=costs.shared,
+        recompute=_recompute(job),
+        budget_s=budget_s,
+        expired=expired,
+    )
+
+
+def _recompute(job: Job) -> Recompute:
+    wanted = job.pipeline.recompute
+    return wanted if isinstance(wanted, str) else list(wanted)
+
+
+def answer_json(found: JobPlan) -> dict[str, Any]:
+    """What the control plane answers, and keeps as the job's plan."""
+    return {
+        "begins": list(found.partition.begins),
+        "spec": found.partition.spec.model_dump(mode="json"),
+        "plan": found.plan.model_dump(mode="json"),
+        "step_s": found.step_s,
+        "update_s": longest(found.update),
+        "update": [asdict(one) for one in found.update],
+        "slowdown": found.slowdown,
+    }

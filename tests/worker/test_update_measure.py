@@ -1,0 +1,72 @@
+"""What REDUCE and STEP are measured to cost: found again where somebody sleeps for known times."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from worker.failure import AttemptFailure
+from worker.model.profile import LayerCost, LayerProfile
+from worker.model.update_costs import LinearCost, MeshUpdate, UpdateCosts, mesh_update
+from worker.reasons import Reason
+from worker.update_measure import measure_sum, measure_update
+
+
+class Sleeper(torch.optim.SGD):
+    """Takes 2 ms, 1 ms for each tensor, and 5 ns for each byte."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        time.sleep(2e-3 + 1e-3 * len(parameters) + 5e-9 * sum(p.nbytes for p in parameters))
+
+
+def test_a_step_is_measured_by_its_tensors_and_bytes():
+    found = measure_update(lambda parameters: Sleeper(parameters, lr=0.1), "cpu", 1.0).step
+    assert found.per_tensor_s == pytest.approx(1e-3, rel=0.5)
+    assert found.per_byte_s == pytest.approx(5e-9, rel=0.5)
+    assert found.seconds(1000, 10**9) == pytest.approx(2e-3 + 1.0 + 5.0, rel=0.5)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_real_optimizers_cost_more_for_more_parameters(make):
+    found = measure_update(make, "cpu", None)
+    assert 0 < found.step.seconds(4, 0) < found.step.seconds(400, 10**9) < 100
+    assert 0 <= found.reduce.seconds(4, 0) < found.reduce.seconds(400, 10**9) < 100
+
+
+def test_an_optimizer_that_raises_is_the_users():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("not today")
+
+    with pytest.raises(AttemptFailure, match="not today") as caught:
+        measure_update(lambda parameters: Broken(parameters, lr=0.1), "cpu", None)
+    assert caught.value.reason is Reason.USER_CODE_RAISED
+
+
+class Wire:
+    """Sums 100 MB a second after 4 ms."""
+
+    def all_reduce(self, group, tensor):
+        time.sleep(4e-3 + tensor.nbytes / 1e8)
+
+
+def test_sums_over_workers_are_measured_by_latency_and_bandwidth():
+    latency_s, bandwidth = measure_sum(Wire(), "cpu", large_bytes=4 << 20)
+    assert latency_s == pytest.approx(4e-3, rel=0.5) and bandwidth == pytest.approx(1e8, rel=0.3)
+    reduced = UpdateCosts(reduce=LinearCost(1.0, 2.0, 3.0)).with_sum(4.0, 0.5).reduce
+    assert reduced == LinearCost(5.0, 2.0, 5.0)
+
+
+def test_a_mesh_pays_for_each_of_its_trained_parameters_once():
+    layers = tuple(
+        LayerCost(f"l{i}", 1.0, 1.0, 1.0, 1, 0, 0, names) for i, names in enumerate(("ab", "bc", "d"))
+    )
+    sizes = {"a": 1, "b": 10, "c": 100, "d": 1000}
+    profile = LayerProfile(layers, (), "cpu", "[1]", sizes, frozen_parameters=("c", "d"))
+    costs = UpdateCosts(LinearCost(0.5, 1.0, 2.0), LinearCost(0.25, 3.0, 4.0))
+    assert mesh_update("m0", [0, 1], profile, costs) == MeshUpdate("m0", 0.5 + 2 + 22, 0.25 + 6 + 44)
+    assert mesh_update("m1", [2], profile, costs) == MeshUpdate("m1", 0.0, 0.0), "nothing of it is trained"
+    assert UpdateCosts.from_json(costs.to_json()) == costs and UpdateCosts.from_json({}) == UpdateCosts()

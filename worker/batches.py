@@ -1,0 +1,85 @@
+"""The job's data, dealt to one worker: its rows of every microbatch.
+
+Knows the data set and how it is dealt; no model, no stages. What goes wrong with the data is the user's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from worker.data.sampler import BatchSampler, collate, read_sample
+from worker.failure import attributed_to
+from worker.job import AUTO, Job
+from worker.model import call_factory
+from worker.model.errors import FactoryError
+from worker.reasons import Reason
+from worker.seeding import seeded
+from worker.turns import GENERATORS
+
+Rows = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+
+
+class Batches:
+    """What worker `worker` of a mesh computes on; the batch is dealt in `microbatches` until `deal` says another."""
+
+    @attributed_to(Reason.DATA_FAILED)
+    def __init__(self, job: Job, *, worker: int, workers_per_mesh: int, microbatches: int):
+        self._job, self._worker, self._workers_per_mesh = job, worker, workers_per_mesh
+        with seeded(job.training.seed):
+            self._dataset = call_factory(job.data.factory, job.data.args)
+        for method, means in (
+            ("__len__", "how many samples it has"),
+            ("__getitem__", "a sample by its index"),
+        ):
+            if not hasattr(self._dataset, method):
+                raise FactoryError(
+                    f"data {job.data.factory!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
+                    f"({method}): return a map-style data set"
+                )
+        self._deal(microbatches)
+
+    @property
+    def microbatches(self) -> int:
+        """In how many microbatches the batch is dealt."""
+        return self._sampler.microbatches
+
+    @attributed_to(Reason.DATA_FAILED)
+    def deal(self, microbatches: int) -> None:
+        """Deal the batch in so many microbatches from now on; `sample` has their shapes."""
+        if microbatches != self.microbatches:
+            self._deal(microbatches)
+
+    def rows(self, microbatches: int) -> int:
+        """How many samples of each of so many microbatches are this worker's."""
+        return self._job.training.global_batch // microbatches // self._workers_per_mesh
+
+    @attributed_to(Reason.DATA_FAILED)
+    def microbatch(self, step: int, microbatch: int) -> Rows:
+        """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
+        indices = self._sampler.indices(step, microbatch)
+        share = len(indices) // self._workers_per_mesh
+        return collate(
+            [self.example(step, i) for i in indices[self._worker * share : (self._worker + 1) * share]]
+        )
+
+    def _deal(self, microbatches: int) -> None:
+        training = self._job.training
+        if training.microbatches not in (AUTO, microbatches):
+            raise ValueError(
+                f"{microbatches} microbatches were planned, but the job says {training.microbatches}"
+            )
+        self._sampler = BatchSampler(
+            len(self._dataset), training.global_batch, microbatches, seed=training.seed
+        )
+        self.sample = self.microbatch(0, 0)
+
+    def example(self, step: int, index: int) -> Any:
+        """Sample `index` as step `step` draws it: the only door to the data set."""
+        try:
+            with GENERATORS:  # this may be the reading thread: see worker/turns.py
+                return read_sample(self._dataset, index, seed=self._job.training.seed, step=step)
+        except Exception as error:
+            what = f"sample {index} of data {self._job.data.factory}"
+            raise RuntimeError(f"{what} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,53 @@
+"""What is measured of a job, as the control plane reads it with a request for a plan.
+
+Pure values, light: no torch. Who measures is the driver with a whole gang, or the profiler with one worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from worker.model.profile import PROFILE_FORMAT, LayerProfile
+
+# worker/profiler.py reads its request from this variable of the environment, and answers in a line with this mark.
+REQUEST_VARIABLE = "SLOTLINE_PROFILE_JOB"
+ANSWER_MARK = "SLOTLINE_COSTS "
+
+
+def outgrows(found: Mapping[int, LayerProfile], count: int, least_bytes: int | None) -> bool:
+    """Whether, by the profiles at hand, one layer would keep more than `least_bytes` with only `count` microbatches."""
+    nearest = min(found)
+    largest = max((layer.activation_bytes for layer in found[nearest].layers), default=0)
+    return least_bytes is not None and largest * nearest / count > least_bytes
+
+
+def least_memory_bytes(memory: Mapping[str, Any]) -> int | None:
+    """What the mesh with the least memory may hold, of a request's `memory`; None where nothing tells."""
+    return min((one["memory_bytes"] for one in memory["memory"]), default=None)
+
+
+def profiles_json(profiles: Mapping[int, LayerProfile]) -> dict[str, Any]:
+    """The part of a request with the profiles; a single one stands where control planes have always read it."""
+    if len(profiles) == 1:
+        ((count, profile),) = profiles.items()
+        return {"microbatches": count, "profile": profile.to_json()}
+    return {
+        "profiles": [
+            {"microbatches": count, "profile": profile.to_json()} for count, profile in profiles.items()
+        ]
+    }
+
+
+def costs_digest(spec: Mapping[str, Any]) -> str:
+    """The same for two jobs (JSON of JobSpecs) whose layers, links and memory cost the same where they run.
+
+    What only planning and the steps read (stages, cut, schedule, microbatches, steps, seed) makes no difference.
+    """
+    training = spec["training"]
+    parts = {name: spec[name] for name in ("model", "data", "loss", "optimizer", "code", "resources")}
+    parts["format"] = PROFILE_FORMAT
+    parts["training"] = {name: training[name] for name in ("global_batch", "precision", "clip_grad_norm")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,157 @@
+"""What a job costs, measured by one worker alone: for the plan of a job that does not train.
+
+`python -m worker.profiler` reads {"job": ..., "device": "cpu" or "cuda"} as JSON from SLOTLINE_PROFILE_JOB, or from
+standard input, and ends with one line: ANSWER_MARK and {"costs": ...} (what a driver sends with its request for a
+plan, and notes for people) or {"failed": a reason code, "message": ...}. Needs no Ray and no control plane.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from worker.actor import Worker
+from worker.choices import may_loop
+from worker.costs import ANSWER_MARK, REQUEST_VARIABLE, least_memory_bytes, outgrows, profiles_json
+from worker.device import choose_device
+from worker.driver.limits import Limits
+from worker.failure import AttemptFailure, as_failure
+from worker.job import Job
+from worker.model.profile import LayerProfile
+from worker.model.update_costs import UpdateCosts
+from worker.reasons import Reason
+from worker.transport import Topology
+from worker.transport.network import Measured, choose_probes, network_of
+from worker.transport.rendezvous import host_store
+
+# Links are measured between so many processes of this machine: a pair, and two peers at once.
+_ENDS = 3
+_LINKS_LIMIT_S = 120.0
+
+
+def main() -> int:
+    """Measure the job that the environment or standard input names; 0 when it was measured."""
+    text = os.environ.get(REQUEST_VARIABLE) or sys.stdin.read()
+    try:
+        request = json.loads(text)
+        answer = {"costs": measure(Job.from_json(request["job"]), request["device"])}
+    except AttemptFailure as failure:
+        print(failure.details, file=sys.stderr)
+        answer = {"failed": failure.reason, "message": failure.message}
+    except Exception as error:
+        failure = as_failure(error, Reason.INTERNAL)
+        print(failure.details, file=sys.stderr)
+        answer = {"failed": failure.reason, "message": failure.message}
+    print(f"\n{ANSWER_MARK}{json.dumps(answer)}", flush=True)
+    return 1 if "failed" in answer else 0
+
+
+def measure(job: Job, device: str) -> dict[str, Any]:
+    """The costs of `job` by one worker here, as a driver's request has them, and notes of what is only assumed.
+
+    Raises AttemptFailure with the reason that an attempt would have ended for.
+    """
+    notes = []
+    choose_device(device, list)
+    workers_per_mesh = job.resources.workers_per_mesh
+    worker = Worker(job=job, mesh="m0", worker=0, device=device)
+    counts = worker.prepare(workers_per_mesh)
+    memory = _memory(worker, job, device)
+    optimizer, update = worker.optimizer_state(), worker.update_costs()
+    profiles: dict[int, LayerProfile] = {}
+    for count in sorted(counts, reverse=True):
+        if profiles and outgrows(profiles, count, least_memory_bytes(memory)):
+            notes.append(
+                f"{count} microbatches, and fewer, are not planned: a layer's activations would not fit"
+            )
+            break
+        profiles[count] = LayerProfile.from_json(worker.profile(count))
+    if device == "cpu" and job.meshes * workers_per_mesh > 1:
+        notes.append(
+            f"the layers were measured by one worker alone: {job.meshes * workers_per_mesh} that share cores are slower"
+        )
+    network = _network(job, device, next(iter(profiles.values())))
+    if network["bandwidth_bytes_per_s"] is None and job.meshes > 1:
+        notes.append("the links between meshes were not measured: transfers count as nothing")
+    return {
+        **profiles_json(dict(sorted(profiles.items()))),
+        "tried": sorted(counts),
+        "network": network,
+        **memory,
+        "optimizer": asdict(optimizer),
+        "update": _with_sums(update, network, workers_per_mesh, notes).to_json(),
+        "notes": notes,
+    }
+
+
+def _memory(worker: Worker, job: Job, device: str) -> dict[str, Any]:
+    """What every mesh may hold, if all workers are as this one; on CPU all of them share this machine."""
+    on_gpu = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))
+    sharing = job.meshes * job.resources.workers_per_mesh if device == "cpu" else on_gpu
+    limit = worker.memory_limit(sharing)
+    meshes = [] if limit is None else [f"m{index}" for index in range(job.meshes)]
+    return {"memory": [{"mesh": mesh, "memory_bytes": limit} for mesh in meshes]}
+
+
+def _with_sums(
+    update: UpdateCosts, network: Mapping[str, Any], workers_per_mesh: int, notes: list[str]
+) -> UpdateCosts:
+    if workers_per_mesh == 1:
+        return update
+    if network["bandwidth_bytes_per_s"] is None:
+        notes.append("sums of gradients over the workers of a mesh were not measured: they count as nothing")
+        return update
+    notes.append("sums of gradients over the workers of a mesh are taken to be as quick as a link")
+    return update.with_sum(network["latency_s"], network["bandwidth_bytes_per_s"])
+
+
+def _network(job: Job, device: str, profile: LayerProfile) -> dict[str, Any]:
+    """JSON of a NetworkSpec by links between processes of this machine; nothing is measured with one GPU."""
+    meshes = [f"m{index}" for index in range(job.meshes)]
+    node_of = dict.fromkeys(meshes, "here")
+    ways = {
+        "loops": may_loop(job),
+        "skips": any(edge.target > edge.source + 1 for edge in profile.edges),
+    }
+    measured = _measure_links(job, meshes[:_ENDS]) if device == "cpu" and len(meshes) > 1 else []
+    return network_of(measured, meshes, node_of, **ways)
+
+
+def _measure_links(job: Job, meshes: list[str]) -> list[Measured]:
+    probes = choose_probes(meshes, dict.fromkeys(meshes, "here"), loops=False, skips=False)
+    store = host_store("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(len(meshes), mp_context=context)
+    try:
+        ends = [pool.submit(_end, job, mesh, meshes, probes, store.port) for mesh in meshes]
+        _, late = concurrent.futures.wait(ends, _LINKS_LIMIT_S)
+        if late:
+            raise AttemptFailure(
+                Reason.START_TIMEOUT, f"measuring the links: no answer within {_LINKS_LIMIT_S:.0f} s"
+            )
+        return [one for end in ends for one in end.result()]
+    finally:
+        processes = list((pool._processes or {}).values())  # no public way to end a running call before 3.14
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+
+
+def _end(job: Job, mesh: str, meshes: list[str], probes: list[Any], port: int) -> list[Measured]:
+    return Worker(job=job, mesh=mesh, worker=0, device="cpu").measure_links(
+        probes=probes,
+        topology=Topology(tuple(meshes)),
+        store=("127.0.0.1", port),
+        host="127.0.0.1",
+        connect_s=Limits().connect_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Measures what REDUCE and STEP cost: the engine's own, on parameters made for it, and sums over workers.
+
+Knows the engine's update and transports; nothing of stages, plans or Ray.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.engine.update import ModelUpdate, UpdateSettings
+from worker.failure import attributed_to
+from worker.model.update_costs import LinearCost, UpdateCosts
+from worker.reasons import Reason
+from worker.transport import Topology, Transport
+from worker.transport.local import LocalTransport
+
+# Matrices, since some optimizers take nothing else; the large ones outgrow the caches.
+_FEW, _MANY = 4, 64
+_SMALL, _LARGE = 4, 1024
+_REPEATS = 5
+_WARM_UP = 2
+WORKERS = "workers"
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def measure_update(make: MakeOptimizer, device: str, clip_grad_norm: float | None) -> UpdateCosts:
+    """What one worker alone spends in REDUCE and STEP, by steps of few and many, small and large tensors."""
+    few, many, large = (
+        _seconds_of(make, device, clip_grad_norm, tensors=tensors, width=width)
+        for tensors, width in ((_FEW, _SMALL), (_MANY, _SMALL), (_FEW, _LARGE))
+    )
+    item = torch.get_default_dtype().itemsize
+    small_bytes, large_bytes = (_FEW * width**2 * item for width in (_SMALL, _LARGE))
+
+    def linear(action: str) -> LinearCost:
+        per_tensor_s = max(0.0, many[action] - few[action]) / (_MANY - _FEW)
+        per_byte_s = max(0.0, large[action] - few[action]) / (large_bytes - small_bytes)
+        return LinearCost(max(0.0, few[action] - _FEW * per_tensor_s), per_tensor_s, per_byte_s)
+
+    return UpdateCosts(reduce=linear("reduce"), step=linear("step"))
+
+
+def _seconds_of(
+    make: MakeOptimizer, device: str, clip_grad_norm: float | None, *, tensors: int, width: int
+) -> Mapping[str, float]:
+    module = nn.Module()
+    for index in range(tensors):
+        module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(width, width, device=device)))
+    update = ModelUpdate(
+        stages={0: module},
+        tied={},
+        mesh_of_stage=["m0"],
+        optimizer=make,
+        lr_schedule=None,
+        transport=LocalTransport.group(Topology(("m0",)))["m0", 0],
+        settings=UpdateSettings(clip_grad_norm=clip_grad_norm, non_finite="skip"),
+    )
+    taken: dict[str, list[float]] = {"reduce": [], "step": []}
+    for _ in range(_WARM_UP + _REPEATS):
+        update.begin()
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        for action, run in (("reduce", lambda: update.reduce([])), ("step", update.step)):
+            taken[action].append(_timed(run, device))
+    return {action: statistics.median(times[_WARM_UP:]) for action, times in taken.items()}
+
+
+def measure_sum(transport: Transport, device: str, *, large_bytes: int) -> tuple[float, float]:
+    """(seconds to begin, bytes per second) of summing gradients over the workers of this mesh.
+
+    All workers of the group WORKERS call this at the same time.
+    """
+    item = torch.get_default_dtype().itemsize
+    times: dict[int, list[float]] = {1: [], large_bytes // item: []}
+    for _ in range(_WARM_UP + _REPEATS):
+        for count, found in times.items():
+            tensor = torch.ones(count, device=device)
+            found.append(_timed(lambda tensor=tensor: transport.all_reduce(WORKERS, tensor), device))
+    small_s, large_s = (statistics.median(found[_WARM_UP:]) for found in times.values())
+    return small_s, large_bytes / max(large_s - small_s, large_s / 10)
+
+
+def _timed(action: Callable[[], Any], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    action()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
