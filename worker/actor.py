@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from worker import checkpoint
+from worker.data.ahead import ReadAhead, ReadTooSlowError
 from worker.data.sampler import BatchSampler, collate
+from worker.data.staging import read_steps
 from worker.device import choose_device, device_kind, make_transport
 from worker.engine import (
     AbortedError,
@@ -57,6 +59,7 @@ from worker.training import (
 from worker.transport import ConnectError, Topology
 from worker.transport.links import groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
+from worker.turns import GENERATORS
 
 PROFILE_REPEATS = 5
 
@@ -72,6 +75,7 @@ class Worker:
         self._device = device
         self._traced: TracedModel | None = None
         self._engine: Engine | None = None
+        self._reader: ReadAhead | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
         self._planned_bytes: int | None = None
@@ -173,6 +177,15 @@ class Worker:
             self._needs_data = any(
                 name.startswith("input:") for stage in stages.values() for name in stage.inputs
             ) or any("output" in stage.outputs for stage in stages.values())
+            if self._needs_data:
+                self._reader = read_steps(
+                    self._microbatch,
+                    training.microbatches,
+                    device=self._device,
+                    ahead=self._job.data.prefetch,
+                    last=training.steps,
+                    limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
+                )
             transport = make_transport(
                 self._device,
                 topology,
@@ -225,10 +238,10 @@ class Worker:
 
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
-        inputs, targets = self._batch(step)
         rate = None if self._optimizer is None else learning_rate(self._optimizer)
         self._memory.begin()
         with self._memory_told():
+            inputs, targets = self._batch(step)
             try:
                 result = self._engine.run_step(step, inputs, targets)
             except EngineError as error:
@@ -256,6 +269,13 @@ class Worker:
         """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+
+    def close(self) -> None:
+        """End threads and connections; an actor that is killed needs no such call."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._engine is not None:
+            self._engine.close()
 
     @attributed_to(Reason.DATA_FAILED)
     def _build_data(self) -> None:
@@ -305,11 +325,12 @@ class Worker:
         return graph
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        count = self._job.training.microbatches
-        if not self._needs_data:
-            return [()] * count, None
-        pairs = [self._microbatch(step, m) for m in range(count)]
-        return [inputs for inputs, _ in pairs], [target for _, target in pairs]
+        if self._reader is None:
+            return [()] * self._job.training.microbatches, None
+        try:
+            return self._reader.take(step)
+        except ReadTooSlowError as error:
+            raise as_failure(error, Reason.DATA_FAILED) from None
 
     @attributed_to(Reason.DATA_FAILED)
     def _microbatch(self, step: int, microbatch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -340,7 +361,8 @@ class Worker:
 
     def _example(self, index: int) -> Any:
         try:
-            return self._dataset[index]
+            with GENERATORS:  # this may be the reading thread: see worker/turns.py
+                return self._dataset[index]
         except Exception as error:
             factory = self._job.data.factory
             raise RuntimeError(

@@ -136,4 +136,4 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(lambda w: w._engine.close())
+        self.call(lambda w: w.close())

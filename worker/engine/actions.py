@@ -18,6 +18,7 @@ from worker.engine.stage import Exchange, StageRunner
 from worker.engine.update import ModelUpdate
 from worker.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.transport.base import Transport
+from worker.turns import GENERATORS
 
 
 class ReceiveBuffers:
@@ -121,7 +122,8 @@ class Actions:
 
     def _step(self) -> None:
         try:
-            self._update.step()
+            with GENERATORS:  # an optimizer may draw (noise, dithering)
+                self._update.step()
         except Exception as error:
             raise StageError(
                 f"the optimizer raised {type(error).__name__}: {error}", "STEP", None, None

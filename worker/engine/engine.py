@@ -5,6 +5,7 @@ Joins stages, transport, actions, lanes and the watch over them. Must not know s
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -230,7 +231,9 @@ class Engine:
         return CpuLanes(self._program, actions)
 
     def _prepare_device(self, inputs, targets):
-        """Before a step: the batch on the device, and before the first one all kernels loaded."""
+        """Before a step: the batch on the device (it may be there already), and before the first one all kernels
+        loaded."""
+        there = all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ())))
         inputs = [tuple(t.to(self._device, non_blocking=True) for t in arguments) for arguments in inputs]
         if targets is not None:
             targets = [target.to(self._device, non_blocking=True) for target in targets]
@@ -239,8 +242,9 @@ class Engine:
             torch.cuda.synchronize(self._device)
             with self._lanes.computing():  # memory and workspaces belong to a stream
                 warm_up(self._stages, inputs[0], targets[0] if targets else None, self._settings, split)
-            self._warm = True
-        torch.cuda.synchronize(self._device)
+            self._warm, there = True, False
+        if not there:
+            torch.cuda.synchronize(self._device)
         return inputs, targets
 
     # While a step runs, and when it ends early

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 from collections.abc import Iterator
 
 import torch
 from torch import fx, nn
 
-# torch's generator belongs to the process; engines of one process (LocalTransport) take turns.
-_CPU_GENERATOR = threading.Lock()
+from worker.turns import GENERATORS
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -36,8 +34,11 @@ class RandomState:
 
     @contextlib.contextmanager
     def forward(self, step: int, microbatch: int, stage: int) -> Iterator[None]:
-        """Random operations of the body belong to this step and microbatch."""
-        with contextlib.nullcontext() if self._device.type == "cuda" else _CPU_GENERATOR:
+        """Random operations of the body belong to this step and microbatch.
+
+        The process's generators are the body's alone: on CUDA it draws from the device's, but a loss may use them.
+        """
+        with GENERATORS:
             self._now = (step, microbatch)
             self.restart(f"stage {stage}")
             yield
