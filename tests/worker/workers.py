@@ -12,6 +12,8 @@ from service.scheduler import MeshSpec, make_plan
 from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
 from worker.actor import Worker
+from worker.data.sampler import BatchSampler
+from worker.data.text import ByteWindows
 from worker.driver.planning import planned_seconds
 from worker.engine import SlotLimits
 from worker.failure import AttemptFailure, first_cause
@@ -46,6 +48,31 @@ class TooLargeAfter(torch.nn.Module):
         if self._left < 0:
             torch.empty(1 << 50)
         return torch.nn.functional.cross_entropy(output, target)
+
+
+class RaisesAt(ByteWindows):
+    """Bytes, but the samples of one step cannot be read."""
+
+    def __init__(self, step: int, batch: int, seed: int, **arguments: Any):
+        super().__init__(**arguments)
+        self._broken = set(BatchSampler(len(self), batch, 1, seed=seed).indices(step, 0))
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._broken:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+class Watched(ByteWindows):
+    """Bytes, and the names of the threads that read them."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        self.readers: list[str] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.readers.append(threading.current_thread().name)
+        return super().__getitem__(index)
 
 
 def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any]) -> dict[str, Any]:
