@@ -6,13 +6,12 @@ Joins stages, exchange, receive buffers and transport. Must not know lanes, even
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from worker.engine.buffers import plan_buffers
 from worker.engine.errors import StageError
-from worker.engine.lanes import Action, Finish
+from worker.engine.lanes import Action, Finish, followed_by
 from worker.engine.routes import Route, transfer_tag
 from worker.engine.stage import Exchange, StageRunner
 from worker.engine.update import ModelUpdate
@@ -44,7 +43,7 @@ class ReceiveBuffers:
 
 
 class Actions:
-    """The actions of one mesh; `runners` by stage."""
+    """The actions of one mesh; `runners` by stage, parameters of `gradient_buckets` by instruction."""
 
     def __init__(
         self,
@@ -57,8 +56,10 @@ class Actions:
         runners: Mapping[int, StageRunner],
         update: ModelUpdate,
         transport: Transport,
+        gradient_buckets: Mapping[int, tuple[str, ...]],
     ):
         self._program = program
+        self._gradient_buckets = gradient_buckets
         self._routes = routes
         self._microbatches = microbatches
         self._buffers = buffers
@@ -74,6 +75,9 @@ class Actions:
             return self._send(instruction)
         if instruction.op in RECEIVE_OPS:
             return self._receive(index, instruction)
+        if index in self._gradient_buckets:
+            names = self._gradient_buckets[index]
+            return lambda: self._update.reduce_bucket(names)
         if instruction.op == "REDUCE":
             return lambda: self._update.reduce(list(self._exchange.losses.values()))
         if instruction.op == "STEP":
@@ -98,7 +102,7 @@ class Actions:
         def action() -> Finish | None:
             # The tensor is dropped when the send has ended, not before.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
-            return _followed_by(send(peer, tag, waiting[key]), lambda: waiting.pop(key))
+            return followed_by(send(peer, tag, waiting[key]), lambda: waiting.pop(key))
 
         return action
 
@@ -116,7 +120,7 @@ class Actions:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
             torch.autograd.graph.increment_version(buffer)
             received = exchange.received_gradients if backward else exchange.received
-            return _followed_by(receive(peer, tag, buffer), lambda: received.update({key: buffer}))
+            return followed_by(receive(peer, tag, buffer), lambda: received.update({key: buffer}))
 
         return action
 
@@ -132,17 +136,3 @@ class Actions:
 
 def _nothing() -> None:
     """A gradient that does not exist (of an integer tensor, say) needs no transfer."""
-
-
-def _followed_by(ended: Finish | None, last: Callable[[], Any]) -> Finish | None:
-    """What waits for the end of a transfer and then does `last`, which is done at once where the lane's stream
-    carries the transfer."""
-    if ended is None:
-        last()
-        return None
-
-    def finish() -> None:
-        ended()
-        last()
-
-    return finish

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from worker.engine.actions import Actions, ReceiveBuffers
+from worker.engine.buckets import with_buckets
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import (
@@ -76,10 +77,8 @@ class Engine:
         self._training = any(instruction.op in ("B", "I") for instruction in self._program)
         self._device = torch.device(self._options.device)
         self._check(stages, planned_s)
-        self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         self._routes = find_routes(edges, self._mesh_of_stage)
         self._exchange = Exchange()
-        self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         tie_local_parameters(stages, tied)
         self._update = ModelUpdate(
             stages=stages,
@@ -90,6 +89,13 @@ class Engine:
             transport=transport,
             settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite),
         )
+        bucketed = with_buckets(self._program, self._update.gradients())
+        self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
+        self._program = bucketed.program
+        if planned_s is not None:
+            planned_s = [0.0 if i is None else planned_s[i] for i in bucketed.source]
+        self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
+        self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         self._settings = self._compute_settings(loss)
         self._stages = {
             index: (
@@ -111,6 +117,7 @@ class Engine:
             runners=self._runners,
             update=self._update,
             transport=transport,
+            gradient_buckets=bucketed.buckets,
         )
         self._has_output = any("output" in module.outputs for module in stages.values())
         self._updated = UpdateResult()

@@ -118,6 +118,9 @@ class Transport(Protocol):
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the group, in place."""
 
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
+        """As `all_reduce`, but only started on CPU: what it returns blocks until the sum is there, once."""
+
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""
 

@@ -133,6 +133,9 @@ class NcclTransport(RendezvousTransport):
         with _peer_lost_if_it_fails(f"the all-reduce over {group}", group):
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
 
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        self.all_reduce(group, tensor)
+
     def failure(self) -> Failure | None:
         """PeerLostError when NCCL has noticed one by itself."""
         if (failure := super().failure()) is not None:

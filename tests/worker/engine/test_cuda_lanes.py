@@ -44,6 +44,7 @@ class CudaPipeline(LocalPipeline):
     def __init__(self, monkeypatch, *arguments, seed=0, changed=None, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
         monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(RECEIVE))
+        monkeypatch.setattr(LocalTransport, "start_all_reduce", LocalTransport.all_reduce)
         monkeypatch.setattr(Engine, "_make_lanes", lambda engine, actions: self.fake_lanes(engine, actions))
         self.machine = Machine(0 if seed is None else seed, at_once=seed is None)
         self.changed = changed or (lambda engine, lanes: None)
@@ -51,7 +52,8 @@ class CudaPipeline(LocalPipeline):
         super().__init__(*arguments, **options)
 
     def fake_lanes(self, engine, actions):
-        self.cudas[engine._mesh] = cuda = self.machine.device(engine._mesh)
+        cuda = self.machine.device(engine._mesh, engine._worker)
+        self.cudas[engine._mesh if engine._worker == 0 else (engine._mesh, engine._worker)] = cuda
         logged = [self.logged(cuda, engine, i, action) for i, action in enumerate(actions)]
         lanes = CudaLanes(engine._program, logged, StreamPriorities(), cuda)
         self.changed(engine, lanes)
