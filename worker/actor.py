@@ -163,6 +163,7 @@ class Worker:
         connect_s: float,
         slot_limits: SlotLimits,
         planned_bytes: int | None = None,
+        planned_starts_s: Sequence[float | None] | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
@@ -217,6 +218,7 @@ class Worker:
                     device=self._device,
                 ),
                 planned_s=planned_s,
+                planned_starts_s=planned_starts_s,
             )
             self._traced = None
             self._memory.settle(

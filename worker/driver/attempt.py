@@ -15,7 +15,7 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
-from worker.driver.planning import PlannedJob, Planner, planned_seconds
+from worker.driver.planning import PlannedJob, Planner, planned_seconds, planned_starts
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
@@ -181,6 +181,7 @@ def _load(
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names)
+    starts_s = planned_starts(planned.plan, planned.stage_names)
     peaks = planned_peak_bytes(planned.spec, planned.plan)
     topology = Topology(tuple(mesh.name for mesh in gang.meshes), workers_per_mesh)
     return [
@@ -189,6 +190,7 @@ def _load(
             mesh_of_stage=planned.mesh_of_stage,
             program=planned.plan["programs"][address.mesh],
             planned_s=planned_s[address.mesh],
+            planned_starts_s=starts_s[address.mesh],
             topology=topology,
             store=store,
             host=address.node,

@@ -229,15 +229,27 @@ def planned_seconds(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict
 
     Slots name their stage, instructions count it: `stage_names` are in that order.
     """
+    slots = _slots_of_instructions(plan, stage_names)
+    return {
+        mesh: [0.0 if s is None else s["end_s"] - s["start_s"] for s in found]
+        for mesh, found in slots.items()
+    }
+
+
+def planned_starts(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float | None]]:
+    """When every instruction of every mesh's program starts by the plan (None for REDUCE and STEP)."""
+    slots = _slots_of_instructions(plan, stage_names)
+    return {mesh: [None if s is None else s["start_s"] for s in found] for mesh, found in slots.items()}
+
+
+def _slots_of_instructions(
+    plan: Mapping[str, Any], stage_names: Sequence[str]
+) -> dict[str, list[Mapping[str, Any] | None]]:
     number = {name: i for i, name in enumerate(stage_names)}
     planned = {
-        (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s["end_s"]
-        - s["start_s"]
-        for s in plan["slots"]
+        (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s for s in plan["slots"]
     }
     return {
-        mesh: [
-            planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"]), 0.0) for i in instructions
-        ]
+        mesh: [planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"])) for i in instructions]
         for mesh, instructions in plan["programs"].items()
     }

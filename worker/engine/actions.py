@@ -6,6 +6,7 @@ Joins stages, exchange, receive buffers and transport. Must not know lanes, even
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -43,7 +44,8 @@ class ReceiveBuffers:
 
 
 class Actions:
-    """The actions of one mesh; `runners` by stage, parameters of `gradient_buckets` by instruction."""
+    """The actions of one mesh; `runners` by stage, parameters of `gradient_buckets` and sends of `releases` by
+    instruction."""
 
     def __init__(
         self,
@@ -57,9 +59,11 @@ class Actions:
         update: ModelUpdate,
         transport: Transport,
         gradient_buckets: Mapping[int, tuple[str, ...]],
+        releases: Mapping[int, tuple[int, ...]],
     ):
         self._program = program
         self._gradient_buckets = gradient_buckets
+        self._releases = releases
         self._routes = routes
         self._microbatches = microbatches
         self._buffers = buffers
@@ -89,7 +93,22 @@ class Actions:
             "I": runner.backward_input,
             "W": runner.backward_weight,
         }[instruction.op]
-        return lambda: run(microbatch)
+        drops = [self._drop(self._program[send]) for send in self._releases.get(index, ())]
+        if not drops:
+            return lambda: run(microbatch)
+
+        def action() -> None:
+            for drop in drops:
+                drop()
+            run(microbatch)
+
+        return action
+
+    def _drop(self, sent: Instruction) -> Callable[[], Any]:
+        key = (sent.edge, sent.microbatch)
+        if sent.op == "SEND_F":
+            return lambda: self._exchange.to_send.pop(key)
+        return lambda: self._exchange.gradients_to_send.pop(key, None)  # one without a gradient has none
 
     def _send(self, instruction: Instruction) -> Action:
         key = (instruction.edge, instruction.microbatch)
@@ -100,9 +119,11 @@ class Actions:
         peer, send, exchange = instruction.peer, self._transport.send, self._exchange
 
         def action() -> Finish | None:
-            # The tensor is dropped when the send has ended, not before.
+            # The tensor is dropped when the send has ended, not before: where a stream carries it, by an action
+            # that waits for its end (sent.py), or with the step.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
-            return followed_by(send(peer, tag, waiting[key]), lambda: waiting.pop(key))
+            ended = send(peer, tag, waiting[key])
+            return None if ended is None else followed_by(ended, lambda: waiting.pop(key))
 
         return action
 

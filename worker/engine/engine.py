@@ -6,6 +6,7 @@ Joins stages, transport, actions, lanes and the watch over them. Must not know s
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from worker.engine.errors import (
 from worker.engine.lanes import Action, Lanes
 from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
+from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import warm_up
@@ -47,7 +49,7 @@ class Engine:
     """See `connect`, `run_step` and `close`; not reusable after an error.
 
     `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
-    every worker. `planned_s` has one planned duration for each instruction of `program`.
+    every worker. `planned_s` and `planned_starts_s` have the planned duration and start of each instruction of `program`.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Engine:
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         options: RunOptions | None = None,
         planned_s: Sequence[float] | None = None,
+        planned_starts_s: Sequence[float | None] | None = None,
     ):
         self._mesh, self._worker = mesh, worker
         self._program = tuple(program)
@@ -92,8 +95,13 @@ class Engine:
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
+        releases: Mapping[int, tuple[int, ...]] = {}
         if planned_s is not None:
             planned_s = [0.0 if i is None else planned_s[i] for i in bucketed.source]
+            if planned_starts_s is not None and self._enqueues():
+                starts_s = [None if i is None else planned_starts_s[i] for i in bucketed.source]
+                found = release_sent(self._program, starts_s, planned_s, self._routes, self._sent_bytes)
+                self._program, releases = found.program, found.of
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         self._settings = self._compute_settings(loss)
@@ -118,6 +126,7 @@ class Engine:
             update=self._update,
             transport=transport,
             gradient_buckets=bucketed.buckets,
+            releases=releases,
         )
         self._has_output = any("output" in module.outputs for module in stages.values())
         self._updated = UpdateResult()
@@ -232,8 +241,15 @@ class Engine:
             return torch.bfloat16
         return route.dtype
 
+    def _enqueues(self) -> bool:
+        """Whether lanes are streams, on which the host enqueues a step before any of it has run."""
+        return self._device.type == "cuda"
+
+    def _sent_bytes(self, route: Route) -> int:
+        return math.prod(route.shape) * self._transfer_dtype(route).itemsize
+
     def _make_lanes(self, actions: Sequence[Action]) -> Lanes:
-        if self._device.type == "cuda":
+        if self._enqueues():
             return CudaLanes(self._program, actions, self._options.priorities)
         return CpuLanes(self._program, actions)
 

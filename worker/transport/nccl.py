@@ -110,12 +110,10 @@ class NcclTransport(RendezvousTransport):
             self.all_reduce(name, self._probe())
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
-        """The tensor's memory is kept from reuse until the send has ended on the stream."""
+        """The caller keeps the tensor until something that follows on its own stream waits for the send's end."""
         stream = self._stream_pointer()
         with _peer_lost_if_it_fails(f"sending to {peer}", peer):
             self._sends[peer].send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
         stream = self._stream_pointer()

@@ -44,6 +44,7 @@ class CudaPipeline(LocalPipeline):
     def __init__(self, monkeypatch, *arguments, seed=0, changed=None, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
         monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(RECEIVE))
+        monkeypatch.setattr(Engine, "_enqueues", lambda engine: True)
         monkeypatch.setattr(LocalTransport, "start_all_reduce", LocalTransport.all_reduce)
         monkeypatch.setattr(Engine, "_make_lanes", lambda engine, actions: self.fake_lanes(engine, actions))
         self.machine = Machine(0 if seed is None else seed, at_once=seed is None)
