@@ -70,7 +70,7 @@ class Actions:
         self._exchange = exchange
         self._runners = runners
         self._update = update
-        self._transport = transport
+        self.transport = transport
 
     def of(self, index: int) -> Action:
         """What instruction `index` does."""
@@ -116,13 +116,13 @@ class Actions:
         if backward and not self._routes[instruction.edge].differentiable:
             return _nothing
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
-        peer, send, exchange = instruction.peer, self._transport.send, self._exchange
+        peer, exchange = instruction.peer, self._exchange
 
         def action() -> Finish | None:
             # The tensor is dropped when the send has ended, not before: where a stream carries it, by an action
             # that waits for its end (sent.py), or with the step.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
-            ended = send(peer, tag, waiting[key])
+            ended = self.transport.send(peer, tag, waiting[key])
             return None if ended is None else followed_by(ended, lambda: waiting.pop(key))
 
         return action
@@ -135,13 +135,15 @@ class Actions:
         backward = instruction.op == "RECV_B"
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         buffer = self._buffers.tensors[number]
-        peer, receive, exchange = instruction.peer, self._transport.receive, self._exchange
+        peer, exchange = instruction.peer, self._exchange
 
         def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
             torch.autograd.graph.increment_version(buffer)
             received = exchange.received_gradients if backward else exchange.received
-            return followed_by(receive(peer, tag, buffer), lambda: received.update({key: buffer}))
+            return followed_by(
+                self.transport.receive(peer, tag, buffer), lambda: received.update({key: buffer})
+            )
 
         return action
 

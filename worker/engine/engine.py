@@ -5,10 +5,11 @@ Joins stages, transport, actions, lanes and the watch over them. Must not know s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_
 from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
-from worker.engine.warmup import warm_up
+from worker.engine.warmup import Kept, Silent
 from worker.engine.watch import Watch
 from worker.program import (
     COMPUTE_OPS,
@@ -43,6 +44,8 @@ from worker.transport.base import Transport
 _LOOK_S = 0.25
 # How long lanes may take to end after an abort.
 _END_S = 2.0
+# How long the first run, which loads kernels, may take.
+_WARM_UP_S = 600.0
 
 
 class Engine:
@@ -164,13 +167,12 @@ class Engine:
         if self._dead is not None:
             raise EngineError(f"the engine ended before: {self._dead}")
         self._check_batch(inputs, targets)
-        try:
+        with self._ended_by_errors():
+            if self._enqueues() and not self._warm:
+                self._warm_up(step, inputs, targets)
             if self._device.type == "cuda":
-                inputs, targets = self._prepare_device(inputs, targets)
-            self._exchange.begin(step, inputs, targets)
-            for runner in self._runners.values():
-                runner.reset()
-            self._update.begin()
+                inputs, targets = self._on_device(inputs, targets)
+            self._begin(step, inputs, targets)
             started = time.monotonic()
             if started - self._watch.published_s > _LOOK_S:
                 self._watch.publish(step, ())
@@ -179,12 +181,21 @@ class Engine:
                 self._look()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
-        except BaseException as error:
-            cause = self._end(error)
-            if cause is error:
-                raise
-            raise cause from error
         return self._result(step, started)
+
+    def warm_up(
+        self,
+        step: int,
+        inputs: Sequence[tuple[torch.Tensor, ...]],
+        targets: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Run the program once without transfers; see warmup.py. `run_step` would do it before its first step, while
+        the peers wait for this mesh. Leaves nothing changed; raises as `run_step` does."""
+        if self._lanes is None:
+            raise EngineError("the engine is not connected: call connect() before warm_up()")
+        self._check_batch(inputs, targets)
+        with self._ended_by_errors():
+            self._warm_up(step, inputs, targets)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model."""
@@ -253,22 +264,48 @@ class Engine:
             return CudaLanes(self._program, actions, self._options.priorities)
         return CpuLanes(self._program, actions)
 
-    def _prepare_device(self, inputs, targets):
-        """Before a step: the batch on the device (it may be there already), and before the first one all kernels
-        loaded."""
-        there = all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ())))
+    def _on_device(self, inputs, targets):
+        """The batch on the device, where it may be already."""
+        if all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
+            return inputs, targets
         inputs = [tuple(t.to(self._device, non_blocking=True) for t in arguments) for arguments in inputs]
         if targets is not None:
             targets = [target.to(self._device, non_blocking=True) for target in targets]
-        if not self._warm:
-            split = any(instruction.op == "I" for instruction in self._program)
-            torch.cuda.synchronize(self._device)
-            with self._lanes.computing():  # memory and workspaces belong to a stream
-                warm_up(self._stages, inputs[0], targets[0] if targets else None, self._settings, split)
-            self._warm, there = True, False
-        if not there:
-            torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)
         return inputs, targets
+
+    def _begin(self, step, inputs, targets) -> None:
+        """Forget the last step."""
+        self._exchange.begin(step, inputs, targets)
+        for runner in self._runners.values():
+            runner.reset()
+        self._update.begin()
+
+    def _warm_up(self, step, inputs, targets) -> None:
+        kept = Kept([module for module, _ in self._stages.values()], self._update.optimizer)
+        if self._device.type == "cuda":
+            inputs, targets = self._on_device(inputs, targets)
+        self._begin(step, inputs, targets)
+        self._actions.transport = self._update.transport = Silent(self._transport)
+        self._update.rehearsing = True
+        self._lanes.start()
+        deadline = time.monotonic() + _WARM_UP_S
+        while not self._lanes.wait(_LOOK_S):
+            self._watch.publish(step, ())
+            self._raise_if_aborted()
+            self._watch.check(())  # no slot has a limit yet: kernels are being loaded
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
+                    f"{_WARM_UP_S:.0f} s; does the model compile something?"
+                )
+        self._actions.transport = self._update.transport = self._transport
+        self._update.rehearsing = False
+        kept.restore()
+        self._begin(step, (), None)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._warm = True
 
     # While a step runs, and when it ends early
 
@@ -282,6 +319,17 @@ class Engine:
     def _raise_if_aborted(self) -> None:
         if self._abort_reason is not None:
             raise AbortedError("", self._abort_reason)
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Whatever the body raises ends the engine, and is raised as the error that names the cause."""
+        try:
+            yield
+        except BaseException as error:
+            cause = self._end(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _end(self, error: BaseException) -> BaseException:
         """Tell the others, stop everything, and find the error that names the cause."""

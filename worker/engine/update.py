@@ -71,7 +71,7 @@ class ModelUpdate:
         transport: Transport,
         settings: UpdateSettings,
     ):
-        self._transport = transport
+        self.transport = transport
         self._settings = settings
         self._stages = stages
         self.parameters = _named_parameters(stages)
@@ -97,6 +97,7 @@ class ModelUpdate:
         self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
         self._norm: torch.Tensor | None = None
         self._bucketed: frozenset[str] = frozenset()
+        self.rehearsing = False
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -115,11 +116,13 @@ class ModelUpdate:
         for name, group in self._tied_groups.items():
             parameter = self.parameters[name]
             if parameter.requires_grad:
-                self._transport.all_reduce(group, _gradient(parameter))
+                self.transport.all_reduce(group, _gradient(parameter))
         late = [p for name, p in self.parameters.items() if name not in self._bucketed and p.requires_grad]
         for gradients in _by_dtype(late).values():
             finish(self._average([_gradient(p) for p in gradients]))
         self._norm = self._global_norm(losses)
+        if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
+            self._norm = torch.ones_like(self._norm)
 
     def gradients(self) -> list[Gradient]:
         """What the workers of this mesh can sum as soon as its last backward has ended: not what is summed over
@@ -235,11 +238,11 @@ class ModelUpdate:
 
         @torch.no_grad()
         def hand_out() -> None:
-            flat.div_(self._transport.topology.workers_per_mesh)
+            flat.div_(self.transport.topology.workers_per_mesh)
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-        return followed_by(self._transport.start_all_reduce(self._workers_group, flat), hand_out)
+        return followed_by(self.transport.start_all_reduce(self._workers_group, flat), hand_out)
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
@@ -254,10 +257,10 @@ class ModelUpdate:
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
             if self._workers_group in self._groups:
-                self._transport.all_reduce(self._workers_group, finite)
+                self.transport.all_reduce(self._workers_group, finite)
             total += finite
         if self._meshes_group in self._groups:
-            self._transport.all_reduce(self._meshes_group, total)
+            self.transport.all_reduce(self._meshes_group, total)
         return total.sqrt()
 
 

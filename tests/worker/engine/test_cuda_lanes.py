@@ -41,7 +41,7 @@ def receive_on_the_stream(receive):
 class CudaPipeline(LocalPipeline):
     """Engines whose lanes are CudaLanes over a fake machine that works in the order of `seed`, or at once (None)."""
 
-    def __init__(self, monkeypatch, *arguments, seed=0, changed=None, **options):
+    def __init__(self, monkeypatch, *arguments, seed=0, changed=None, warm_up=False, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
         monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(RECEIVE))
         monkeypatch.setattr(Engine, "_enqueues", lambda engine: True)
@@ -51,6 +51,8 @@ class CudaPipeline(LocalPipeline):
         self.changed = changed or (lambda engine, lanes: None)
         self.cudas = {}
         super().__init__(*arguments, **options)
+        for engine in self.engines.values():
+            engine._warm = not warm_up
 
     def fake_lanes(self, engine, actions):
         cuda = self.machine.device(engine._mesh, engine._worker)
