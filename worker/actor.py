@@ -23,17 +23,8 @@ from worker.data.ahead import ReadAhead, ReadTooSlowError
 from worker.data.sampler import BatchSampler, collate
 from worker.data.staging import read_steps
 from worker.device import choose_device, device_kind, make_transport
-from worker.engine import (
-    AbortedError,
-    Engine,
-    EngineError,
-    NonFiniteError,
-    PeerLostError,
-    RunOptions,
-    SlotLimits,
-    StageError,
-    StallError,
-)
+from worker.engine import Engine, EngineError, RunOptions, SlotLimits
+from worker.engine_failure import engine_failure
 from worker.failure import (
     AttemptFailure,
     OutOfMemoryFailure,
@@ -238,6 +229,16 @@ class Worker:
         self._engine.load_state(state)
         return step
 
+    def warm_up(self, step: int) -> None:
+        """On CUDA, load and try all kernels on the samples of the first step, before anybody waits for this mesh."""
+        if self._device != "cuda":
+            return
+        with self._memory_told():
+            try:
+                self._engine.warm_up(step, *self._batch(step))
+            except EngineError as error:
+                raise engine_failure(error) from None
+
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
         rate = None if self._optimizer is None else learning_rate(self._optimizer)
@@ -247,7 +248,7 @@ class Worker:
             try:
                 result = self._engine.run_step(step, inputs, targets)
             except EngineError as error:
-                raise _engine_failure(error) from None
+                raise engine_failure(error) from None
             except Exception as error:
                 raise as_failure(error, Reason.INTERNAL) from None
         return {
@@ -388,13 +389,3 @@ class Worker:
             "format": PROFILE_FORMAT,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _engine_failure(error: EngineError) -> AttemptFailure:
-    if isinstance(error, StageError):
-        return as_failure(error, Reason.USER_CODE_RAISED)
-    if isinstance(error, NonFiniteError):
-        return as_failure(error, Reason.NAN_LOSS)
-    if isinstance(error, (StallError, PeerLostError, AbortedError)):
-        return as_failure(error, Reason.SLOT_STALLED)
-    return as_failure(error, Reason.INTERNAL)

@@ -159,6 +159,12 @@ def _train(
                 interrupted=raise_if_cancelled,
             )
             done = checkpoints.restore(attempt.resume_uri)
+            gang.call(
+                [worker.warm_up.remote(done + 1) for worker in gang.workers],
+                what="the first run, without transfers",
+                limit_s=limits.prepare_s,
+                interrupted=raise_if_cancelled,
+            )
             reporter.state("RUNNING")
             run_steps(
                 done + 1,

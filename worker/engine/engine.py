@@ -193,6 +193,8 @@ class Engine:
         the peers wait for this mesh. Leaves nothing changed; raises as `run_step` does."""
         if self._lanes is None:
             raise EngineError("the engine is not connected: call connect() before warm_up()")
+        if self._dead is not None:
+            raise EngineError(f"the engine ended before: {self._dead}")
         self._check_batch(inputs, targets)
         with self._ended_by_errors():
             self._warm_up(step, inputs, targets)
