@@ -25,7 +25,8 @@ from worker.engine.errors import (
     EngineError,
 )
 from worker.engine.lanes import Action, Lanes
-from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits
+from worker.engine.measured import measured_slot
+from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
@@ -34,8 +35,6 @@ from worker.engine.warmup import Kept, Silent
 from worker.engine.watch import Watch
 from worker.program import (
     COMPUTE_OPS,
-    TRANSFER_OPS,
-    Instruction,
     Program,
 )
 from worker.transport.base import Transport
@@ -367,7 +366,7 @@ class Engine:
         losses = self._exchange.losses
         outputs = self._exchange.outputs
         slots = [
-            self._slot(instruction, start, end)
+            measured_slot(self._mesh, self._routes, instruction, start, end)
             for instruction, (start, end) in zip(self._program, self._lanes.measured(), strict=True)
         ]
         return StepResult(
@@ -379,22 +378,4 @@ class Engine:
             skipped=self._updated.skipped,
             started_s=started,
             ended_s=time.monotonic(),
-        )
-
-    def _slot(self, instruction: Instruction, start: float, end: float) -> MeasuredSlot:
-        peer_stage = None
-        if instruction.op in TRANSFER_OPS:
-            route = self._routes[instruction.edge]
-            ours = self._mesh == route.source_mesh
-            peer_stage = route.consumers[0] if ours else route.source
-        return MeasuredSlot(
-            lane=instruction.lane,
-            action=instruction.op,
-            stage=instruction.stage,
-            microbatch=instruction.microbatch,
-            edge=instruction.edge,
-            peer_mesh=instruction.peer,
-            peer_stage=peer_stage,
-            start_s=start,
-            end_s=end,
         )
