@@ -193,26 +193,26 @@ def watched_windows(**arguments: Any) -> Any:
     import threading
 
     from worker.data.text import ByteWindows
+    from worker.engine import Engine
 
-    threading.Thread(target=_write_threads, name="benchmark", daemon=True).start()
+    step, run_step = [0], Engine.run_step
+
+    def noted(engine: Engine, number: int, *samples: Any) -> Any:
+        step[0] = number
+        return run_step(engine, number, *samples)
+
+    Engine.run_step = noted
+    threading.Thread(target=_write_threads, args=(step,), name="benchmark", daemon=True).start()
     return ByteWindows(**arguments)
 
 
-def _write_threads() -> None:
-    """Every half second: processor seconds by thread, and how many steps the worker has run."""
-    import gc
-
-    from worker.engine import Engine
-
+def _write_threads(step: list[int]) -> None:
+    """Every half second: processor seconds by thread, and the step that the worker runs."""
     path = Path(os.environ["SLOTLINE_BENCHMARK_THREADS"]) / f"{os.getpid()}.jsonl"
-    engine = None
     while True:
         time.sleep(0.5)
-        if engine is None:
-            engine = next((found for found in gc.get_objects() if isinstance(found, Engine)), None)
-            continue
         with path.open("a") as file:
-            file.write(json.dumps({"step": engine._exchange.step, "threads": _cpu_s(os.getpid())}) + "\n")
+            file.write(json.dumps({"step": step[0], "threads": _cpu_s(os.getpid())}) + "\n")
 
 
 def _cpu_s(pid: int) -> dict[str, float]:
@@ -411,7 +411,7 @@ class _Plain:
         scale = torch.clamp(self.training["clip_grad_norm"] / (total.sqrt() + 1e-6), max=1.0)
         torch._foreach_mul_([p.grad for p in parameters], scale)
         self.optimizer.step()
-        return float(torch.stack(losses).mean()) if last else 0.0
+        return float(torch.stack(losses).detach().mean()) if last else 0.0
 
 
 if __name__ == "__main__":
