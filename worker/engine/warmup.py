@@ -69,7 +69,7 @@ class Kept:
                 key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float)
             }
         with GENERATORS:
-            cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+            cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
             self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
     @torch.no_grad()
