@@ -35,7 +35,7 @@ class Machine:
         """What ran, in order."""
         self._random = random.Random(seed)
         self._hosts = threading.Condition()
-        self._waiting: set[FakeCuda] = set()
+        self._waiting: dict[FakeCuda, Callable[[], bool]] = {}
         self._error: BaseException | None = None
 
     def device(self, mesh: str, worker: int = 0) -> FakeCuda:
@@ -46,15 +46,17 @@ class Machine:
     def wait_for(self, device: FakeCuda, done: Callable[[], bool]) -> None:
         """The host of `device` waits. The last host to come does everybody's work."""
         with self._hosts:
-            self._waiting.add(device)
-            if not done() and len(self._waiting) == len(self.devices):
+            self._waiting[device] = done
+            # One whose wait is over, but who has not woken yet, is still to come: it may enqueue more.
+            over = [other for other in self._waiting.values() if other()]
+            if not over and len(self._waiting) == len(self.devices):
                 try:
                     self._run()
                 except BaseException as error:
                     self._error = error
                 self._hosts.notify_all()
             self._hosts.wait_for(lambda: done() or self._error is not None, 60)
-            self._waiting.discard(device)
+            self._waiting.pop(device, None)
             if self._error is not None:
                 raise self._error
             assert done(), "the other hosts did not come"
