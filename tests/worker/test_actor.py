@@ -252,3 +252,14 @@ def test_losses_are_the_same_however_far_samples_are_read_ahead():
         with Workers(spec) as run:
             found.append(run.losses(range(1, 6)))
     assert found[0] == found[1] == found[2]
+
+
+def test_a_data_set_that_draws_while_a_stage_draws_disturbs_neither():
+    found = []
+    for prefetch in (0, 2):
+        spec = job()
+        spec["model"]["args"]["dropout"] = 0.3
+        spec["data"] = {"factory": "workers:SeedsAndDraws", "args": {"length": 8}, "prefetch": prefetch}
+        with Workers(spec) as run:
+            found.append(run.losses(range(1, 7)))
+    assert found[0] == found[1]

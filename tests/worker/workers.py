@@ -75,6 +75,16 @@ class Watched(ByteWindows):
         return super().__getitem__(index)
 
 
+class SeedsAndDraws(ByteWindows):
+    """Bytes of which some are masked at random, by torch's own generator, which it seeds for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, target = super().__getitem__(index)
+        torch.manual_seed(index)
+        masks = [torch.rand(tokens.shape) < 0.3 for _ in range(100)]
+        return torch.where(masks[-1], 0, tokens), target
+
+
 def plan_of(job: dict[str, Any], profile: dict[str, Any], network: dict[str, Any]) -> dict[str, Any]:
     """What the control plane answers to a profile: `begins`, `spec` and `plan`."""
     found = partition(
