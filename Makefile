@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -20,6 +20,7 @@ help:
 	@echo "make mutants        small changes that no test notices, for SLOTLINE_MUTANTS_S seconds (600)"
 	@echo "make bench          the scheduler's and the engine's benchmarks"
 	@echo "make bench-overlap  pipelines over rate-limited links, beside torch's own (root)"
+	@echo "make bench-training whole training jobs, beside torch's own pipelining and one process (6 minutes)"
 
 setup: $(READY)
 
@@ -61,6 +62,9 @@ bench: setup
 
 bench-overlap: setup
 	$(BIN)/python -m tests.benchmarks.overlap_cpu
+
+bench-training: setup
+	$(BIN)/python -m tests.benchmarks.training
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

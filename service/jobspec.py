@@ -136,6 +136,15 @@ class Factory(_Part):
     args: Arguments = {}
 
 
+class Data(Factory):
+    """A data set, and how far ahead its samples are read."""
+
+    prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=2,
+        description="Steps whose samples are read while an earlier one runs; 0 reads them when they are needed",
+    )
+
+
 class Optimizer(Factory):
     """An optimizer, and what changes its learning rate after every step."""
 
@@ -250,7 +259,7 @@ class JobSpec(_Part):
 
     name: Name = "job"
     model: Factory
-    data: Factory
+    data: Data
     loss: Factory
     optimizer: Optimizer = Optimizer(factory="torch.optim:AdamW")
     training: Training = Training()

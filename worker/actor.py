@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,19 +19,12 @@ from worker import checkpoint
 from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
+from worker.data.ahead import ReadAhead, ReadTooSlowError
 from worker.data.sampler import collate
-from worker.device import choose_device, device_kind, make_transport
-from worker.engine import (
-    AbortedError,
-    Engine,
-    EngineError,
-    NonFiniteError,
-    PeerLostError,
-    RunOptions,
-    SlotLimits,
-    StageError,
-    StallError,
-)
+from worker.data.staging import read_steps
+from worker.device import choose_device, make_transport
+from worker.engine import Engine, EngineError, RunOptions, SlotLimits
+from worker.engine_failure import engine_failure
 from worker.failure import (
     AttemptFailure,
     OutOfMemoryFailure,
@@ -44,10 +34,11 @@ from worker.failure import (
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
 from worker.model import measure_layers, resolve
-from worker.model.profile import PROFILE_FORMAT, OptimizerState
+from worker.model.profile import OptimizerState
 from worker.model.shipping import Values
 from worker.model.update_costs import UpdateCosts
 from worker.node import WorkerAddress, own_node_address, processor_cores
+from worker.profile_key import profile_key
 from worker.program import program_from_json
 from worker.reasons import Reason
 from worker.traced_model import JobModel
@@ -60,6 +51,7 @@ from worker.training import (
     without_implementation,
 )
 from worker.transport import ConnectError, Topology
+from worker.transport.base import for_a_while
 from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
 from worker.update_measure import WORKERS, measure_sum, measure_update
@@ -78,6 +70,7 @@ class Worker:
         self._device = device
         self._model = JobModel(job)
         self._engine: Engine | None = None
+        self._reader: ReadAhead | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
         self._planned_bytes: int | None = None
@@ -112,7 +105,10 @@ class Worker:
             self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
         )
         self._build_loss()
-        return {count: self._profile_key(count) for count in counts}
+        workers = self._job.meshes * workers_per_mesh
+        return {
+            count: profile_key(self._job, self._device, self._batches, count, workers) for count in counts
+        }
 
     def trace(self, microbatches: int) -> None:
         """Build the model and trace it for so many microbatches: one worker of the gang does so for all."""
@@ -159,14 +155,9 @@ class Worker:
             host=host,
             connect_s=connect_s,
         )
-        try:
+        with for_a_while(transport):
             transport.connect({WORKERS: tuple(range(topology.size))}, ())
             return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])
-        except BaseException:
-            transport.abort()  # as below
-            raise
-        finally:
-            transport.close()
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(
@@ -188,14 +179,9 @@ class Worker:
             host=host,
             connect_s=connect_s,
         )
-        try:
+        with for_a_while(transport):
             transport.connect(groups_of(topology), lanes_of(probes))
             return measure_links(transport, probes, self._device)
-        except BaseException:
-            transport.abort()  # what waits for a peer that failed is not delivered: close would wait for it
-            raise
-        finally:
-            transport.close()
 
     @attributed_to(Reason.USER_CODE_RAISED)
     def profile(self, microbatches: int | None = None) -> dict[str, Any]:
@@ -226,6 +212,7 @@ class Worker:
         microbatches: int | None = None,
         recomputed: Sequence[int] = (),
         weights: Values | None = None,
+        planned_starts_s: Sequence[float | None] | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
@@ -243,6 +230,15 @@ class Worker:
             self._needs_data = any(
                 name.startswith("input:") for stage in stages.values() for name in stage.inputs
             ) or any("output" in stage.outputs for stage in stages.values())
+            if self._needs_data:
+                self._reader = read_steps(
+                    self._batches.microbatch,
+                    self._batches.microbatches,
+                    device=self._device,
+                    ahead=self._job.data.prefetch,
+                    last=training.steps,
+                    limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
+                )
             transport = make_transport(
                 self._device,
                 topology,
@@ -276,6 +272,7 @@ class Worker:
                 ),
                 planned_s=planned_s,
                 recomputed=frozenset(recomputed),
+                planned_starts_s=planned_starts_s,
             )
             self._stages = stages
             self._memory.settle(
@@ -306,16 +303,26 @@ class Worker:
         first, again = (checksum(collate([self._batches.example(0, 0)])) for _ in range(2))
         return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
 
+    def warm_up(self, step: int) -> None:
+        """On CUDA, load and try all kernels on the samples of the first step, before anybody waits for this mesh."""
+        if self._device != "cuda":
+            return
+        with self._memory_told():
+            try:
+                self._engine.warm_up(step, *self._batch(step))
+            except EngineError as error:
+                raise engine_failure(error) from None
+
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
-        inputs, targets = self._batch(step)
         rate = None if self._optimizer is None else learning_rate(self._optimizer)
         self._memory.begin()
         with self._memory_told():
+            inputs, targets = self._batch(step)
             try:
                 result = self._engine.run_step(step, inputs, targets)
             except EngineError as error:
-                raise _engine_failure(error) from None
+                raise engine_failure(error) from None
             except Exception as error:
                 raise as_failure(error, Reason.INTERNAL) from None
         return {
@@ -347,6 +354,13 @@ class Worker:
         self._batches.deal(microbatches)
         self._model.forget_graph()  # it has the shapes of a microbatch
 
+    def close(self) -> None:
+        """End threads and connections; an actor that is killed needs no such call."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._engine is not None:
+            self._engine.close()
+
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _build_loss(self) -> None:
         self._loss = make_loss(self._job.loss, self._device)
@@ -359,11 +373,12 @@ class Worker:
         return self._optimizer
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        count = self._batches.microbatches
-        if not self._needs_data:
-            return [()] * count, None
-        pairs = [self._batches.microbatch(step, m) for m in range(count)]
-        return [inputs for inputs, _ in pairs], [target for _, target in pairs]
+        if self._reader is None:
+            return [()] * self._batches.microbatches, None
+        try:
+            return self._reader.take(step)
+        except ReadTooSlowError as error:
+            raise as_failure(error, Reason.DATA_FAILED) from None
 
     @contextlib.contextmanager
     def _memory_told(self) -> Iterator[None]:
@@ -384,32 +399,3 @@ class Worker:
                 self._mesh,
                 peak + min(tried, peak),
             ) from None
-
-    def _profile_key(self, microbatches: int) -> str:
-        """Same key, same layer times: model, shapes, precision, loss, kind of device, torch, and on CPU the
-        workers of the gang, which share the cores. Workers of two kinds thus have two keys."""
-        inputs, target = self._batches.sample
-        rows = self._batches.rows(microbatches)
-        parts = {
-            "model": asdict(self._job.model),
-            "code": asdict(self._job.code),
-            "loss": asdict(self._job.loss),
-            "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
-            "precision": [self._job.training.precision, self._job.training.transfers],
-            "device": self._device,
-            "device_name": device_kind(self._device),
-            "workers": self._job.meshes * self._workers_per_mesh if self._device == "cpu" else 1,
-            "torch": torch.__version__,
-            "format": PROFILE_FORMAT,
-        }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _engine_failure(error: EngineError) -> AttemptFailure:
-    if isinstance(error, StageError):
-        return as_failure(error, Reason.USER_CODE_RAISED)
-    if isinstance(error, NonFiniteError):
-        return as_failure(error, Reason.NAN_LOSS)
-    if isinstance(error, (StallError, PeerLostError, AbortedError)):
-        return as_failure(error, Reason.SLOT_STALLED)
-    return as_failure(error, Reason.INTERNAL)

@@ -49,5 +49,7 @@ def costs_digest(spec: Mapping[str, Any]) -> str:
     training = spec["training"]
     parts = {name: spec[name] for name in ("model", "data", "loss", "optimizer", "code", "resources")}
     parts["format"] = PROFILE_FORMAT
-    parts["training"] = {name: training[name] for name in ("global_batch", "precision", "clip_grad_norm")}
+    parts["training"] = {
+        name: training[name] for name in ("global_batch", "precision", "transfers", "clip_grad_norm")
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -26,6 +26,13 @@ class Factory:
 
 
 @dataclass(frozen=True)
+class Data(Factory):
+    """A data set, and how many steps' samples are read ahead of the one that runs (0: none)."""
+
+    prefetch: int = 2
+
+
+@dataclass(frozen=True)
 class Optimizer(Factory):
     """An optimizer, and what changes its learning rate after every step."""
 
@@ -94,7 +101,7 @@ class Job:
     """One training run, as `POST /api/v1/jobs` takes it."""
 
     model: Factory
-    data: Factory
+    data: Data
     loss: Factory
     optimizer: Optimizer = Optimizer("torch.optim:AdamW")
     training: Training = Training()

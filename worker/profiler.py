@@ -25,6 +25,7 @@ from worker.failure import AttemptFailure, as_failure
 from worker.job import Job
 from worker.model.profile import LayerProfile
 from worker.model.update_costs import UpdateCosts
+from worker.node import processor_cores
 from worker.reasons import Reason
 from worker.transport import Topology
 from worker.transport.network import Measured, choose_probes, network_of
@@ -84,6 +85,7 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         "tried": sorted(counts),
         "network": network,
         **memory,
+        "workers": _workers(job, device),
         "optimizer": asdict(optimizer),
         "update": _with_sums(update, network, workers_per_mesh, notes).to_json(),
         "notes": notes,
@@ -97,6 +99,16 @@ def _memory(worker: Worker, job: Job, device: str) -> dict[str, Any]:
     limit = worker.memory_limit(sharing)
     meshes = [] if limit is None else [f"m{index}" for index in range(job.meshes)]
     return {"memory": [{"mesh": mesh, "memory_bytes": limit} for mesh in meshes]}
+
+
+def _workers(job: Job, device: str) -> list[dict[str, Any]]:
+    """Where the workers would run: on CPU all of them on this machine, and on its cores."""
+    cores = processor_cores() if device == "cpu" else None
+    return [
+        {"mesh": mesh, "worker": worker, "node": "here", "device": device, "cores": cores}
+        for mesh in (f"m{index}" for index in range(job.meshes))
+        for worker in range(job.resources.workers_per_mesh)
+    ]
 
 
 def _with_sums(

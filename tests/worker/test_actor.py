@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 import torch
@@ -371,3 +372,53 @@ def test_more_or_fewer_microbatches_than_the_job_says_are_refused():
     worker.prepare(1)
     with pytest.raises(AttemptFailure, match="4 microbatches were planned, but the job says 2"):
         worker.profile(4)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_data_set_that_raises_is_reported_with_its_index_in_its_own_step(prefetch):
+    spec = job()
+    data = {"factory": "workers:RaisesAt", "args": {"length": 8, "step": 3, "batch": 8, "seed": 5}}
+    spec["data"] = data | {"prefetch": prefetch}
+    with Workers(spec) as run:
+        run.step(1), run.step(2)
+        with pytest.raises(
+            AttemptFailure, match=r"sample \d+ of data workers:RaisesAt raised OSError"
+        ) as told:
+            run.call(lambda w: w.run_step(3) if w._mesh == "m0" else None)
+    assert told.value.reason is Reason.DATA_FAILED
+
+
+def test_samples_of_the_next_steps_are_read_while_a_step_runs_and_not_on_its_thread():
+    spec = job()
+    spec["data"] = {"factory": "workers:Watched", "args": {"length": 8}, "prefetch": 1}
+    with Workers(spec) as run:
+        run.step(1)
+        datasets = [worker._batches._dataset for worker in run.workers]
+        deadline = time.monotonic() + 20
+        while min(len(data.readers) for data in datasets) < 1 + 8 * 2:
+            assert time.monotonic() < deadline, "the samples of step 2 are not read before it begins"
+            time.sleep(0.01)
+        assert all(set(data.readers[-8:]) == {"slotline-data"} for data in datasets)
+        threads = [worker._reader._thread for worker in run.workers]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_losses_are_the_same_however_far_samples_are_read_ahead():
+    found = []
+    for prefetch in (0, 1, 5):
+        spec = job("cosine")
+        spec["data"] = {**spec["data"], "prefetch": prefetch}
+        with Workers(spec) as run:
+            found.append(run.losses(range(1, 6)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_data_set_that_draws_while_a_stage_draws_disturbs_neither():
+    found = []
+    for prefetch in (0, 2):
+        spec = job()
+        spec["model"]["args"]["dropout"] = 0.3
+        spec["data"] = {"factory": "workers:SeedsAndDraws", "args": {"length": 8}, "prefetch": prefetch}
+        with Workers(spec) as run:
+            found.append(run.losses(range(1, 7)))
+    assert found[0] == found[1]

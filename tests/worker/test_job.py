@@ -104,6 +104,7 @@ def test_fields_of_a_newer_control_plane_are_passed_over():
         ({"training": {"steps": True}}, r"job\.training\.steps is True"),
         ({"training": {"clip_grad_norm": "x"}}, r"job\.training\.clip_grad_norm is 'x': float or null"),
         ({"training": 3}, r"job\.training is 3"),
+        ({"data": {"factory": "a:b", "prefetch": "all"}}, r"job\.data\.prefetch is 'all': int is wanted"),
         ({"model": {"args": {}}}, r"job\.model\.factory is missing"),
         ({"optimizer": {"factory": "a:b", "schedule": {"args": {}}}}, r"job\.optimizer\.schedule\.factory"),
         ({"checkpoint": {}}, r"job\.checkpoint\.uri is missing"),

@@ -11,7 +11,9 @@ import torch
 
 from service.scheduler.job import JobCosts, answer_json, plan_job
 from worker.actor import Worker
-from worker.driver.planning import planned_seconds
+from worker.data.sampler import BatchSampler
+from worker.data.text import ByteWindows
+from worker.driver.planning import planned_seconds, planned_starts
 from worker.engine import SlotLimits
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
@@ -44,6 +46,41 @@ class TooLargeAfter(torch.nn.Module):
         if self._left < 0:
             torch.empty(1 << 50)
         return torch.nn.functional.cross_entropy(output, target)
+
+
+class RaisesAt(ByteWindows):
+    """Bytes, but the samples of one step cannot be read."""
+
+    def __init__(self, step: int, batch: int, seed: int, **arguments: Any):
+        super().__init__(**arguments)
+        self._broken = set(BatchSampler(len(self), batch, 1, seed=seed).indices(step, 0))
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._broken:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+class Watched(ByteWindows):
+    """Bytes, and the names of the threads that read them."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        self.readers: list[str] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.readers.append(threading.current_thread().name)
+        return super().__getitem__(index)
+
+
+class SeedsAndDraws(ByteWindows):
+    """Bytes of which some are masked at random, by torch's own generator, which it seeds for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, target = super().__getitem__(index)
+        torch.manual_seed(index)
+        masks = [torch.rand(tokens.shape) < 0.3 for _ in range(100)]
+        return torch.where(masks[-1], 0, tokens), target
 
 
 def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -> dict[str, Any]:
@@ -81,6 +118,7 @@ class Workers:
             worker.trace(spec["microbatches"])  # nothing to do, unless the graph could not be sent
         self.store = host_store("127.0.0.1")
         seconds = planned_seconds(plan, [stage["name"] for stage in spec["stages"]])
+        starts = planned_starts(plan, [stage["name"] for stage in spec["stages"]])
         mesh_of_stage = [stage["mesh"] for stage in spec["stages"]]
         weights = {
             mesh: first.weights(planned["begins"], [i for i, m in enumerate(mesh_of_stage) if m == mesh])
@@ -94,6 +132,7 @@ class Workers:
                 program=plan["programs"][w._mesh],
                 recomputed=[i for i, stage in enumerate(plan["stages"]) if stage["recomputed"]],
                 planned_s=seconds[w._mesh],
+                planned_starts_s=starts[w._mesh],
                 topology=Topology(tuple(meshes), per_mesh),
                 store=("127.0.0.1", self.store.port),
                 host="127.0.0.1",
@@ -140,4 +179,4 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(lambda w: w._engine.close())
+        self.call(lambda w: w.close())

@@ -16,7 +16,7 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
-from worker.driver.planning import PlannedJob, Planner, planned_seconds
+from worker.driver.planning import PlannedJob, Planner, planned_seconds, planned_starts
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
@@ -161,6 +161,12 @@ def _train(
             )
             done = checkpoints.restore(attempt.resume_uri)
             check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_cancelled)
+            gang.call(
+                [worker.warm_up.remote(done + 1) for worker in gang.workers],
+                what="the first run, without transfers",
+                limit_s=limits.prepare_s,
+                interrupted=raise_if_cancelled,
+            )
             reporter.state("RUNNING")
             run_steps(
                 done + 1,
@@ -183,6 +189,7 @@ def _load(
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
+    starts_s = planned_starts(planned.plan, planned.stage_names)
     peaks = planned_peak_bytes(planned.spec, planned.plan)
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
     weights = {
@@ -199,6 +206,7 @@ def _load(
             recomputed=planned.recomputed,
             weights=None if worker is first else weights[address.mesh],
             planned_s=planned_s[address.mesh],
+            planned_starts_s=starts_s[address.mesh],
             topology=topology,
             store=store,
             host=address.node,

@@ -68,9 +68,13 @@ class Checkpoints:
         return 0
 
     def after(self, step: int, *, last: bool) -> None:
-        """Save when it is time to."""
-        if self._policy and (step % self._policy.every_steps == 0 or last):
+        """Save when it is time to; the workers run nothing meanwhile."""
+        if self.due(step, last=last):
             self._save(self._policy, step)
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether `after` of this step saves."""
+        return self._policy is not None and (step % self._policy.every_steps == 0 or last)
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def _complete(self) -> list[str]:

@@ -1,10 +1,16 @@
-"""The training itself, as the driver sees it: one call of all workers a step, then what they measured."""
+"""The training itself, as the driver sees it: one call of all workers a step, then what they measured.
+
+While a step runs the workers have been asked for the next one, never for more: they begin it at once, and the
+driver records the one before meanwhile. Where the state after a step is wanted the next one waits.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -38,40 +44,69 @@ def run_steps(
 ) -> None:
     """Run the steps `first` to `last`, report each and save when it is time to.
 
-    `interrupted` is called before each step and within, and may raise. Raises AttemptFailure.
+    A step's time is from the end of the one before (or from when it was asked for) to its own. `interrupted` is
+    called before each step and within, and may raise. Raises AttemptFailure of the first step that failed.
     """
-    step_limit_s = limits.step_s(planned.step_s)
+    asker = _Asker(planned, gang, limits, interrupted)
     clocks = _Clocks(gang)
-    next_timeline, skipped = 0.0, False
+    next_timeline, skipped, ended = 0.0, False, 0.0
+    asked: _Asked | None = None
     for step in range(first, last + 1):
         interrupted()
-        clocks.refresh()
-        started_at, started = time.time(), time.monotonic()
-        results = gang.call(
-            [worker.run_step.remote(step) for worker in gang.workers],
-            what=f"step {step}",
-            limit_s=step_limit_s,
-            interrupted=interrupted,
-        )
+        if asked is None:
+            clocks.refresh()
+            asked = asker.ask(step)
+        # The workers find the next step in their queue when this one ends; whatever must see the state in
+        # between, or wants their attention, goes before it.
+        alone = step == last or checkpoints.due(step, last=False) or clocks.due()
+        following = None if alone else asker.ask(step + 1)
+        results = asker.results(asked)
+        ended, before = time.monotonic(), ended
         record = record_step(
             step=step,
             meshes=[mesh.name for mesh in gang.meshes],
             stage_names=planned.stage_names,
             results=results,
             offsets=clocks.offsets,
-            step_s=time.monotonic() - started,
-            clock=(started_at, started),
+            step_s=ended - max(before, asked.at_s),
+            clock=(time.time(), time.monotonic()),
         )
         keep_timeline = step in (first, last) or time.monotonic() >= next_timeline
         if keep_timeline:
             next_timeline = time.monotonic() + TIMELINE_EVERY_S
         _publish(record, reporter, metrics, keep_timeline)
-        before, skipped = skipped, any(result["skipped"] for result in results)
-        if skipped and not before:
+        skipped_before, skipped = skipped, any(result["skipped"] for result in results)
+        if skipped and not skipped_before:
             reporter.event(
                 "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
             )
         checkpoints.after(step, last=step == last)
+        asked = following
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A step that every worker has been asked for, and since when."""
+
+    step: int
+    refs: list[ray.ObjectRef]
+    at_s: float
+
+
+class _Asker:
+    """Asks all workers for a step, and waits for what they answer."""
+
+    def __init__(self, planned: PlannedJob, gang: Gang, limits: Limits, interrupted: Callable[[], None]):
+        self._gang, self._interrupted = gang, interrupted
+        self._limit_s = limits.step_s(planned.step_s)
+
+    def ask(self, step: int) -> _Asked:
+        return _Asked(step, [worker.run_step.remote(step) for worker in self._gang.workers], time.monotonic())
+
+    def results(self, asked: _Asked) -> list[Any]:
+        return self._gang.call(
+            asked.refs, what=f"step {asked.step}", limit_s=self._limit_s, interrupted=self._interrupted
+        )
 
 
 def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_timeline: bool) -> None:
@@ -90,8 +125,12 @@ class _Clocks:
         self._due = 0.0
         self.offsets: list[ClockOffset] = []
 
+    def due(self) -> bool:
+        """Whether it is time to measure; the workers must be idle for that."""
+        return time.monotonic() >= self._due
+
     def refresh(self) -> None:
-        if time.monotonic() < self._due:
+        if not self.due():
             return
         own_node = own_node_address()
         self.offsets = [

@@ -12,12 +12,13 @@ import torch
 
 from worker.engine.buffers import plan_buffers
 from worker.engine.errors import StageError
-from worker.engine.lanes import Action, Finish
+from worker.engine.lanes import Action, Finish, followed_by
 from worker.engine.routes import Route, transfer_tag
 from worker.engine.stage import Exchange, StageRunner
 from worker.engine.update import ModelUpdate
 from worker.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.transport.base import Transport
+from worker.turns import GENERATORS
 
 
 class ReceiveBuffers:
@@ -43,7 +44,8 @@ class ReceiveBuffers:
 
 
 class Actions:
-    """The actions of one mesh; `runners` by stage."""
+    """The actions of one mesh; `runners` by stage, parameters of `gradient_buckets` and sends of `releases` by
+    instruction."""
 
     def __init__(
         self,
@@ -56,15 +58,19 @@ class Actions:
         runners: Mapping[int, StageRunner],
         update: ModelUpdate,
         transport: Transport,
+        gradient_buckets: Mapping[int, tuple[str, ...]],
+        releases: Mapping[int, tuple[int, ...]],
     ):
         self._program = program
+        self._gradient_buckets = gradient_buckets
+        self._releases = releases
         self._routes = routes
         self._microbatches = microbatches
         self._buffers = buffers
         self._exchange = exchange
         self._runners = runners
         self._update = update
-        self._transport = transport
+        self.transport = transport
 
     def of(self, index: int) -> Action:
         """What instruction `index` does."""
@@ -73,6 +79,9 @@ class Actions:
             return self._send(instruction)
         if instruction.op in RECEIVE_OPS:
             return self._receive(index, instruction)
+        if index in self._gradient_buckets:
+            names = self._gradient_buckets[index]
+            return lambda: self._update.reduce_bucket(names)
         if instruction.op == "REDUCE":
             return lambda: self._update.reduce(list(self._exchange.losses.values()))
         if instruction.op == "STEP":
@@ -84,7 +93,22 @@ class Actions:
             "I": runner.backward_input,
             "W": runner.backward_weight,
         }[instruction.op]
-        return lambda: run(microbatch)
+        drops = [self._drop(self._program[send]) for send in self._releases.get(index, ())]
+        if not drops:
+            return lambda: run(microbatch)
+
+        def action() -> None:
+            for drop in drops:
+                drop()
+            run(microbatch)
+
+        return action
+
+    def _drop(self, sent: Instruction) -> Callable[[], Any]:
+        key = (sent.edge, sent.microbatch)
+        if sent.op == "SEND_F":
+            return lambda: self._exchange.to_send.pop(key)
+        return lambda: self._exchange.gradients_to_send.pop(key, None)  # one without a gradient has none
 
     def _send(self, instruction: Instruction) -> Action:
         key = (instruction.edge, instruction.microbatch)
@@ -92,12 +116,14 @@ class Actions:
         if backward and not self._routes[instruction.edge].differentiable:
             return _nothing
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
-        peer, send, exchange = instruction.peer, self._transport.send, self._exchange
+        peer, exchange = instruction.peer, self._exchange
 
         def action() -> Finish | None:
-            # The tensor is dropped when the send has ended, not before.
+            # The tensor is dropped when the send has ended, not before: where a stream carries it, by an action
+            # that waits for its end (sent.py), or with the step.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
-            return _followed_by(send(peer, tag, waiting[key]), lambda: waiting.pop(key))
+            ended = self.transport.send(peer, tag, waiting[key])
+            return None if ended is None else followed_by(ended, lambda: waiting.pop(key))
 
         return action
 
@@ -109,19 +135,22 @@ class Actions:
         backward = instruction.op == "RECV_B"
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         buffer = self._buffers.tensors[number]
-        peer, receive, exchange = instruction.peer, self._transport.receive, self._exchange
+        peer, exchange = instruction.peer, self._exchange
 
         def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
             torch.autograd.graph.increment_version(buffer)
             received = exchange.received_gradients if backward else exchange.received
-            return _followed_by(receive(peer, tag, buffer), lambda: received.update({key: buffer}))
+            return followed_by(
+                self.transport.receive(peer, tag, buffer), lambda: received.update({key: buffer})
+            )
 
         return action
 
     def _step(self) -> None:
         try:
-            self._update.step()
+            with GENERATORS:  # an optimizer may draw (noise, dithering)
+                self._update.step()
         except Exception as error:
             raise StageError(
                 f"the optimizer raised {type(error).__name__}: {error}", "STEP", None, None
@@ -130,17 +159,3 @@ class Actions:
 
 def _nothing() -> None:
     """A gradient that does not exist (of an integer tensor, say) needs no transfer."""
-
-
-def _followed_by(ended: Finish | None, last: Callable[[], Any]) -> Finish | None:
-    """What waits for the end of a transfer and then does `last`, which is done at once where the lane's stream
-    carries the transfer."""
-    if ended is None:
-        last()
-        return None
-
-    def finish() -> None:
-        ended()
-        last()
-
-    return finish

@@ -5,14 +5,18 @@ Joins stages, transport, actions, lanes and the watch over them. Must not know s
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from worker.engine.actions import Actions, ReceiveBuffers
+from worker.engine.buckets import with_buckets
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import (
@@ -21,16 +25,16 @@ from worker.engine.errors import (
     EngineError,
 )
 from worker.engine.lanes import Action, Lanes
-from worker.engine.results import MeasuredSlot, RunOptions, StepResult, slot_limits, wire_dtype
+from worker.engine.measured import measured_slot
+from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
+from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, Exchange, StageRunner
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
-from worker.engine.warmup import warm_up
+from worker.engine.warmup import Kept, Silent
 from worker.engine.watch import Watch
 from worker.program import (
     COMPUTE_OPS,
-    TRANSFER_OPS,
-    Instruction,
     Program,
 )
 from worker.transport.base import Transport
@@ -39,14 +43,16 @@ from worker.transport.base import Transport
 _LOOK_S = 0.25
 # How long lanes may take to end after an abort.
 _END_S = 2.0
+# How long the first run, which loads kernels, may take.
+_WARM_UP_S = 600.0
 
 
 class Engine:
     """See `connect`, `run_step` and `close`; not reusable after an error.
 
     `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
-    every worker. `planned_s` has one planned duration for each instruction of `program`; the stages `recomputed`
-    keep their inputs only and run their forward again in B or I.
+    every worker. `planned_s` and `planned_starts_s` have the planned duration and start of each instruction of
+    `program`; the stages `recomputed` keep their inputs only and run their forward again in B or I.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Engine:
         options: RunOptions | None = None,
         planned_s: Sequence[float] | None = None,
         recomputed: Collection[int] = (),
+        planned_starts_s: Sequence[float | None] | None = None,
     ):
         self._mesh, self._worker = mesh, worker
         self._program = tuple(program)
@@ -77,10 +84,8 @@ class Engine:
         self._training = any(instruction.op in ("B", "I") for instruction in self._program)
         self._device = torch.device(self._options.device)
         self._check(stages, planned_s)
-        self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         self._routes = find_routes(edges, self._mesh_of_stage)
         self._exchange = Exchange()
-        self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         tie_local_parameters(stages, tied)
         self._update = ModelUpdate(
             stages=stages,
@@ -91,6 +96,18 @@ class Engine:
             transport=transport,
             settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
         )
+        bucketed = with_buckets(self._program, self._update.gradients())
+        self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
+        self._program = bucketed.program
+        releases: Mapping[int, tuple[int, ...]] = {}
+        if planned_s is not None:
+            planned_s = [0.0 if i is None else planned_s[i] for i in bucketed.source]
+            if planned_starts_s is not None and self._enqueues():
+                starts_s = [None if i is None else planned_starts_s[i] for i in bucketed.source]
+                found = release_sent(self._program, starts_s, planned_s, self._routes, self._sent_bytes)
+                self._program, releases = found.program, found.of
+        self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
+        self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         self._settings = self._compute_settings(loss)
         self._stages = {
             index: (
@@ -112,6 +129,8 @@ class Engine:
             runners=self._runners,
             update=self._update,
             transport=transport,
+            gradient_buckets=bucketed.buckets,
+            releases=releases,
         )
         self._has_output = any("output" in module.outputs for module in stages.values())
         self._updated = UpdateResult()
@@ -149,13 +168,12 @@ class Engine:
         if self._dead is not None:
             raise EngineError(f"the engine ended before: {self._dead}")
         self._check_batch(inputs, targets)
-        try:
+        with self._ended_by_errors():
+            if self._enqueues() and not self._warm:
+                self._warm_up(step, inputs, targets)
             if self._device.type == "cuda":
-                inputs, targets = self._prepare_device(inputs, targets)
-            self._exchange.begin(step, inputs, targets)
-            for runner in self._runners.values():
-                runner.reset()
-            self._update.begin()
+                inputs, targets = self._on_device(inputs, targets)
+            self._begin(step, inputs, targets)
             started = time.monotonic()
             if started - self._watch.published_s > _LOOK_S:
                 self._watch.publish(step, ())
@@ -164,12 +182,23 @@ class Engine:
                 self._look()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
-        except BaseException as error:
-            cause = self._end(error)
-            if cause is error:
-                raise
-            raise cause from error
         return self._result(step, started)
+
+    def warm_up(
+        self,
+        step: int,
+        inputs: Sequence[tuple[torch.Tensor, ...]],
+        targets: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Run the program once without transfers; see warmup.py. `run_step` would do it before its first step, while
+        the peers wait for this mesh. Leaves nothing changed; raises as `run_step` does."""
+        if self._lanes is None:
+            raise EngineError("the engine is not connected: call connect() before warm_up()")
+        if self._dead is not None:
+            raise EngineError(f"the engine ended before: {self._dead}")
+        self._check_batch(inputs, targets)
+        with self._ended_by_errors():
+            self._warm_up(step, inputs, targets)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model."""
@@ -224,24 +253,60 @@ class Engine:
     def _transfer_dtype(self, route: Route) -> torch.dtype:
         return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
 
+    def _enqueues(self) -> bool:
+        """Whether lanes are streams, on which the host enqueues a step before any of it has run."""
+        return self._device.type == "cuda"
+
+    def _sent_bytes(self, route: Route) -> int:
+        return math.prod(route.shape) * self._transfer_dtype(route).itemsize
+
     def _make_lanes(self, actions: Sequence[Action]) -> Lanes:
-        if self._device.type == "cuda":
+        if self._enqueues():
             return CudaLanes(self._program, actions, self._options.priorities)
         return CpuLanes(self._program, actions)
 
-    def _prepare_device(self, inputs, targets):
-        """Before a step: the batch on the device, and before the first one all kernels loaded."""
+    def _on_device(self, inputs, targets):
+        """The batch on the device, where it may be already."""
+        if all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
+            return inputs, targets
         inputs = [tuple(t.to(self._device, non_blocking=True) for t in arguments) for arguments in inputs]
         if targets is not None:
             targets = [target.to(self._device, non_blocking=True) for target in targets]
-        if not self._warm:
-            split = any(instruction.op == "I" for instruction in self._program)
-            torch.cuda.synchronize(self._device)
-            with self._lanes.computing():  # memory and workspaces belong to a stream
-                warm_up(self._stages, inputs[0], targets[0] if targets else None, self._settings, split)
-            self._warm = True
         torch.cuda.synchronize(self._device)
         return inputs, targets
+
+    def _begin(self, step, inputs, targets) -> None:
+        """Forget the last step."""
+        self._exchange.begin(step, inputs, targets)
+        for runner in self._runners.values():
+            runner.reset()
+        self._update.begin()
+
+    def _warm_up(self, step, inputs, targets) -> None:
+        kept = Kept([module for module, _ in self._stages.values()], self._update.optimizer)
+        if self._device.type == "cuda":
+            inputs, targets = self._on_device(inputs, targets)
+        self._begin(step, inputs, targets)
+        self._actions.transport = self._update.transport = Silent(self._transport)
+        self._update.rehearsing = True
+        self._lanes.start()
+        deadline = time.monotonic() + _WARM_UP_S
+        while not self._lanes.wait(_LOOK_S):
+            self._watch.publish(step, ())
+            self._raise_if_aborted()
+            self._watch.check(())  # no slot has a limit yet: kernels are being loaded
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
+                    f"{_WARM_UP_S:.0f} s; does the model compile something?"
+                )
+        self._actions.transport = self._update.transport = self._transport
+        self._update.rehearsing = False
+        kept.restore()
+        self._begin(step, (), None)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._warm = True
 
     # While a step runs, and when it ends early
 
@@ -255,6 +320,17 @@ class Engine:
     def _raise_if_aborted(self) -> None:
         if self._abort_reason is not None:
             raise AbortedError("", self._abort_reason)
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Whatever the body raises ends the engine, and is raised as the error that names the cause."""
+        try:
+            yield
+        except BaseException as error:
+            cause = self._end(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _end(self, error: BaseException) -> BaseException:
         """Tell the others, stop everything, and find the error that names the cause."""
@@ -290,7 +366,7 @@ class Engine:
         losses = self._exchange.losses
         outputs = self._exchange.outputs
         slots = [
-            self._slot(instruction, start, end)
+            measured_slot(self._mesh, self._routes, instruction, start, end)
             for instruction, (start, end) in zip(self._program, self._lanes.measured(), strict=True)
         ]
         return StepResult(
@@ -302,22 +378,4 @@ class Engine:
             skipped=self._updated.skipped,
             started_s=started,
             ended_s=time.monotonic(),
-        )
-
-    def _slot(self, instruction: Instruction, start: float, end: float) -> MeasuredSlot:
-        peer_stage = None
-        if instruction.op in TRANSFER_OPS:
-            route = self._routes[instruction.edge]
-            ours = self._mesh == route.source_mesh
-            peer_stage = route.consumers[0] if ours else route.source
-        return MeasuredSlot(
-            lane=instruction.lane,
-            action=instruction.op,
-            stage=instruction.stage,
-            microbatch=instruction.microbatch,
-            edge=instruction.edge,
-            peer_mesh=instruction.peer,
-            peer_stage=peer_stage,
-            start_s=start,
-            end_s=end,
         )

@@ -16,6 +16,20 @@ Finish = Callable[[], None]
 Action = Callable[[], Finish | None]
 
 
+def followed_by(ended: Finish | None, last: Callable[[], Any]) -> Finish | None:
+    """What waits for the end of what was started and then does `last`, which is done at once where the lane's
+    stream carries it."""
+    if ended is None:
+        last()
+        return None
+
+    def finish() -> None:
+        ended()
+        last()
+
+    return finish
+
+
 @dataclass(frozen=True)
 class LaneStatus:
     """Where a lane stands: the instruction that it runs or (`waits_for` set) is about to, since when, and

@@ -20,6 +20,7 @@ from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
 from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_forward
+from worker.turns import GENERATORS
 
 
 @dataclass
@@ -298,7 +299,9 @@ class StageRunner:
 
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:
-            return contextlib.nullcontext()
+            # No operation of the stage draws, but a user's loss may.
+            with_loss = self._wiring.model_output is not None and self._exchange.targets is not None
+            return GENERATORS if with_loss else contextlib.nullcontext()
         return self._random.forward(self._exchange.step, microbatch, self._stage)
 
     @contextlib.contextmanager

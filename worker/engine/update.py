@@ -6,17 +6,19 @@ Owns the parameters, the optimizer and their state. Must not know programs, lane
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from worker.engine.buckets import Gradient
 from worker.engine.errors import NonFiniteError
+from worker.engine.lanes import Finish, followed_by
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
 from worker.engine.stage_run import drop_casts
-from worker.transport.base import Topology, Transport
+from worker.transport.base import Topology, Transport, finish
 
 ALL_MESHES = "meshes"
 ALL_WORKERS = "workers"
@@ -73,7 +75,7 @@ class ModelUpdate:
         transport: Transport,
         settings: UpdateSettings,
     ):
-        self._transport = transport
+        self.transport = transport
         self._settings = settings
         self._stages = stages
         self.parameters = _named_parameters(stages)
@@ -98,6 +100,8 @@ class ModelUpdate:
         self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
         self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
         self._norm: torch.Tensor | None = None
+        self._bucketed: frozenset[str] = frozenset()
+        self.rehearsing = False
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -117,10 +121,38 @@ class ModelUpdate:
         for name, group in self._tied_groups.items():
             parameter = self.parameters[name]
             if parameter.requires_grad:
-                self._transport.all_reduce(group, _gradient(parameter))
-        if self._workers_group in self._groups:
-            self._average_over_workers()
+                self.transport.all_reduce(group, _gradient(parameter))
+        late = [p for name, p in self.parameters.items() if name not in self._bucketed and p.requires_grad]
+        for gradients in _by_dtype(late).values():
+            finish(self._average([_gradient(p) for p in gradients]))
         self._norm = self._global_norm(losses)
+        if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
+            self._norm = torch.ones_like(self._norm)
+
+    def gradients(self) -> list[Gradient]:
+        """What the workers of this mesh can sum as soon as its last backward has ended: not what is summed over
+        meshes first."""
+        if self._workers_group not in self._groups:
+            return []
+        name_of = {id(parameter): name for name, parameter in self.parameters.items()}
+        stages: dict[str, list[int]] = {}
+        for stage, module in self._stages.items():
+            for parameter in module.parameters():
+                stages.setdefault(name_of[id(parameter)], []).append(stage)
+        return [
+            Gradient(name, tuple(stages[name]), p.numel() * p.element_size(), str(p.dtype))
+            for name, p in self.parameters.items()
+            if p.requires_grad and name not in self._tied_groups
+        ]
+
+    def bucketed(self, names: Iterable[str]) -> None:
+        """These are summed by `reduce_bucket`, before `reduce`."""
+        self._bucketed = frozenset(names)
+
+    @torch.no_grad()
+    def reduce_bucket(self, names: Sequence[str]) -> Finish | None:
+        """REDUCE of a bucket: start to average its gradients over the workers of the mesh."""
+        return self._average([_gradient(self.parameters[name]) for name in names])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -206,17 +238,19 @@ class ModelUpdate:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         return lambda parameter: names[id(parameter)]
 
-    def _average_over_workers(self) -> None:
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(_gradient(parameter))
-        for gradients in by_dtype.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._transport.all_reduce(self._workers_group, flat)
-            flat /= self._transport.topology.workers_per_mesh
+    def _average(self, gradients: Sequence[torch.Tensor]) -> Finish | None:
+        """Start to average over the workers of the mesh."""
+        if self._workers_group not in self._groups:
+            return None
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+        @torch.no_grad()
+        def hand_out() -> None:
+            flat.div_(self.transport.topology.workers_per_mesh)
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+        return followed_by(self.transport.start_all_reduce(self._workers_group, flat), hand_out)
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
@@ -230,10 +264,10 @@ class ModelUpdate:
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
             if self._workers_group in self._groups:
-                self._transport.all_reduce(self._workers_group, finite)
+                self.transport.all_reduce(self._workers_group, finite)
             total += finite
         if self._meshes_group in self._groups:
-            self._transport.all_reduce(self._meshes_group, total)
+            self.transport.all_reduce(self._meshes_group, total)
         return total.sqrt()
 
 
@@ -262,6 +296,13 @@ def tie_local_parameters(stages: Mapping[int, nn.Module], tied: Mapping[str, Seq
                     first = holder._parameters[attribute]
                 else:
                     holder._parameters[attribute] = first
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return found
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,89 +1,120 @@
-"""Run every kernel of the local stages once before the first step, with nothing to show for it.
+"""Run a mesh's whole program once before the first step, without its peers and with nothing to show for it.
 
-CUDA loads kernels when they are first used, and loading waits for the device: behind a receive that spins
-for its sender it would wait for ever. Must not know lanes or transports.
+CUDA loads kernels when they are first used, and loading waits for the device: behind a receive that spins for its
+sender it would wait for ever. Handles of cuBLAS and cuDNN, their workspaces and the allocator's blocks belong to a
+thread or to a stream. So it is the program that runs, on the threads and lanes of the step, REDUCE and STEP too: only
+what transfers would do is left out. Must not know lanes.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Mapping
+import copy
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from worker.engine.backward import backward, backward_input
-from worker.engine.errors import StageError
-from worker.engine.routes import LocalInput, ModelInput, StageWiring
-from worker.engine.stage import ComputeSettings
-from worker.engine.stage_run import Source, gather, run_forward
+from worker.transport.base import Transport
+from worker.turns import GENERATORS
 
 
-def warm_up(
-    stages: Mapping[int, tuple[nn.Module, StageWiring]],
-    inputs: tuple[torch.Tensor, ...],
-    target: torch.Tensor | None,
-    settings: ComputeSettings,
-    split: bool,
-) -> None:
-    """One forward, and backward as the program does it, of each stage on zeros and on `inputs`.
+class Silent:
+    """A transport that moves nothing: what would be received is zero, sums are what they were."""
 
-    Parameters keep no gradient and buffers (running statistics) their values.
-    """
-    made: dict[tuple[int, str], torch.Tensor] = {}
-    for index in sorted(stages):
-        try:
-            _warm_up_stage(index, *stages[index], inputs, target, settings, split, made)
-        except Exception as error:
-            raise StageError(
-                f"stage {index} raised {type(error).__name__} in its first run: {error}",
-                "F",
-                index,
-                0,
-                "".join(traceback.format_exception(error)),
-            ) from error
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
+        """Nothing is sent."""
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
+        out.data.zero_()  # a write that autograd does not see, as from a transport
+
+    def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        """The sum is this worker's part."""
+
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        """The sum is this worker's part."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
-def _warm_up_stage(
-    index: int,
-    module: nn.Module,
-    wiring: StageWiring,
-    inputs: tuple[torch.Tensor, ...],
-    target: torch.Tensor | None,
-    settings: ComputeSettings,
-    split: bool,
-    made: dict[tuple[int, str], torch.Tensor],
-) -> None:
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor and what it held; kept in the host's memory, as the device may have no room for it twice."""
 
-    def fetch(source: Source) -> torch.Tensor:
-        if isinstance(source, ModelInput):
-            return inputs[source.position]
-        if isinstance(source, LocalInput):
-            return made[source.source, source.tensor].clone()
-        return torch.zeros(source.route.shape, dtype=source.route.dtype, device=settings.device)
+    tensor: torch.Tensor
+    held: torch.Tensor
 
-    arguments = gather(wiring.inputs, fetch, training=settings.training)
-    run = run_forward(
-        module,
-        arguments.values,
-        device_type=settings.device.type,
-        training=settings.training,
-        autocast_dtype=settings.autocast_dtype,
-        loss_of=wiring.model_output,
-        loss=None if target is None else lambda output: settings.loss(output, target),
-    )
-    for output, result in zip(wiring.outputs, run.outputs, strict=True):
-        made[index, output.tensor] = result.detach()
-    if settings.training:
-        roots = run.roots(wiring.model_output)
-        gradients = [torch.ones_like(root) for root in roots]
-        if split:
-            backward_input(roots, gradients, arguments.leaves)[1].run()
-        else:
-            backward(roots, gradients, arguments.leaves)
-    for parameter in module.parameters():
-        parameter.grad = None
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(before[name])
+
+class Kept:
+    """Parameters, buffers, the optimizer's state and all random states as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None):
+        self._optimizer = optimizer
+        self._tensors = [_keep(t) for module in modules for t in (*module.parameters(), *module.buffers())]
+        if optimizer is not None:
+            self._state = {key: _keep(entry) for key, entry in optimizer.state.items()}
+            self._groups = [
+                {key: _keep(value) for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+            self._names = {*vars(optimizer)}
+            self._numbers = {
+                key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float)
+            }
+        with GENERATORS:
+            cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+            self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make everything what it was, to the bit."""
+        for kept in self._tensors:
+            _restored(kept)
+        if self._optimizer is not None:
+            self._restore_optimizer(self._optimizer)
+        of_python, of_numpy, of_torch, cuda = self._random
+        with GENERATORS:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+            torch.set_rng_state(of_torch)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for name in {*vars(optimizer)} - self._names:
+            delattr(optimizer, name)
+        vars(optimizer).update(self._numbers)
+        optimizer.state.clear()
+        optimizer.state.update({key: _restored(entry) for key, entry in self._state.items()})
+        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **{key: _restored(value) for key, value in kept.items()}})
+
+
+def _keep(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value, value.detach().to("cpu", copy=True))
+    if isinstance(value, Mapping):
+        return {key: _keep(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_keep(entry) for entry in value)
+    return copy.deepcopy(value)
+
+
+def _restored(kept: Any) -> Any:
+    if isinstance(kept, _Tensor):
+        kept.tensor.detach().copy_(kept.held)
+        return kept.tensor
+    if isinstance(kept, Mapping):
+        return {key: _restored(entry) for key, entry in kept.items()}
+    if isinstance(kept, list | tuple):
+        return type(kept)(_restored(entry) for entry in kept)
+    return kept

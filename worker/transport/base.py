@@ -5,7 +5,8 @@ Light: no torch at import. Must not know stages, programs or schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -118,6 +119,9 @@ class Transport(Protocol):
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the group, in place."""
 
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
+        """As `all_reduce`, but only started on CPU: what it returns blocks until the sum is there, once."""
+
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""
 
@@ -135,3 +139,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free connections and threads; legal after an error."""
+
+
+@contextlib.contextmanager
+def for_a_while(transport: Transport) -> Iterator[None]:
+    """Close the transport behind the body; abort it first where the body fails: what waits for a peer that failed
+    too is not delivered, and close would wait for it."""
+    try:
+        yield
+    except BaseException:
+        transport.abort()
+        raise
+    finally:
+        transport.close()

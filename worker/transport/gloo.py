@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from worker.transport.base import ConnectError, PeerLostError, Topology
+from worker.transport.base import ConnectError, PeerLostError, Topology, finish
 from worker.transport.rendezvous import STORE_TIMEOUT, RendezvousTransport, first_line, host_store
 
 # Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
@@ -88,10 +88,13 @@ class GlooTransport(RendezvousTransport):
         return _started(peer, f"receiving from {peer}", lambda: self._receives[peer].recv([out], 0, tag))
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        finish(self.start_all_reduce(group, tensor))
+
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
         if group not in self._groups:
-            return
-        with _lost(group, f"the all-reduce over {group}"):
-            self._groups[group].allreduce([tensor.detach()]).wait()
+            return None
+        reduce = self._groups[group].allreduce
+        return _started(group, f"the all-reduce over {group}", lambda: reduce([tensor.detach()]))
 
     def abort(self) -> None:
         # gloo's own abort() does not wake a waiting transfer (measured with torch 2.13); a wait that times

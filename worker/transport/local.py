@@ -139,6 +139,9 @@ class LocalTransport:
             raise PeerLostError(f"the all-reduce over {group} was aborted", group) from None
         tensor.detach().copy_(total)
 
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None]:
+        return lambda: self.all_reduce(group, tensor)
+
     def publish(self, text: str) -> None:
         self._hub.progress[self._rank] = (text, time.monotonic())
 

@@ -132,12 +132,10 @@ class NcclTransport(RendezvousTransport):
             self.all_reduce(name, self._probe())
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
-        """The tensor's memory is kept from reuse until the send has ended on the stream."""
+        """The caller keeps the tensor until something that follows on its own stream waits for the send's end."""
         stream = self._stream_pointer()
         with _peer_lost_if_it_fails(f"sending to {peer}", peer), self._call():
             self._sends[peer].send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
         stream = self._stream_pointer()
@@ -154,6 +152,9 @@ class NcclTransport(RendezvousTransport):
         pointer, count, kind = tensor.data_ptr(), tensor.numel(), _SUMMED_TYPES[tensor.dtype]
         with _peer_lost_if_it_fails(f"the all-reduce over {group}", group), self._call():
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
+
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        self.all_reduce(group, tensor)
 
     def failure(self) -> Failure | None:
         """PeerLostError when NCCL has noticed one by itself."""

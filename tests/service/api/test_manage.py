@@ -102,6 +102,7 @@ async def test_a_used_key_with_another_body_is_refused(api: Api):
     [
         ({"training": {"global_batch": 10, "microbatches": 4}}, "training", "set microbatches to 2"),
         ({"stages": 4}, "stages", "unknown field"),
+        ({"data": {"factory": "a:b", "prefetch": -1}}, "data.prefetch", "greater than or equal to 0"),
         ({"pipeline": {"stage": 4}}, "pipeline.stage", "did you mean stages?"),
         ({"pipeline": {"stages": 0}}, "pipeline.stages", "write auto, or a whole number from 1"),
         ({"pipeline": {"stages": 2, "cut": ["a"]}}, "pipeline", "names 1 modules for 2 stages"),

@@ -277,7 +277,7 @@ class Recorder(torch.optim.SGD):
 
 
 class LocalPipeline:
-    """All engines of a graph in this process, one thread each."""
+    """All engines of a graph in this process, one thread each. `times`: what `times_of` gives."""
 
     def __init__(
         self,
@@ -290,6 +290,7 @@ class LocalPipeline:
         workers=1,
         loss=None,
         recomputed=(),
+        times=None,
         **options,
     ):
         meshes = tuple(dict.fromkeys(mesh_of_stage))
@@ -311,6 +312,7 @@ class LocalPipeline:
                 transport=transport,
                 options=RunOptions(**options),
                 recomputed=recomputed,
+                **({} if times is None else times[mesh]),
             )
         self.each(lambda key, engine: engine.connect())
 
@@ -356,6 +358,16 @@ class LocalPipeline:
 
     def __exit__(self, *_):
         self.close()
+
+
+def times_of(plan):
+    """The planned times of every mesh's instructions, as an engine takes them."""
+    from worker.driver.planning import planned_seconds, planned_starts
+
+    plan = plan.model_dump(mode="json")
+    names = sorted({s["stage"] for s in plan["slots"]}, key=lambda name: int(name[1:]))
+    lengths, starts = planned_seconds(plan, names), planned_starts(plan, names)
+    return {mesh: {"planned_s": lengths[mesh], "planned_starts_s": starts[mesh]} for mesh in lengths}
 
 
 def planned(graph: Graph, mesh_of_stage, microbatches, schedule, costs=None, **spec):

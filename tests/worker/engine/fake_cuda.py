@@ -35,32 +35,36 @@ class Machine:
         """What ran, in order."""
         self._random = random.Random(seed)
         self._hosts = threading.Condition()
-        self._waiting: set[FakeCuda] = set()
+        self._waiting: dict[FakeCuda, Callable[[], bool]] = {}
         self._error: BaseException | None = None
 
-    def device(self, mesh: str) -> FakeCuda:
-        made = FakeCuda(self, mesh)
+    def device(self, mesh: str, worker: int = 0) -> FakeCuda:
+        made = FakeCuda(self, mesh, worker)
         self.devices.append(made)
         return made
 
     def wait_for(self, device: FakeCuda, done: Callable[[], bool]) -> None:
         """The host of `device` waits. The last host to come does everybody's work."""
         with self._hosts:
-            self._waiting.add(device)
-            if not done() and len(self._waiting) == len(self.devices):
+            self._waiting[device] = done
+            # One whose wait is over, but who has not woken yet, is still to come: it may enqueue more.
+            over = [other for other in self._waiting.values() if other()]
+            if not over and len(self._waiting) == len(self.devices):
                 try:
                     self._run()
                 except BaseException as error:
                     self._error = error
                 self._hosts.notify_all()
             self._hosts.wait_for(lambda: done() or self._error is not None, 60)
-            self._waiting.discard(device)
+            self._waiting.pop(device, None)
             if self._error is not None:
                 raise self._error
             assert done(), "the other hosts did not come"
 
     def _run(self) -> None:
-        streams = [s for device in sorted(self.devices, key=lambda d: d.mesh) for s in device.streams]
+        streams = [
+            s for device in sorted(self.devices, key=lambda d: (d.mesh, d.worker)) for s in device.streams
+        ]
         paces = {id(stream): self._random.choice(_PACES) for stream in streams}
         while True:
             while any([stream.pass_events() for stream in streams]):
@@ -74,11 +78,17 @@ class Machine:
             self._run_together(chosen)
 
     def _ready(self, heads: Sequence[_Stream]):
-        """Streams that may go on together: a computation, both halves of a transfer, REDUCE on all meshes."""
+        """Streams that may go on together: a computation, both halves of a transfer, REDUCE on all meshes, or that of
+        a bucket on all workers of a mesh."""
         at = {stream: stream.pending[0] for stream in heads if isinstance(stream.pending[0], _Operation)}
-        reduces = [stream for stream, operation in at.items() if operation.instruction.op == "REDUCE"]
-        if len(reduces) == len(self.devices):
-            yield reduces
+        together: dict[str | None, list[_Stream]] = {}
+        for stream, operation in at.items():
+            if operation.instruction.op == "REDUCE":
+                of_mesh = None if operation.instruction.stage is None else operation.mesh
+                together.setdefault(of_mesh, []).append(stream)
+        for mesh, streams in together.items():
+            if len(streams) == len([d for d in self.devices if mesh in (None, d.mesh)]):
+                yield streams
         for stream, operation in at.items():
             op = operation.instruction.op
             if op in SEND_OPS:
@@ -108,8 +118,8 @@ class Machine:
 class FakeCuda:
     """One device: hand it to CudaLanes as `cuda`."""
 
-    def __init__(self, machine: Machine, mesh: str):
-        self.machine, self.mesh = machine, mesh
+    def __init__(self, machine: Machine, mesh: str, worker: int = 0):
+        self.machine, self.mesh, self.worker = machine, mesh, worker
         self.streams: list[_Stream] = []
         self.calls: list[str] = []
         self.current: _Stream | None = None
@@ -135,7 +145,7 @@ class FakeCuda:
         if self.machine.at_once:
             action()
         else:
-            self.current.pending.append(_Operation(self.mesh, instruction, action))
+            self.current.pending.append(_Operation(self.mesh, self.worker, instruction, action))
 
     def finished_before(self):
         """For each operation, the set of operations that are surely over when it starts, by streams and
@@ -163,6 +173,7 @@ class FakeCuda:
 @dataclass(frozen=True)
 class _Operation:
     mesh: str
+    worker: int
     instruction: Instruction
     action: Callable[[], Any]
 
@@ -173,6 +184,7 @@ class _Operation:
             theirs.op == mine.op.replace("SEND", "RECV")
             and (theirs.edge, theirs.microbatch) == (mine.edge, mine.microbatch)
             and (mine.peer, theirs.peer) == (other.mesh, self.mesh)
+            and self.worker == other.worker
         )
 
 

@@ -41,17 +41,22 @@ def receive_on_the_stream(receive):
 class CudaPipeline(LocalPipeline):
     """Engines whose lanes are CudaLanes over a fake machine that works in the order of `seed`, or at once (None)."""
 
-    def __init__(self, monkeypatch, *arguments, seed=0, changed=None, **options):
+    def __init__(self, monkeypatch, *arguments, seed=0, changed=None, warm_up=False, **options):
         monkeypatch.setattr(LocalTransport, "send", send_without_waiting)
         monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(RECEIVE))
+        monkeypatch.setattr(Engine, "_enqueues", lambda engine: True)
+        monkeypatch.setattr(LocalTransport, "start_all_reduce", LocalTransport.all_reduce)
         monkeypatch.setattr(Engine, "_make_lanes", lambda engine, actions: self.fake_lanes(engine, actions))
         self.machine = Machine(0 if seed is None else seed, at_once=seed is None)
         self.changed = changed or (lambda engine, lanes: None)
         self.cudas = {}
         super().__init__(*arguments, **options)
+        for engine in self.engines.values():
+            engine._warm = not warm_up
 
     def fake_lanes(self, engine, actions):
-        self.cudas[engine._mesh] = cuda = self.machine.device(engine._mesh)
+        cuda = self.machine.device(engine._mesh, engine._worker)
+        self.cudas[engine._mesh if engine._worker == 0 else (engine._mesh, engine._worker)] = cuda
         logged = [self.logged(cuda, engine, i, action) for i, action in enumerate(actions)]
         lanes = CudaLanes(engine._program, logged, StreamPriorities(), cuda)
         self.changed(engine, lanes)

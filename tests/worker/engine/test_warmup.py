@@ -1,54 +1,180 @@
 """What happens before the first slot: kernels warmed, limits derived."""
 
 import copy
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
-from engine_support import LocalPipeline, batch, chain, serial_programs, skips
+from engine_support import LocalPipeline, Plain, batch, chain, serial_programs, skips
+from test_cuda_lanes import CudaPipeline
 from torch import nn
 
-from worker.engine import SlotLimits, StageError
+from worker.engine import EngineError, SlotLimits, StageError
+from worker.engine.actions import Actions
 from worker.engine.results import slot_limits
-from worker.engine.warmup import warm_up
 from worker.program import Instruction
+from worker.transport.local import LocalTransport
 
 MESHES = ["m0", "m0", "m1", "m1"]
 
 
-def prepare(graph, split=False):
-    programs = serial_programs(graph, MESHES, 2, split)
-    return LocalPipeline(graph, MESHES, programs, 2)
+def dropping():
+    """A chain with dropout and running statistics."""
+    graph = chain(4, dropout=0.3)
+    graph.stages[2].lin = nn.Sequential(graph.stages[2].lin, nn.BatchNorm1d(6, dtype=torch.float64))
+    graph.stages[2].original_names = {n: f"2.{n}" for n in graph.stages[2].state_dict()}
+    return graph
+
+
+class Counter(torch.optim.SGD):
+    """SGD with noise, whose rate depends on a counter and on an entry of its own groups."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.calls = 0
+        self.param_groups[0]["seen"] = torch.zeros(())
+
+    def step(self, closure=None):
+        self.calls += 1
+        group = self.param_groups[0]
+        group["seen"] += 1
+        group["lr"] = 0.1 / (self.calls + float(group["seen"])) + 1e-3 * random.random() * np.random.rand()
+        return super().step(closure)
+
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": Counter}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def trained(make, steps, warm, seed):
+    """All states, gradient norms and random numbers after some steps, and again after a resume."""
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+    found, state = [], None
+    for _ in range(2):
+        with make() as pipeline:
+            if state:
+                pipeline.each(lambda key, engine, state=state: engine.load_state(state[key]))
+            if warm:
+                pipeline.each(lambda key, engine: engine.warm_up(0, *batch(2)))
+            for step in range(steps):
+                results = pipeline.step(step, [batch(2, seed=step)])
+                found.append({key: r.grad_norm for key, r in results.items()})
+            state = copy.deepcopy({key: engine.state() for key, engine in pipeline.engines.items()})
+            found.append(state)
+    return [*found, float(torch.rand(())), random.random(), np.random.rand()]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("lanes", ["threads", "streams"])
+def test_training_is_equal_to_the_bit_with_and_without_warming_up(lanes, split, optimizer, monkeypatch):
+    # one engine: python's generators are shared, and engines of one process draw in no order
+    graph, meshes = dropping(), ["m0"] * 4
+    programs = serial_programs(graph, meshes, 2, split)
+    options = {"optimizer": OPTIMIZERS[optimizer], "clip_grad_norm": 0.5}
+
+    def make():
+        if lanes == "threads":
+            return LocalPipeline(graph, meshes, programs, 2, **options)
+        return CudaPipeline(monkeypatch, graph, meshes, programs, 2, seed=None, **options)
+
+    without, with_it = (trained(make, 3, warm, seed=7) for warm in (False, True))
+    for a, b in zip(without, with_it, strict=True):
+        assert same(a, b)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_warming_up_runs_forward_and_backward_of_every_stage_and_leaves_no_trace(split):
+def test_every_instruction_runs_on_the_threads_of_the_step_without_a_transfer(split, monkeypatch):
     graph = skips()
-    graph.stages[2].l = nn.Sequential(graph.stages[2].l, nn.BatchNorm1d(6, dtype=torch.float64))
-    graph.stages[2].original_names = {n: f"2.{n}" for n in graph.stages[2].state_dict()}
-    calls = []
-    for stage in graph.stages:
-        stage.register_forward_hook(lambda *_: calls.append(1))
-        stage.register_full_backward_hook(lambda *_: calls.append(2))
-    with prepare(graph, split) as pipeline:
-        inputs, targets = batch(2)
-        for engine in pipeline.engines.values():
-            before = copy.deepcopy({i: module.state_dict() for i, (module, _) in engine._stages.items()})
-            warm_up(engine._stages, inputs[0], targets[0], engine._settings, split)
-            for index, (module, _) in engine._stages.items():
-                for name, value in module.state_dict().items():
-                    assert torch.equal(value, before[index][name]), name
-                assert all(parameter.grad is None for parameter in module.parameters())
-        assert calls.count(1) == 4 and calls.count(2) >= 1
+    programs = serial_programs(graph, MESHES, 2, split)
+    ran, moved = [], []
+    of = Actions.of
+
+    def noted(actions, index):
+        action = of(actions, index)
+
+        def run():
+            ran.append((str(actions._program[index]), threading.current_thread().name))
+            return action()
+
+        return run
+
+    monkeypatch.setattr(Actions, "of", noted)
+    for name in ("send", "receive", "all_reduce", "start_all_reduce"):
+        real = getattr(LocalTransport, name)
+        monkeypatch.setattr(
+            LocalTransport, name, lambda *a, n=name, real=real: moved.append(n) or real(*a), raising=True
+        )
+    with LocalPipeline(graph, MESHES, programs, 2, optimizer=torch.optim.AdamW) as pipeline:
+        pipeline.each(lambda key, engine: engine.warm_up(0, *batch(2)))
+        assert moved == []
+        first, before = sorted(ran), len(ran)
+        assert [name for name, _ in first] == sorted(str(i) for p in programs.values() for i in p)
+        pipeline.step(0, [batch(2)])
+        computes = {"F", "I", "B", "W", "REDUCE", "STEP"}
+
+        def on_compute(entries):
+            return sorted(e for e in entries if e[0].strip("0123456789") in computes)
+
+        assert on_compute(ran[before:]) == on_compute(first), "the same actions on the same threads"
+        assert {thread for name, thread in on_compute(first)} == {"slotline-compute"}
+        assert moved
+
+
+def test_meshes_warm_up_alone_and_the_loss_of_zeros_does_not_matter():
+    graph = chain(4)
+    programs = serial_programs(graph, MESHES, 2)
+    stepped = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            stepped.append(1)
+            return super().step(closure)
+
+    def no_number(output, target):
+        return torch.log(output.mean() * 0.0)
+
+    with LocalPipeline(graph, MESHES, programs, 2, optimizer=Noted, loss=no_number) as pipeline:
+        before = copy.deepcopy(pipeline.engines["m1", 0].state())
+        pipeline.engines["m1", 0].warm_up(0, *batch(2))
+        assert stepped == [1], "STEP does what it does in a step"
+        assert same(before, pipeline.engines["m1", 0].state())
+
+
+def test_streams_warm_up_by_themselves_before_the_first_step(monkeypatch):
+    graph = chain(4)
+    meshes = ["m0", "m1", "m2", "m3"]
+    programs = serial_programs(graph, meshes, 2)
+    plain = Plain(graph)
+    for seed in range(3):
+        with CudaPipeline(monkeypatch, graph, meshes, programs, 2, seed=seed, warm_up=True) as pipeline:
+            losses, gradients = plain.step(*batch(2))
+            assert pipeline.step(0, [batch(2)])["m3", 0].losses == pytest.approx(losses, abs=1e-10)
+            for name, gradient in pipeline.gradients().items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12)
+            order = [entry.split()[1] for entry in pipeline.machine.order if entry.startswith("m1 ")]
+            assert len(order) == 2 * len(programs["m1"])
 
 
 def test_a_stage_that_raises_while_warming_up_is_named():
     graph = chain(4)
     graph.stages[3]._function = lambda module, x: 1 / 0
-    with prepare(graph) as pipeline:
-        engine = pipeline.engines["m1", 0]
-        inputs, targets = batch(2)
-        with pytest.raises(StageError, match="stage 3 raised ZeroDivisionError"):
-            warm_up(engine._stages, inputs[0], targets[0], engine._settings, False)
+    with LocalPipeline(graph, MESHES, serial_programs(graph, MESHES, 2), 2) as pipeline:
+        with pytest.raises(StageError, match="3F0 raised ZeroDivisionError"):
+            pipeline.engines["m1", 0].warm_up(0, *batch(2))
+        with pytest.raises(EngineError, match="ended before"):
+            pipeline.engines["m1", 0].run_step(0, *batch(2))
 
 
 def test_limits_allow_for_what_an_instruction_waits_for():

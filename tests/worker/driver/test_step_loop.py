@@ -1,0 +1,241 @@
+"""The driver's loop over real workers, each behind a queue as an actor is, without Ray: what runs before what."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_actor import job
+from workers import Workers
+
+from worker import checkpoint
+from worker.driver import step_loop
+from worker.driver.gang import Mesh
+from worker.driver.limits import Limits
+from worker.driver.saving import Checkpoints
+from worker.driver.step_loop import run_steps
+from worker.failure import AttemptFailure, first_cause
+from worker.job import CheckpointPolicy
+from worker.reasons import Reason
+
+LIMIT_S = 60.0
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch):
+    """Nobody asks Ray where this is."""
+    monkeypatch.setattr(step_loop, "own_node_address", lambda: HERE)
+
+
+class Actor:
+    """A worker whose calls run one after the other, in the order in which they came."""
+
+    def __init__(self, worker, log):
+        self._worker, self._log = worker, log
+        self._queue = ThreadPoolExecutor(1)
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
+
+    def _call(self, name, arguments):
+        self._log.append((f"ask {name}", arguments[-1]))
+
+        def run():
+            result = getattr(self._worker, name)(*arguments)
+            self._log.append((f"end {name}", arguments[-1]))
+            return result
+
+        return self._queue.submit(run)
+
+
+class Gang:
+    """As worker/driver/gang.py, of workers in this process."""
+
+    def __init__(self, workers, log):
+        actors = [Actor(worker, log if i == 0 else []) for i, worker in enumerate(workers)]
+        self.meshes = tuple(Mesh(f"m{i}", (actor,)) for i, actor in enumerate(actors))
+        self.addresses = [SimpleNamespace(node=HERE) for _ in actors]
+        self.workers = actors
+
+    def call(self, refs, *, what, limit_s, interrupted=None, timeout_reason=None):
+        failures, deadline = [], time.monotonic() + LIMIT_S
+        for ref in refs:
+            while True:
+                assert time.monotonic() < deadline, what
+                if interrupted is not None:
+                    interrupted()
+                try:
+                    ref.result(0.01)
+                    break
+                except TimeoutError:
+                    continue
+                except AttemptFailure as failure:
+                    failures.append(failure)
+                    break
+        if failures:
+            raise first_cause(failures)
+        return [ref.result() for ref in refs]
+
+
+@dataclass
+class Heard:
+    """Reporter and metrics: what was said, into the log."""
+
+    log: list
+    steps: list = field(default_factory=list)
+    timelines: list = field(default_factory=list)
+
+    def step(self, report):
+        self.log.append(("report", report["step"]))
+        self.steps.append(report)
+
+    def timeline(self, timeline):
+        self.timelines.append(timeline)
+
+    def checkpoint(self, step, uri):
+        self.log.append(("saved", step))
+
+    def event(self, *_):
+        pass
+
+    observe_step = set_timeline = event
+
+
+def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None):
+    """Run the loop over all steps; what was heard."""
+    log = [] if log is None else log
+    with Workers(spec) as run:
+        gang, heard = Gang(run.workers, log), Heard(log)
+        planned = SimpleNamespace(plan={"makespan_s": 0.01}, stage_names=["s0", "s1"])
+        checkpoints = Checkpoints(
+            policy, "job", gang=gang, reporter=heard, limit_s=LIMIT_S, interrupted=interrupted
+        )
+        try:
+            run_steps(
+                1,
+                steps,
+                planned=planned,
+                gang=gang,
+                reporter=heard,
+                metrics=heard,
+                checkpoints=checkpoints,
+                limits=Limits(),
+                interrupted=interrupted,
+            )
+        finally:
+            for actor in gang.workers:
+                actor._queue.shutdown(wait=True, cancel_futures=True)
+    return heard
+
+
+def places(log, steps):
+    """For each step, where in the log it was asked for, ended on worker 0 and was reported."""
+    return {s: [log.index((what, s)) for what in ("ask run_step", "end run_step", "report")] for s in steps}
+
+
+def test_the_next_step_is_asked_for_before_one_is_reported_and_never_more_than_one():
+    heard = train(job(), 6)
+    found = places(heard.log, range(1, 7))
+    for step in range(1, 6):
+        assert found[step + 1][0] < found[step][2], f"step {step + 1} waits for the report of {step}"
+    for step in range(1, 5):
+        assert found[step][2] < found[step + 2][0], f"step {step + 2} is asked for before {step} is reported"
+    assert max(step for what, step in heard.log if what == "ask run_step") == 6
+
+
+def test_a_checkpoint_holds_exactly_the_state_after_its_step(tmp_path):
+    spec, log = job("cosine"), []
+    train(spec, 6, policy=CheckpointPolicy(str(tmp_path / "ahead"), every_steps=2, keep=9), log=log)
+    with Workers(spec) as run:
+        for step in range(1, 7):
+            run.step(step)
+            if step % 2:
+                continue
+            names = set().union(*({*w._engine.state()["parameters"]} for w in run.workers))
+            saved, number = checkpoint.load(
+                checkpoint.step_uri(str(tmp_path / "ahead"), "job", step), names=names
+            )
+            assert number == step
+            for worker in run.workers:
+                state = worker._engine.state()
+                for name, value in state["parameters"].items():
+                    assert torch.equal(saved["parameters"][name], value), (step, name)
+                for name, entry in state["optimizer"].items():
+                    for key, value in entry.items():
+                        assert torch.equal(saved["optimizer"][name][key], value), (step, name, key)
+                assert saved["lr_schedule"] == state["lr_schedule"]
+    for step in (2, 4):
+        assert log.index(("saved", step)) < log.index(("ask run_step", step + 1))
+    assert log.index(("ask run_step", 4)) < log.index(("report", 3)), "others are asked for ahead"
+
+
+def test_a_step_that_is_not_finite_stops_at_that_step_though_the_next_was_asked_for():
+    loss = {"factory": "workers:NanInStep", "args": {"step": 3, "microbatches": 2}}
+    log = []
+    with pytest.raises(AttemptFailure, match="step 3: the loss or the gradient norm") as failed:
+        train(job(loss=loss), 6, log=log)
+    assert failed.value.reason is Reason.NAN_LOSS
+    assert [step for what, step in log if what == "report"] == [1, 2]
+    assert [step for what, step in log if what == "end run_step"] == [1, 2]
+    assert max(step for what, step in log if what == "ask run_step") == 4
+
+
+def test_a_cancel_while_the_next_step_is_asked_for_ends_the_loop_there():
+    log = []
+
+    class Cancelled(Exception):
+        pass
+
+    def interrupted():
+        if ("report", 2) in log and ("ask run_step", 4) in log:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        train(job(), 1000, interrupted=interrupted, log=log)
+    assert [step for what, step in log if what == "report"] == [1, 2]
+    assert max(step for what, step in log if what == "ask run_step") == 4
+
+
+def test_the_clocks_are_measured_when_no_step_is_asked_for(monkeypatch):
+    log = []
+    measured = step_loop._Clocks.refresh
+
+    def refresh(clocks):
+        log.append(("clock", None))
+        measured(clocks)
+
+    def due(clocks):
+        return not clocks.offsets or [what for what, _ in log].count("report") == 2
+
+    monkeypatch.setattr(step_loop._Clocks, "refresh", refresh)
+    monkeypatch.setattr(step_loop._Clocks, "due", due)
+    train(job(), 5, log=log)
+    running = set()
+    for what, step in log:
+        if what == "ask run_step":
+            running.add(step)
+        elif what == "report":
+            running.discard(step)
+        elif what == "clock":
+            assert not running
+    assert [what for what, _ in log].count("clock") == 2
+
+
+def test_times_and_slots_of_a_step_are_its_own():
+
+    began = time.monotonic()
+    heard = train(job(), 12)
+    wall = time.monotonic() - began
+    assert sum(step["step_s"] for step in heard.steps) < wall
+    starts = [step["started_at"] for step in heard.steps]
+    for step, (at, following) in enumerate(itertools.pairwise(starts), 1):
+        assert following >= at + heard.steps[step - 1]["makespan_s"], "a step began within the one before"
+    for timeline in heard.timelines:
+        actions = [(s["mesh"], s["action"], s["stage"], s["microbatch"]) for s in timeline["slots"]]
+        assert len(actions) == len(set(actions))

@@ -1,0 +1,129 @@
+"""Reads the samples of the next steps while this one computes, on a thread of its own.
+
+Knows steps and what a caller's function makes of one; neither data sets nor stages nor devices.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Batch = TypeVar("Batch")
+
+
+class ReadTooSlowError(RuntimeError):
+    """The samples of a step were not there within the limit."""
+
+
+@dataclass(frozen=True)
+class _Read(Generic[Batch]):
+    """What reading a step gave: a batch, or what it raised."""
+
+    step: int
+    batch: Batch | None
+    error: BaseException | None
+
+
+class ReadAhead(Generic[Batch]):
+    """`take(step)` is `read(step)`; the up to `steps` steps behind it, none after `last`, are read meanwhile.
+
+    With `steps` 0 all is read when it is asked for, on the caller's thread. The thread starts with the first
+    `take` and ends with `close`, or with the process.
+    """
+
+    def __init__(self, read: Callable[[int], Batch], *, steps: int, last: int, limit_s: float):
+        if steps < 0:
+            raise ValueError(f"{steps} steps cannot be read ahead: give 0 (off) or more")
+        self._read, self._steps, self._last, self._limit_s = read, steps, last, limit_s
+        self._changed = threading.Condition()
+        self._ready: deque[_Read[Batch]] = deque()
+        self._wanted: int | None = None  # who waits, for which step
+        self._next: int | None = None  # what the thread reads next; None: nothing, until it is told again
+        self._reading: int | None = None
+        self._order = (
+            0  # counts the calls that were not for the step that stood first: what was read for them is void
+        )
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def take(self, step: int) -> Batch:
+        """What `read(step)` returns, or raises. ReadTooSlowError after `limit_s`.
+
+        Whatever was read for other steps is dropped when they are not asked for in order.
+        """
+        if self._steps == 0:
+            return self._read(step)
+        deadline = time.monotonic() + self._limit_s
+        with self._changed:
+            self._expect(step)
+            while not (self._ready and self._ready[0].step == step):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise ReadTooSlowError(
+                        f"the samples of step {step} were not there within {self._limit_s:.0f} s: the data set is "
+                        "slow, or stuck"
+                    )
+                self._changed.wait(left_s)
+            found = self._ready.popleft()
+            self._wanted = None
+            self._changed.notify_all()
+        if found.error is not None:
+            raise found.error
+        return found.batch
+
+    def close(self, limit_s: float = 2.0) -> bool:
+        """End the thread; False when it is still inside a user's data set after `limit_s` (it is a daemon)."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is None:
+            return True
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def _expect(self, step: int) -> None:
+        if self._closed:
+            raise RuntimeError("nothing is read any more: the reader was closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="slotline-data", daemon=True)
+            self._thread.start()
+        first = self._next if self._reading is None else self._reading
+        if self._ready:
+            first = self._ready[0].step
+        if first != step:
+            self._ready.clear()
+            self._next = step
+            self._order += 1
+        self._wanted = step
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._may_read())
+                if self._closed:
+                    return
+                step, order = self._next, self._order
+                self._reading, self._next = step, step + 1
+            try:
+                found = _Read(step, self._read(step), None)
+            except BaseException as error:
+                found = _Read(step, None, error)
+            with self._changed:
+                self._reading = None
+                if order == self._order and not self._closed:
+                    self._ready.append(found)
+                    if found.error is not None:
+                        self._next = None  # a step behind it is never asked for
+                del found
+                self._changed.notify_all()
+
+    def _may_read(self) -> bool:
+        if self._next is None:
+            return False
+        return self._next == self._wanted or (self._next <= self._last and len(self._ready) < self._steps)

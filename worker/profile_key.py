@@ -1,0 +1,34 @@
+"""Under which key the profile of a job's layers is kept: the same key, the same times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+import torch
+
+from worker.batches import Batches
+from worker.device import device_kind
+from worker.job import Job
+from worker.model.profile import PROFILE_FORMAT
+
+
+def profile_key(job: Job, device: str, batches: Batches, microbatches: int, workers: int) -> str:
+    """Of model, shapes, precision, loss, kind of device, torch, and on CPU the `workers` of the gang, which share
+    the cores. Workers of two kinds thus have two keys."""
+    inputs, target = batches.sample
+    rows = batches.rows(microbatches)
+    parts = {
+        "model": asdict(job.model),
+        "code": asdict(job.code),
+        "loss": asdict(job.loss),
+        "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
+        "precision": [job.training.precision, job.training.transfers],
+        "device": device,
+        "device_name": device_kind(device),
+        "workers": workers if device == "cpu" else 1,
+        "torch": torch.__version__,
+        "format": PROFILE_FORMAT,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
