@@ -40,7 +40,9 @@ from service.scheduler.search.robustness import Slack
 
 # What a proven plan may spend of the budget on each try to hold fewer microbatches.
 _LESS_MEMORY_SHARE = 0.05
-# How many choices of whole backwards are searched; shares of the budget fall with the rank.
+# How many choices of whole backwards are searched; shares of the budget fall with the rank. With less than so many
+# seconds only none and all are.
+_WHOLE_WORTH_S = 0.3
 _WHOLE_SEARCHED = 4
 
 Expired = Callable[[], bool] | None
@@ -56,16 +58,21 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
         found = honest(_best_backwards(decided, seconds, expired), decided)
         return replace(found, recomputed=tuple(sorted(always.union(choice))))
 
+    def judge(choice: Choice) -> float:
+        decided = with_choice(spec, choice)
+        return math.inf if _refused(decided) else constructive_makespan(decided)
+
     if not names:
-        return plan(frozenset(), budget_s)
-    choices = candidates(names, partial(_judge, plan))
-    return _best_of(
+        return _with_less_memory(plan(frozenset(), budget_s), budget_s, expired)
+    choices = candidates(names, judge)
+    best = _best_of(
         plan,
         choices,
         shares=[budget_s / len(choices)] * len(choices),
         bound=least_makespan(spec),
         every=len(choices) == 2 ** len(names),
     )
+    return _with_less_memory(best, budget_s / len(choices), expired)
 
 
 def constructive_makespan(spec: PipelineSpec) -> float:
@@ -75,9 +82,12 @@ def constructive_makespan(spec: PipelineSpec) -> float:
     decided = with_choice(spec, ())
     names = frozenset(shorter_whole(decided))
     choices = dict.fromkeys([frozenset[str](), names])
-    problems = [keep_whole(problem_with_whole(decided, choice)) for choice in choices]
-    found = [search(problem, [], budget_s=0.0) for problem in problems]
-    return min((one.timeline.makespan for one in found if one is not None), default=math.inf)
+    return min(_quick_makespan(decided, choice) for choice in choices)
+
+
+def _quick_makespan(spec: PipelineSpec, whole: Choice) -> float:
+    found = search(keep_whole(problem_with_whole(spec, whole)), [], budget_s=0.0)
+    return math.inf if found is None else found.timeline.makespan
 
 
 def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
@@ -89,10 +99,9 @@ def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Fo
     def plan(choice: Choice, seconds: float) -> Found:
         return _search(spec, choice, seconds, expired)
 
-    if budget_s > 0:
-        choices = candidates(names, partial(_judge, plan))
-    else:
-        choices = [frozenset(), frozenset(names)]
+    choices = [frozenset(), frozenset(names)]
+    if budget_s >= _WHOLE_WORTH_S:
+        choices = candidates(names, partial(_quick_makespan, spec))
     every = len(choices) == 2 ** len(names) <= _WHOLE_SEARCHED
     choices = choices[:_WHOLE_SEARCHED]
     shares = np.arange(1, len(choices) + 1) ** -1.5
@@ -105,11 +114,12 @@ def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Fo
     )
 
 
-def _judge(plan: Callable[[Choice, float], Found], choice: Choice) -> float:
+def _refused(spec: PipelineSpec) -> bool:
     try:
-        return plan(choice, 0.0).timeline.makespan
+        check_spec(spec)
     except SpecError:
-        return math.inf
+        return True
+    return False
 
 
 def _best_of(
@@ -191,11 +201,8 @@ def _search(spec: PipelineSpec, whole: Choice, budget_s: float, expired: Expired
         )
     if found is None:
         raise SpecError(_no_plan_message(problem))
-    found = replace(found, notes=(*notes, *found.notes), others=((found.chosen, found.timeline), *seeds))
-    try:
-        return _with_less_memory(found, problem, budget_s, expired)
-    except Exception as error:
-        return replace(found, notes=(*found.notes, failed("saving memory", error)))
+    others = ((found.chosen, found.timeline), *seeds)
+    return replace(found, notes=(*notes, *found.notes), others=others, searched=problem)
 
 
 def _is_plan_of(timeline: Timeline, problem: Problem, priced: bool) -> bool:
@@ -209,7 +216,17 @@ def _is_plan_of(timeline: Timeline, problem: Problem, priced: bool) -> bool:
     return problem is timeline.problem or not (problem.fused & ~fused).any()
 
 
-def _with_less_memory(found: Found, problem: Problem, budget_s: float, expired: Expired) -> Found:
+def _with_less_memory(found: Found, budget_s: float, expired: Expired) -> Found:
+    """The same makespan in less memory, where that is to be had."""
+    try:
+        return _saved(found, budget_s, expired)
+    except Exception as error:
+        return replace(found, notes=(*found.notes, failed("saving memory", error)))
+
+
+def _saved(found: Found, budget_s: float, expired: Expired) -> Found:
+    problem = found.searched
+    assert problem is not None
     saved, truncated = save_memory(found.timeline), found.truncated
     if found.proven_optimal and not truncated:
         saved, truncated = _search_with_less(saved, problem, budget_s * _LESS_MEMORY_SHARE, expired)

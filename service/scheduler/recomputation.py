@@ -21,17 +21,39 @@ Choice = frozenset[str]
 
 
 def may_recompute(spec: PipelineSpec) -> list[str]:
-    """The stages for which the choice is open and can matter: those on meshes with a limit."""
+    """The stages for which the choice is open and can matter: those on meshes whose limit some plan could reach."""
+    activations, everything = _most_bytes(spec)
     limited = {
         mesh.name
         for mesh in spec.meshes
-        if mesh.activation_limit_bytes is not None or mesh.memory_bytes is not None
+        if _below(mesh.activation_limit_bytes, activations[mesh.name])
+        or _below(mesh.memory_bytes, everything[mesh.name])
     }
     return [
         stage.name
         for stage in spec.stages
         if stage.recompute is not None and not stage.recompute.required and stage.mesh in limited
     ]
+
+
+def _below(limit: int | None, most: int) -> bool:
+    return limit is not None and limit < most
+
+
+def _most_bytes(spec: PipelineSpec) -> tuple[dict[str, int], dict[str, int]]:
+    """What each mesh holds at the very most with all microbatches in flight: activations, and everything."""
+    activations = dict.fromkeys((mesh.name for mesh in spec.meshes), 0)
+    everything = dict(activations)
+    mesh_of = {stage.name: stage.mesh for stage in spec.stages}
+    for stage in spec.stages:
+        held = spec.microbatches * stage.activation_bytes + stage.rematerialised_bytes
+        activations[stage.mesh] += held
+        everything[stage.mesh] += held + stage.static_bytes
+    for edge in spec.edges:
+        for mesh in {mesh_of[edge.source], mesh_of[edge.target]}:
+            carried = (edge.forward_bytes or 0) + (edge.backward_bytes or 0)
+            everything[mesh] += spec.microbatches * carried
+    return activations, everything
 
 
 def must_recompute(spec: PipelineSpec) -> frozenset[str]:

@@ -47,7 +47,8 @@ _SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time t
 class Found:
     """The best timeline, the name of the schedule it came from, and what is proven about it.
 
-    `notes` say what went wrong on the way; `others` are what may stand in, best first.
+    `notes` say what went wrong on the way; `others` are what may stand in, best first; `searched` is the problem that
+    was searched, whose backwards may be split elsewhere than those of a named schedule that was best.
     """
 
     timeline: Timeline
@@ -58,6 +59,7 @@ class Found:
     recomputed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, Timeline], ...] = ()
+    searched: Problem | None = None
 
 
 def attains(makespan: float, bound: float) -> bool:

@@ -76,6 +76,10 @@ class Worker:
         self.profiled = 0
         self.prepare = Called(lambda _: kind)
         self.profile = Called(lambda count: self._profile(seconds, count))
+        self.traced_for = []
+        self.trace = Called(self.traced_for.append)
+        self.graph = Called(lambda: "graph")
+        self.take_graph = Called(lambda graph, count: self.traced_for.append(count))
 
     def _profile(self, seconds, count):
         self.profiled += 1

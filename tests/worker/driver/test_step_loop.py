@@ -112,7 +112,7 @@ def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None):
     log = [] if log is None else log
     with Workers(spec) as run:
         gang, heard = Gang(run.workers, log), Heard(log)
-        planned = SimpleNamespace(plan={"makespan_s": 0.01}, stage_names=["s0", "s1"])
+        planned = SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"])
         checkpoints = Checkpoints(
             policy, "job", gang=gang, reporter=heard, limit_s=LIMIT_S, interrupted=interrupted
         )

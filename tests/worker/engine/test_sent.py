@@ -1,6 +1,7 @@
 """Sent tensors on streams: dropped behind an action that waits for their send, and never more than planned."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -152,6 +153,7 @@ def test_an_nccl_send_leaves_the_tensor_to_who_holds_it():
 
     transport = NcclTransport.__new__(NcclTransport)
     sent = []
+    transport._state, transport._calls, transport._ender = threading.Condition(), 0, None
     transport._stream_pointer = lambda: 7
     transport._sends = {"m1": type("Link", (), {"send": lambda self, *arguments: sent.append(arguments)})()}
     assert transport.send("m1", 0, OnDevice()) is None
