@@ -37,7 +37,7 @@ from worker.model import measure_layers, resolve
 from worker.model.profile import OptimizerState
 from worker.model.shipping import Values
 from worker.model.update_costs import UpdateCosts
-from worker.node import WorkerAddress, own_node_address, processor_cores
+from worker.node import WorkerAddress, own_node_address, processor_share
 from worker.profile_key import profile_key
 from worker.program import program_from_json
 from worker.reasons import Reason
@@ -89,7 +89,6 @@ class Worker:
             node_id=context.get_node_id(),
             process_id=os.getpid(),
             device=self._device,
-            cores=processor_cores() if self._device == "cpu" else None,
         )
 
     def clock(self) -> float:
@@ -133,6 +132,10 @@ class Worker:
         given = self._job.resources.memory_per_worker
         return given if isinstance(given, int) else memory_limit(self._device, sharing)
 
+    def processor_share(self) -> float:
+        """The part of a processor core that this worker gets while all of them compute."""
+        return processor_share()
+
     def optimizer_state(self) -> OptimizerState:
         """What the job's optimizer keeps of the parameters that it trains."""
         return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
@@ -146,15 +149,8 @@ class Worker:
     def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, float]:
         """What summing gradients over the workers of this mesh takes; all of them call this at the same time."""
         topology = Topology((self._mesh,), self._workers_per_mesh)
-        transport = make_transport(
-            self._device,
-            topology,
-            mesh=self._mesh,
-            worker=self._worker,
-            store=store,
-            host=host,
-            connect_s=connect_s,
-        )
+        where = {"mesh": self._mesh, "worker": self._worker, "store": store, "host": host}
+        transport = make_transport(self._device, topology, **where, connect_s=connect_s)
         with for_a_while(transport):
             transport.connect({WORKERS: tuple(range(topology.size))}, ())
             return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])

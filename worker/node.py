@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+SHARE_S = 0.3
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -23,7 +25,6 @@ class WorkerAddress:
     node_id: str
     process_id: int
     device: str
-    cores: float | None = None  # processor cores of the node, where workers compute on them
 
 
 def processor_cores() -> float:
@@ -33,6 +34,18 @@ def processor_cores() -> float:
         quota, period = _CGROUP_LIMIT.read_text().split()
         cores = min(cores, float(quota) / float(period))
     return cores
+
+
+def processor_share(seconds: float = SHARE_S) -> float:
+    """The part of a core that a thread of this process gets now, while it computes for `seconds`.
+
+    Called by all workers of a node at once their sum is how many cores they have together: fewer than are there where
+    others compute too, or where the machine is a guest that does not get all of its processors.
+    """
+    wall, own = time.monotonic(), time.thread_time()
+    while time.monotonic() - wall < seconds:
+        sum(range(1000))
+    return (time.thread_time() - own) / (time.monotonic() - wall)
 
 
 def own_node_address() -> str:

@@ -125,7 +125,7 @@ class Network(_FromDriver):
 
 
 class PlacedWorker(_FromDriver):
-    """`cores` are the processor cores of its node, where workers compute on them."""
+    """`cores` are the processor cores that the workers of its node have together, where they compute on them."""
 
     mesh: Label
     worker: Integer

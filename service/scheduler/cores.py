@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from service.scheduler.model.spec import PipelineSpec, StageSpec
 
+_ENOUGH = 1.05  # what is missing to a core for each worker and makes no difference
+
 
 @dataclass(frozen=True)
 class SharedCores:
@@ -34,7 +36,7 @@ def shared_cores(workers: Iterable[tuple[str, str | None, float | None]]) -> lis
     return [
         SharedCores(meshes, cores_of[node])
         for node, meshes in meshes_on.items()
-        if meshes.total() > cores_of[node]
+        if meshes.total() > cores_of[node] * _ENOUGH
     ]
 
 

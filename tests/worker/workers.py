@@ -13,7 +13,7 @@ from service.scheduler.job import JobCosts, answer_json, plan_job
 from worker.actor import Worker
 from worker.data.sampler import BatchSampler
 from worker.data.text import ByteWindows
-from worker.driver.planning import planned_seconds, planned_starts
+from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.engine import SlotLimits
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job

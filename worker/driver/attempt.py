@@ -16,7 +16,8 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
-from worker.driver.planning import PlannedJob, Planner, planned_seconds, planned_starts
+from worker.driver.planned_times import planned_seconds, planned_starts
+from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps

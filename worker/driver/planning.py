@@ -277,6 +277,20 @@ class Planner:
             "optimizer": asdict(optimizer),
         }
 
+    def _measure_cores(self) -> dict[str, float]:
+        """The processor cores that the workers of each node have together; on CPU, where they share them."""
+        if self._device != "cpu":
+            return {}
+        shares = self._call(
+            [worker.processor_share.remote() for worker in self._gang.workers],
+            "looking at the processor",
+            self._limits.prepare_s,
+        )
+        cores: dict[str, float] = {}
+        for address, share in zip(self._gang.addresses, shares, strict=True):
+            cores[address.node] = cores.get(address.node, 0.0) + share
+        return cores
+
     def _measure_update(self) -> UpdateCosts:
         """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
         (costs,) = self._call(
@@ -308,13 +322,20 @@ class Planner:
     def _ask(
         self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]
     ) -> PlannedJob:
+        cores = self._measure_cores()
         request = {
             **profiles_json(profiles),
             "tried": list(microbatch_counts(self._job)),
             "network": network,
             **costs,
             "workers": [
-                {"mesh": a.mesh, "worker": a.worker, "node": a.node, "device": a.device, "cores": a.cores}
+                {
+                    "mesh": a.mesh,
+                    "worker": a.worker,
+                    "node": a.node,
+                    "device": a.device,
+                    "cores": cores.get(a.node),
+                }
                 for a in self._gang.addresses
             ],
         }
@@ -340,42 +361,3 @@ class Planner:
             timeout_reason=Reason.START_TIMEOUT,
             interrupted=self._interrupted,
         )
-
-
-def planned_seconds(
-    plan: Mapping[str, Any], stage_names: Sequence[str], update: Sequence[MeshUpdate] = ()
-) -> dict[str, list[float]]:
-    """Planned seconds of every instruction of every mesh's program; those of REDUCE and STEP are in `update`.
-
-    Slots name their stage, instructions count it: `stage_names` are in that order.
-    """
-    behind = {
-        (one.mesh, op): s for one in update for op, s in (("REDUCE", one.reduce_s), ("STEP", one.step_s))
-    }
-    slots = _slots_of_instructions(plan, stage_names)
-    return {
-        mesh: [
-            behind.get((mesh, i["op"]), 0.0) if s is None else s["end_s"] - s["start_s"]
-            for i, s in zip(plan["programs"][mesh], found, strict=True)
-        ]
-        for mesh, found in slots.items()
-    }
-
-
-def planned_starts(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float | None]]:
-    """When every instruction of every mesh's program starts by the plan (None for REDUCE and STEP)."""
-    slots = _slots_of_instructions(plan, stage_names)
-    return {mesh: [None if s is None else s["start_s"] for s in found] for mesh, found in slots.items()}
-
-
-def _slots_of_instructions(
-    plan: Mapping[str, Any], stage_names: Sequence[str]
-) -> dict[str, list[Mapping[str, Any] | None]]:
-    number = {name: i for i, name in enumerate(stage_names)}
-    planned = {
-        (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s for s in plan["slots"]
-    }
-    return {
-        mesh: [planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"])) for i in instructions]
-        for mesh, instructions in plan["programs"].items()
-    }

@@ -6,7 +6,8 @@ import pytest
 
 from service.scheduler import PipelineSpec, make_plan
 from worker.driver.limits import Limits
-from worker.driver.planning import PlannedJob, Planner, planned_seconds
+from worker.driver.planned_times import planned_seconds
+from worker.driver.planning import PlannedJob, Planner
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
 from worker.model.profile import LayerCost, LayerProfile

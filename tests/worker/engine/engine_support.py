@@ -362,7 +362,7 @@ class LocalPipeline:
 
 def times_of(plan):
     """The planned times of every mesh's instructions, as an engine takes them."""
-    from worker.driver.planning import planned_seconds, planned_starts
+    from worker.driver.planned_times import planned_seconds, planned_starts
 
     plan = plan.model_dump(mode="json")
     names = sorted({s["stage"] for s in plan["slots"]}, key=lambda name: int(name[1:]))
