@@ -7,6 +7,7 @@ every cut is judged and every one that its lower bound does not rule out is sear
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from service.scheduler.automatic import constructive_makespan
+from service.scheduler.backwards import shorter_whole
 from service.scheduler.cores import SharedCores, least_step, processor_seconds, slowed
 from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.cut.recompute import Recompute
@@ -255,6 +257,17 @@ class _Choice:
         if not self._shared:
             plan = make_plan(cut.spec, budget_s=budget_s, expired=self._expired)
             return JobPlan(cut, plan, update, score_s=plan.makespan_s + longest(update))
+        found = self._plan_shared(cut, update, budget_s / 2)
+        if found.slowdown > 1.0 and cut.spec.split_backward is None and shorter_whole(cut.spec):
+            # where the cores decide, what takes less of them is shorter, however well it fills the pipeline
+            whole = replace(cut, spec=cut.spec.model_copy(update={"split_backward": False}))
+            with contextlib.suppress(SpecError):
+                found = min(
+                    found, self._plan_shared(whole, update, budget_s / 2), key=lambda one: one.score_s
+                )
+        return found
+
+    def _plan_shared(self, cut: PartitionResult, update: tuple[MeshUpdate, ...], budget_s: float) -> JobPlan:
         factor, score_s = 1.0, 0.0
         for share in _SHARED_ROUNDS:
             spec = slowed(cut.spec, factor)

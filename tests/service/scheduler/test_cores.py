@@ -1,6 +1,7 @@
 """Workers that share processor cores: the plan takes as long as the cores need, by closed forms and a simulation."""
 
 import heapq
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,29 @@ def test_a_simulation_of_processor_sharing_agrees(cores):
     shared = planned(cores)
     spec = slowed(shared.partition.spec, 1 / shared.slowdown)
     assert processor_sharing(spec, shared.plan, cores) == pytest.approx(shared.plan.makespan_s, rel=0.15)
+
+
+def test_where_the_cores_decide_backwards_run_in_the_way_that_takes_less_of_them():
+    """Split ones fill the pipeline better and cost half as much again: with enough cores they win, on one core not."""
+
+    def forms(cores):
+        costs = profile(8)
+        layers = tuple(replace(layer, backward_s=0.0014) for layer in costs.layers)
+        nodes = shared_cores((f"m{i}", "n", cores) for i in range(4))
+        found = choose(
+            {4: replace(costs, layers=layers)},
+            stages=[4],
+            meshes=[MeshSpec(name=f"m{i}") for i in range(4)],
+            network=NetworkSpec(contention="link", latency_s=1e-5),
+            budget_s=1.0,
+            shared=nodes,
+        )
+        return {slot.action for slot in found.plan.slots} & {"B", "I"}, found
+
+    (split, alone), (whole, shared) = forms(4.0), forms(1.0)
+    assert "I" in split and whole == {"B"}
+    assert shared.plan.makespan_s == pytest.approx(8 * 4 * 0.0024, rel=0.02)
+    assert alone.plan.makespan_s < shared.plan.makespan_s
 
 
 def test_only_nodes_with_more_workers_than_cores_count():
