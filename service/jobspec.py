@@ -171,6 +171,11 @@ class Training(_Part):
         default="stop",
         description="What a loss or gradient norm does that is NaN or infinite: skip leaves out the step",
     )
+    check_trace: bool = Field(
+        default=True,
+        description="Before the first step, compare the traced model with the model itself on one microbatch: output, "
+        "loss, buffers, every gradient",
+    )
 
     @model_validator(mode="after")
     def _microbatches_divide_the_batch(self) -> Self:

@@ -25,12 +25,7 @@ from worker.data.staging import read_steps
 from worker.device import choose_device, make_transport
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
 from worker.engine_failure import engine_failure
-from worker.failure import (
-    AttemptFailure,
-    OutOfMemoryFailure,
-    as_failure,
-    attributed_to,
-)
+from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
 from worker.model import measure_layers, resolve
@@ -110,10 +105,14 @@ class Worker:
             count: profile_key(self._job, self._device, self._batches, count, workers) for count in counts
         }
 
-    def trace(self, microbatches: int) -> None:
-        """Build the model and trace it for so many microbatches: one worker of the gang does so for all."""
+    def trace(self, microbatches: int) -> list[str]:
+        """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
         self._use(microbatches)
-        self._model.traced(self._batches.sample[0])
+        inputs, target = self._batches.sample
+        self._model.traced(inputs)
+        if not self._job.training.check_trace:
+            return []
+        return self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
 
     def graph(self) -> bytes:
         """The traced model for the other workers, without its parameters."""

@@ -42,7 +42,8 @@ class Optimizer(Factory):
 @dataclass(frozen=True)
 class Training:
     """`precision` is fp32 or bf16, `transfers` auto (tensors travel as they are) or bf16 (rounded, half the bytes);
-    `non_finite` stop or skip: what a step does whose loss is no number.
+    `non_finite` stop or skip: what a step does whose loss is no number. `check_trace`: compare the
+    traced model with the model itself before the first step.
 
     `microbatches` is a number, or auto: planning chooses it (worker/choices.py).
     """
@@ -55,6 +56,7 @@ class Training:
     transfers: str = "auto"
     clip_grad_norm: float | None = None
     non_finite: str = "stop"
+    check_trace: bool = True
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ WHOLE = {
         "transfers": "bf16",
         "clip_grad_norm": 2.0,
         "non_finite": "skip",
+        "check_trace": False,
     },
     "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False, "recompute": ["s1"]},
     "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu", "memory_per_worker": 2**30},
