@@ -20,7 +20,6 @@ from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
 from worker.data.ahead import ReadAhead, ReadTooSlowError
-from worker.data.sampler import collate
 from worker.data.staging import read_steps
 from worker.device import choose_device, make_transport
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
@@ -99,6 +98,7 @@ class Worker:
         self._batches = Batches(
             self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
         )
+        self._model.keywords = self._batches.keywords
         self._build_loss()
         workers = self._job.meshes * workers_per_mesh
         return {
@@ -299,7 +299,7 @@ class Worker:
     def fingerprint(self, names: Sequence[str]) -> Fingerprint:
         """Checksums of those of the tensors `names` that are here, and of sample 0."""
         own = named_tensors(self._stages)
-        first, again = (checksum(collate([self._batches.example(0, 0)])) for _ in range(2))
+        first, again = (checksum(self._batches.first_row()) for _ in range(2))
         return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
 
     def warm_up(self, step: int) -> None:

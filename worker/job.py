@@ -26,6 +26,13 @@ class Factory:
 
 
 @dataclass(frozen=True)
+class Model(Factory):
+    """A model; `output` names the tensor of its result that the loss takes, where there are several."""
+
+    output: str | None = None
+
+
+@dataclass(frozen=True)
 class Data(Factory):
     """A data set, and how many steps' samples are read ahead of the one that runs (0: none)."""
 
@@ -100,11 +107,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run, as `POST /api/v1/jobs` takes it."""
+    """One training run, as `POST /api/v1/jobs` takes it. `loss` None: the model returns its own."""
 
-    model: Factory
+    model: Model
     data: Data
-    loss: Factory
+    loss: Factory | None = None
     optimizer: Optimizer = Optimizer("torch.optim:AdamW")
     training: Training = Training()
     pipeline: Pipeline = Pipeline()

@@ -17,6 +17,7 @@ from worker.job import Job
 from worker.model import StageGraph, TracedModel, build_model, trace
 from worker.model.check import check_trace, needed_bytes
 from worker.model.errors import ModelError
+from worker.model.interface import adapt
 from worker.model.shipping import Values, fill, pack, unpack, values_of
 from worker.model.suspects import check_trainable
 from worker.reasons import Reason
@@ -33,6 +34,7 @@ class JobModel:
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._taken = False
+        self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
@@ -42,6 +44,7 @@ class JobModel:
             if self._built is None:
                 self._built = build_model(model.factory, model.args, seed=training.seed)
                 check_trainable(self._built)
+                adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
             autocast = torch.bfloat16 if training.precision == "bf16" else None
             self._traced = trace(self._built, sample, autocast=autocast, transfers=training.transfers)
         return self._traced

@@ -164,6 +164,8 @@ def _export(
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
         own = _own_error(model, example_inputs, autocast)
+        if isinstance(own, TraceError):
+            raise own from None
         if own is not None:
             raise TraceError(
                 f"{type(model).__name__}.forward raised {type(own).__name__}: {own} "
