@@ -72,11 +72,13 @@ class JobModel:
         except ModelError as error:
             raise as_failure(error, Reason.MODEL_BUILD_FAILED) from None
         except Exception as error:
-            if device == "cpu" or not is_out_of_memory(error):
+            if device == "cpu":
                 raise
-        return [
-            "the traced model was not compared with the model itself: the accelerator has no room for both"
-        ]
+            # the graph makes its constants on the accelerator, a model may only run where it was built
+            lack = (
+                "it has no room for both" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            )
+        return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...]) -> bytes:
