@@ -228,13 +228,14 @@ def _forward_differs(
     return made.shape != output.shape or _distance(output, made, 0.0) > tolerance
 
 
-def _differentiable(builder: StageBuilder) -> set[str]:
-    return {edge.tensor for edge in builder.edges() if edge.differentiable}
+def _differentiable(builder: StageBuilder) -> set[tuple[int, str]]:
+    """Which stage takes a gradient of which of its inputs."""
+    return {(edge.target, edge.tensor) for edge in builder.edges() if edge.differentiable}
 
 
 def _run_stages(
     stages: Sequence[StageModule],
-    differentiable: Collection[str],
+    differentiable: Collection[tuple[int, str]],
     loss: Loss,
     place: _Place,
     untouched: Mapping[str, Tensor],
@@ -247,9 +248,9 @@ def _run_stages(
     with seeded(_SEED):
         for stage in stages:
             own = {name: values[name].detach() for name in stage.inputs}
-            for name in own:
-                if name in differentiable:
-                    own[name].requires_grad_()
+            crossing = {name: leaf for name, leaf in own.items() if (stage.index, name) in differentiable}
+            for leaf in crossing.values():
+                leaf.requires_grad_()
             position = stage.outputs.index(OUTPUT) if OUTPUT in stage.outputs else None
             run = run_forward(
                 stage,
@@ -261,7 +262,7 @@ def _run_stages(
                 loss=None if position is None else lambda output: loss(output, place.target),
             )
             values |= dict(zip(stage.outputs, run.outputs, strict=True))
-            leaves.append({name: leaf for name, leaf in own.items() if name in differentiable})
+            leaves.append(crossing)
             runs.append(run)
     state = dict(untouched)
     updated: set[str] = set()

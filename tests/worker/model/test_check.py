@@ -1,5 +1,6 @@
 """A model and its trace are compared before training: what differs is refused, what is equal is not."""
 
+import dataclasses
 import functools
 import operator
 
@@ -13,6 +14,7 @@ from tests.worker.model import odd_models as odd
 from tests.worker.model.odd_models import ODD_MODELS, make
 from worker.model import TraceError, gpt, trace, unet
 from worker.model.check import check_trace, needed_bytes
+from worker.model.stages import StageBuilder
 from worker.model.suspects import check_trainable
 
 
@@ -139,3 +141,17 @@ def test_the_estimate_of_memory_counts_parameters_and_values():
     parameters = sum(p.nbytes for p in model.parameters())
     assert needed_bytes(model, traced, "cpu") > 3 * parameters
     assert needed_bytes(model, traced, "cuda") - needed_bytes(model, traced, "cpu") == parameters
+
+
+def test_a_gradient_that_does_not_cross_a_border_is_found(monkeypatch):
+    torch.manual_seed(0)
+    real = StageBuilder.edges
+
+    def edges(builder):
+        first, *others = real(builder)
+        assert first.differentiable
+        return (dataclasses.replace(first, differentiable=False), *others)
+
+    monkeypatch.setattr(StageBuilder, "edges", edges)
+    with pytest.raises(TraceError, match="the gradient of 'stem"):
+        _check(odd.TwoBranches(), (_rows(odd.WIDTH),))
