@@ -134,7 +134,7 @@ class Planner:
         (notes,) = self._call(
             [first.trace.remote(microbatches)], "building and tracing the model", self._limits.prepare_s
         )
-        for note in notes:
+        for note in notes or ():
             self._reporter.event("traced", note)
         graph = first.graph.remote()
         self._call(
