@@ -136,6 +136,16 @@ class Factory(_Part):
     args: Arguments = {}
 
 
+class Model(Factory):
+    """A model, and what of its result is used."""
+
+    output: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=500)] | None = Field(
+        default=None,
+        description="The tensor that the loss takes where the model returns several, e.g. logits, or 0.hidden; null: "
+        "the only one, or the model's own loss",
+    )
+
+
 class Data(Factory):
     """A data set, and how far ahead its samples are read."""
 
@@ -170,6 +180,11 @@ class Training(_Part):
     non_finite: Literal["stop", "skip"] = Field(
         default="stop",
         description="What a loss or gradient norm does that is NaN or infinite: skip leaves out the step",
+    )
+    check_trace: bool = Field(
+        default=True,
+        description="Before the first step, compare the traced model with the model itself on one microbatch: output, "
+        "loss, buffers, every gradient",
     )
 
     @model_validator(mode="after")
@@ -258,9 +273,9 @@ class JobSpec(_Part):
     """What a user submits (DESIGN section 11). Unknown fields are refused."""
 
     name: Name = "job"
-    model: Factory
+    model: Model
     data: Data
-    loss: Factory
+    loss: Factory | None = Field(default=None, description="null: the model returns its own")
     optimizer: Optimizer = Optimizer(factory="torch.optim:AdamW")
     training: Training = Training()
     pipeline: Pipeline = Pipeline()

@@ -20,17 +20,11 @@ from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
 from worker.data.ahead import ReadAhead, ReadTooSlowError
-from worker.data.sampler import collate
 from worker.data.staging import read_steps
 from worker.device import choose_device, make_transport
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
 from worker.engine_failure import engine_failure
-from worker.failure import (
-    AttemptFailure,
-    OutOfMemoryFailure,
-    as_failure,
-    attributed_to,
-)
+from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
 from worker.model import measure_layers, resolve
@@ -103,16 +97,21 @@ class Worker:
         self._batches = Batches(
             self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
         )
+        self._model.keywords = self._batches.keywords
         self._build_loss()
         workers = self._job.meshes * workers_per_mesh
         return {
             count: profile_key(self._job, self._device, self._batches, count, workers) for count in counts
         }
 
-    def trace(self, microbatches: int) -> None:
-        """Build the model and trace it for so many microbatches: one worker of the gang does so for all."""
+    def trace(self, microbatches: int) -> list[str]:
+        """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
         self._use(microbatches)
-        self._model.traced(self._batches.sample[0])
+        inputs, target = self._batches.sample
+        self._model.traced(inputs)
+        if not self._job.training.check_trace:
+            return []
+        return self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
 
     def graph(self) -> bytes:
         """The traced model for the other workers, without its parameters."""
@@ -296,7 +295,7 @@ class Worker:
     def fingerprint(self, names: Sequence[str]) -> Fingerprint:
         """Checksums of those of the tensors `names` that are here, and of sample 0."""
         own = named_tensors(self._stages)
-        first, again = (checksum(collate([self._batches.example(0, 0)])) for _ in range(2))
+        first, again = (checksum(self._batches.first_row()) for _ in range(2))
         return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
 
     def warm_up(self, step: int) -> None:

@@ -5,11 +5,12 @@ Knows the data set and how it is dealt; no model, no stages. What goes wrong wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from worker.data.sampler import BatchSampler, collate, read_sample
+from worker.data.sampler import BatchSampler, collate, input_names, read_sample
 from worker.failure import attributed_to
 from worker.job import AUTO, Job
 from worker.model import call_factory
@@ -38,7 +39,13 @@ class Batches:
                     f"data {job.data.factory!r} returned {type(self._dataset).__name__}, which cannot tell {means} "
                     f"({method}): return a map-style data set"
                 )
+        self._names: tuple[str, ...] | None = None
         self._deal(microbatches)
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """How the model's inputs are called, in their order; empty where they go by position."""
+        return self._names or ()
 
     @property
     def microbatches(self) -> int:
@@ -60,9 +67,24 @@ class Batches:
         """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
         indices = self._sampler.indices(step, microbatch)
         share = len(indices) // self._workers_per_mesh
-        return collate(
+        return self._collate(
             [self.example(step, i) for i in indices[self._worker * share : (self._worker + 1) * share]]
         )
+
+    def first_row(self) -> Rows:
+        """Sample 0, as step 0 draws it."""
+        return self._collate([self.example(0, 0)])
+
+    def _collate(self, samples: Sequence[Any]) -> Rows:
+        own_loss = self._job.loss is None
+        names = input_names(samples[0], own_loss=own_loss)
+        if self._names is not None and names != self._names:
+            raise ValueError(
+                f"a sample of data {self._job.data.factory!r} has the inputs {', '.join(names) or 'by position'}, an "
+                f"earlier one {', '.join(self._names) or 'by position'}: return the same fields for every index"
+            )
+        self._names = names
+        return collate(samples, own_loss=own_loss)
 
     def _deal(self, microbatches: int) -> None:
         training = self._job.training

@@ -26,6 +26,13 @@ class Factory:
 
 
 @dataclass(frozen=True)
+class Model(Factory):
+    """A model; `output` names the tensor of its result that the loss takes, where there are several."""
+
+    output: str | None = None
+
+
+@dataclass(frozen=True)
 class Data(Factory):
     """A data set, and how many steps' samples are read ahead of the one that runs (0: none)."""
 
@@ -42,7 +49,8 @@ class Optimizer(Factory):
 @dataclass(frozen=True)
 class Training:
     """`precision` is fp32 or bf16, `transfers` auto (tensors travel as they are) or bf16 (rounded, half the bytes);
-    `non_finite` stop or skip: what a step does whose loss is no number.
+    `non_finite` stop or skip: what a step does whose loss is no number. `check_trace`: compare the
+    traced model with the model itself before the first step.
 
     `microbatches` is a number, or auto: planning chooses it (worker/choices.py).
     """
@@ -55,6 +63,7 @@ class Training:
     transfers: str = "auto"
     clip_grad_norm: float | None = None
     non_finite: str = "stop"
+    check_trace: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run, as `POST /api/v1/jobs` takes it."""
+    """One training run, as `POST /api/v1/jobs` takes it. `loss` None: the model returns its own."""
 
-    model: Factory
+    model: Model
     data: Data
-    loss: Factory
+    loss: Factory | None = None
     optimizer: Optimizer = Optimizer("torch.optim:AdamW")
     training: Training = Training()
     pipeline: Pipeline = Pipeline()

@@ -22,7 +22,8 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
     parts = {
         "model": asdict(job.model),
         "code": asdict(job.code),
-        "loss": asdict(job.loss),
+        "loss": job.loss and asdict(job.loss),
+        "keywords": batches.keywords,
         "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
         "precision": [job.training.precision, job.training.transfers],
         "device": device,

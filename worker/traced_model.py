@@ -5,17 +5,23 @@ Everything it raises is an AttemptFailure with a reason code. Knows no gang, no 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from worker.failure import attributed_to
+from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
 from worker.model import StageGraph, TracedModel, build_model, trace
+from worker.model.check import check_trace, needed_bytes
+from worker.model.errors import ModelError
+from worker.model.interface import adapt
 from worker.model.shipping import Values, fill, pack, unpack, values_of
+from worker.model.suspects import check_trainable
 from worker.reasons import Reason
+from worker.training import make_loss
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +34,7 @@ class JobModel:
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._taken = False
+        self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
@@ -36,9 +43,42 @@ class JobModel:
             training, model = self._job.training, self._job.model
             if self._built is None:
                 self._built = build_model(model.factory, model.args, seed=training.seed)
+                check_trainable(self._built)
+                adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
             autocast = torch.bfloat16 if training.precision == "bf16" else None
             self._traced = trace(self._built, sample, autocast=autocast, transfers=training.transfers)
         return self._traced
+
+    @attributed_to(Reason.USER_CODE_RAISED)
+    def check(
+        self, sample: tuple[torch.Tensor, ...], target: torch.Tensor, *, device: str, free_bytes: int | None
+    ) -> list[str]:
+        """Refuse a model whose graph computes something else than it does itself; what to tell of the check.
+
+        Only where the model was built and finds place beside its graph in `free_bytes` of `device`.
+        """
+        traced = self.traced(sample)
+        if self._built is None:
+            return []
+        needed = needed_bytes(self._built, traced, device)
+        if free_bytes is not None and needed > free_bytes:
+            return [
+                f"the traced model was not compared with the model itself: both would take about {needed:,} bytes, "
+                f"and {free_bytes:,} are free"
+            ]
+        loss = functools.partial(make_loss, self._job.loss, device)
+        try:
+            return check_trace(self._built, traced, loss, target, device=device)
+        except ModelError as error:
+            raise as_failure(error, Reason.MODEL_BUILD_FAILED) from None
+        except Exception as error:
+            if device == "cpu":
+                raise
+            # the graph makes its constants on the accelerator, a model may only run where it was built
+            lack = (
+                "it has no room for both" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            )
+        return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...]) -> bytes:

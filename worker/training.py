@@ -34,8 +34,13 @@ _METRICS = {"metric", "metrics", "loss", "val_loss", "current", "score", "value"
 _STATE_SHAPES = ((4096,), (64, 64))
 
 
-def make_loss(spec: Factory, device: str = "cpu") -> Loss:
-    """A loss module of a class, on `device`, or a function with its keyword arguments bound."""
+def make_loss(spec: Factory | None, device: str = "cpu") -> Loss:
+    """A loss module of a class, on `device`, or a function with its keyword arguments bound.
+
+    None: the model returns its loss, which is taken as it is.
+    """
+    if spec is None:
+        return functools.partial(_one_number, "of the model itself", lambda output, _: output)
     path, arguments = spec.factory, dict(spec.args)
     target = resolve(path)
     if not isinstance(target, type):

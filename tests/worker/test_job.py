@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from service import jobspec as jobs
 from worker import job as parsed
-from worker.job import CheckpointPolicy, Factory, Job, Optimizer
+from worker.job import CheckpointPolicy, Job, Model, Optimizer
 
 SMALLEST = {
     "model": {"factory": "worker.model.gpt:build"},
@@ -35,6 +35,7 @@ WHOLE = {
         "transfers": "bf16",
         "clip_grad_norm": 2.0,
         "non_finite": "skip",
+        "check_trace": False,
     },
     "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False, "recompute": ["s1"]},
     "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu", "memory_per_worker": 2**30},
@@ -47,6 +48,7 @@ WHOLE = {
     ("ours", "theirs"),
     [
         (parsed.Factory, jobs.Factory),
+        (parsed.Model, jobs.Model),
         (parsed.Optimizer, jobs.Optimizer),
         (parsed.Training, jobs.Training),
         (parsed.Pipeline, jobs.Pipeline),
@@ -86,7 +88,7 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
 def test_parts_are_typed_and_what_is_absent_has_its_default():
     job = Job.from_json(SMALLEST | {"checkpoint": {"uri": "/c"}, "pipeline": {"stages": 3}})
     assert job.checkpoint == CheckpointPolicy("/c", 50, 2)
-    assert job.model == Factory("worker.model.gpt:build", {})
+    assert job.model == Model("worker.model.gpt:build", {})
     assert job.optimizer == Optimizer("torch.optim:AdamW", {}, None)
     assert job.meshes == 3
     assert Job.from_json(SMALLEST).checkpoint is None

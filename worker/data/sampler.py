@@ -6,7 +6,7 @@ that takes a sample's input and the mesh that takes its target see one draw. Kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch.utils.data import default_collate
 
 from worker.engine.random_state import derive_seed
 from worker.seeding import seeded
+
+TARGETS = ("labels", "label", "target", "targets")
+"""Under which of these names a sample that is a dict has its target."""
 
 
 class BatchSampler:
@@ -63,22 +66,76 @@ def read_sample(dataset: Any, index: int, *, seed: int, step: int) -> Any:
         return dataset[index]
 
 
-def collate(samples: Sequence[Any]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Stack samples (input, target) or ((inputs…), target): the model's inputs, and the targets.
+def collate(samples: Sequence[Any], *, own_loss: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Stack samples: the model's inputs, and the targets.
 
-    Raises ValueError naming what a sample is instead.
+    A sample is (input, target), ((inputs…), target), ({name: input}, target), or a dict, whose entry of one of the
+    names TARGETS is the target; inputs by name come in the order of `input_names`. With `own_loss` the model computes
+    its loss and takes the target too, and what is returned in its place says nothing. Raises ValueError naming what a
+    sample is instead.
     """
-    sample = samples[0]
+    rows = []
+    names = input_names(samples[0], own_loss=own_loss)
+    for sample in samples:
+        if (found := input_names(sample, own_loss=own_loss)) != names:
+            raise ValueError(
+                f"a sample of the data set has the inputs {', '.join(found) or 'by position'}, another "
+                f"{', '.join(names) or 'by position'}: return the same fields for every index"
+            )
+        rows.append(_row(sample, names, own_loss))
+    *inputs, targets = (default_collate(list(column)) for column in zip(*rows, strict=True))
+    shown = [f"input {name}" for name in names] or [f"input {k}" for k in range(len(inputs))]
+    for what, value in zip([*shown, "target"], [*inputs, targets], strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"the {what} of a sample is no tensor, array or number: return one of these")
+    return tuple(inputs), targets
+
+
+def input_names(sample: Any, *, own_loss: bool = False) -> tuple[str, ...]:
+    """The keywords under which the model takes the inputs of such a sample, in order; empty: by position."""
+    if isinstance(sample, Mapping):
+        return tuple(sorted(set(sample) - ({_target_name(sample)} if not own_loss else set())))
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         shape = (
             f"{type(sample).__name__} of {len(sample)}"
             if hasattr(sample, "__len__")
             else type(sample).__name__
         )
-        raise ValueError(f"a sample of the data set is a {shape}, not a pair: return (input, target)")
-    inputs, targets = default_collate(list(samples))
-    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    for what, value in [*((f"input {k}", value) for k, value in enumerate(inputs)), ("target", targets)]:
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"the {what} of a sample is no tensor, array or number: return one of these")
-    return inputs, targets
+        raise ValueError(
+            f"a sample of the data set is a {shape}, not a pair: return (input, target), or a dict of tensors"
+        )
+    if not isinstance(sample[0], Mapping):
+        return ()
+    if own_loss:
+        raise ValueError(
+            "a sample of the data set is (dict, target), and the job has no loss: give `loss`, or return one dict with "
+            "all that the model takes, under its names"
+        )
+    return tuple(sorted(sample[0]))
+
+
+def _target_name(sample: Mapping[str, Any]) -> str:
+    found = [name for name in TARGETS if name in sample]
+    if len(found) != 1:
+        raise ValueError(
+            f"a sample of the data set is a dict of {', '.join(map(str, sample))}, and the job's loss wants one target: "
+            f"name it {' or '.join(TARGETS)}, return (dict, target), or leave out `loss` where the model returns its own"
+        )
+    return found[0]
+
+
+def _row(sample: Any, names: Sequence[str], own_loss: bool) -> tuple[Any, ...]:
+    """The inputs, and the target."""
+    if isinstance(sample, Mapping):
+        target = 0.0 if own_loss else _tensor(sample[_target_name(sample)])
+        return *(_tensor(sample[name]) for name in names), target
+    first, target = sample
+    if isinstance(first, Mapping):
+        return *(_tensor(first[name]) for name in names), target
+    inputs = tuple(first) if isinstance(first, tuple | list) else (first,)
+    return (*inputs, target, 0.0) if own_loss else (*inputs, target)
+
+
+def _tensor(value: Any) -> Any:
+    """Lists of numbers, as data sets on disk give them, as tensors."""
+    return torch.tensor(value) if isinstance(value, list) else value

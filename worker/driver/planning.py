@@ -131,9 +131,11 @@ class Planner:
         if self._traced_for == microbatches:
             return
         first, *others = self._gang.workers
-        self._call(
+        (notes,) = self._call(
             [first.trace.remote(microbatches)], "building and tracing the model", self._limits.prepare_s
         )
+        for note in notes or ():
+            self._reporter.event("traced", note)
         graph = first.graph.remote()
         self._call(
             [worker.take_graph.remote(graph, microbatches) for worker in others],

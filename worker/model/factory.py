@@ -43,14 +43,18 @@ def resolve(path: str) -> Any:
 
 
 def call_factory(path: str, args: Mapping[str, Any] | None = None) -> Any:
-    """What the factory at `path` returns for `args`; raises FactoryError, naming what it raised."""
+    """What the factory at `path` returns for `args`; raises FactoryError, naming what it raised.
+
+    An argument {factory: path, args: …} is what that factory returns: a configuration object, say.
+    """
     factory = resolve(path)
     if not isinstance(factory, Callable):
         raise FactoryError(f"factory {path!r} is a {type(factory).__name__}, which cannot be called")
+    args = {name: _made(value) for name, value in (args or {}).items()}
     try:
-        return factory(**(args or {}))
+        return factory(**args)
     except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in (args or {}).items())
+        given = ", ".join(f"{key}={value!r}" for key, value in args.items())
         raise FactoryError(f"factory {path!r}({given}) raised {_reason(error)}") from error
 
 
@@ -73,6 +77,14 @@ def build_model(path: str, args: Mapping[str, Any] | None = None, *, seed: int =
             f"factory {path!r} returned {type(model).__name__}, not a torch.nn.Module: return the model itself"
         )
     return model
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if isinstance(value.get("factory"), str) and value.keys() <= {"factory", "args"}:
+            return call_factory(value["factory"], value.get("args"))
+        return {key: _made(part) for key, part in value.items()}
+    return [_made(part) for part in value] if isinstance(value, list) else value
 
 
 def _reason(error: BaseException) -> str:

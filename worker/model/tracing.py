@@ -20,6 +20,7 @@ from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
 from worker.model.profile import check_stage_count, resolve_begins
 from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
+from worker.model.untraceable import untraceable
 
 
 class TracedModel:
@@ -122,9 +123,11 @@ def trace(
         values.append(value)
         (parameters if isinstance(value, nn.Parameter) else buffers)[node] = name
     calls = layer_calls(module.graph, expanded_modules(model))
-    updated = isolate_changes(
-        module.graph, calls, _fake_values(module, values, autocast), buffers, parameters
-    )
+    try:
+        fakes = _fake_values(module, values, autocast)
+    except Exception as error:  # shapes or numbers that only values tell
+        raise untraceable(model, error) from error
+    updated = isolate_changes(module.graph, calls, fakes, buffers, parameters)
     layers, joined = join_layers(
         map_layers(module.graph, calls, set(buffers) - updated.keys(), parameters),
         {buffers[node]: aliases for node, aliases in updated.items()},
@@ -164,14 +167,14 @@ def _export(
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
         own = _own_error(model, example_inputs, autocast)
+        if isinstance(own, TraceError):
+            raise own from None
         if own is not None:
             raise TraceError(
                 f"{type(model).__name__}.forward raised {type(own).__name__}: {own} "
                 f"(inputs {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in example_inputs)})"
             ) from own
-        raise TraceError(
-            f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {error}"
-        ) from error
+        raise untraceable(model, error) from error
 
 
 def _name_random_operations(module: fx.GraphModule) -> None:

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
 from worker.data.digits import NoisyDigits
-from worker.data.sampler import BatchSampler, collate
+from worker.data.sampler import BatchSampler, collate, input_names
 from worker.data.text import ByteWindows
 
 
@@ -117,3 +117,43 @@ def test_collate_names_what_is_not_a_pair_or_not_a_tensor():
         collate([torch.ones(3)])
     with pytest.raises(ValueError, match="the target of a sample is no tensor"):
         collate([(torch.ones(3), "cat")])
+
+
+def test_collate_takes_dicts_as_inputs_by_name_whatever_their_order():
+    first = {"ids": [1, 2, 3], "mask": torch.ones(3), "label": 1}
+    second = {"label": 0, "mask": torch.zeros(3), "ids": [4, 5, 6]}
+    assert input_names(first) == ("ids", "mask")
+    inputs, target = collate([first, second])
+    assert [x.tolist() for x in inputs] == [[[1, 2, 3], [4, 5, 6]], [[1.0] * 3, [0.0] * 3]]
+    assert target.tolist() == [1, 0]
+
+
+def test_collate_gives_the_target_to_a_model_that_computes_its_loss():
+    sample = {"ids": torch.ones(3), "labels": torch.tensor(2)}
+    assert input_names(sample, own_loss=True) == ("ids", "labels")
+    inputs, target = collate([sample, sample], own_loss=True)
+    assert [x.shape for x in inputs] == [(2, 3), (2,)] and target.shape == (2,)
+    inputs, _ = collate([(torch.ones(3), torch.tensor(2))] * 2, own_loss=True)
+    assert [x.shape for x in inputs] == [(2, 3), (2,)]
+
+
+def test_collate_takes_a_dict_of_inputs_beside_the_target():
+    sample = ({"b": torch.ones(3), "a": torch.zeros(2)}, torch.tensor(7))
+    assert input_names(sample) == ("a", "b")
+    inputs, target = collate([sample])
+    assert [x.shape for x in inputs] == [(1, 2), (1, 3)] and target.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("samples", "own_loss", "says"),
+    [
+        ([{"ids": torch.ones(3)}], False, "wants one target: name it labels or"),
+        ([{"ids": torch.ones(3), "label": 1, "target": 2}], False, "wants one target"),
+        ([({"ids": torch.ones(3)}, 1)], True, "return one dict"),
+        ([{"a": 1, "label": 1}, {"b": 1, "label": 1}], False, "inputs b, another a: return the same fields"),
+        ([{"text": "cat", "label": 1}], False, "input text of a sample is no tensor"),
+    ],
+)
+def test_collate_names_what_is_wrong_with_a_dict(samples, own_loss, says):
+    with pytest.raises(ValueError, match=says):
+        collate(samples, own_loss=own_loss)

@@ -34,6 +34,54 @@ def test_control_flow_by_data_is_refused_with_torchs_reason():
     assert "data-dependent" in message.lower()
 
 
+class Inner(nn.Module):
+    """Between two layers, something whose result depends on values."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x):
+        return self.between(self.layer(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
+        self.how = how
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.encoder(x, mask=mask, **self.how)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: 2 * x if x.sum() > 0 else x,
+        lambda x: x[x.sum(-1) > 0],
+        lambda x: x * x.sum().item(),
+    ],
+)
+def test_what_depends_on_values_is_told_by_module_and_line_in_a_few_words(between):
+    with pytest.raises(TraceError) as caught:
+        trace(nn.Sequential(nn.Linear(4, 4), Inner(between)), (torch.randn(3, 4),))
+    message = str(caught.value)
+    # of what only the run for shapes comes upon, torch knows the line in forward
+    lines = between.__code__.co_firstlineno, Inner.forward.__code__.co_firstlineno + 1
+    assert any(f"test_trace.py:{line}:" in message for line in lines), message
+    assert "data-dependent" in message and "torch.where" in message
+    assert "\n" not in message and len(message) < 800
+
+
+def test_a_module_of_torch_that_looks_at_its_mask_is_told_with_the_argument_that_spares_it():
+    with pytest.raises(TraceError, match=r"in module 'encoder' .*test_trace.py:\d+: .*is_causal"):
+        trace(Encoder(), (torch.randn(2, 3, 4),))
+    assert len(trace(Encoder(is_causal=True), (torch.randn(2, 3, 4),)).layers) >= 2
+
+
 def test_a_models_own_error_is_told_as_its_own():
     def forward(model, x):
         raise ValueError("the user's message")

@@ -1,0 +1,389 @@
+"""Whether the stages of a traced model compute what the model itself computes: compared before the first step.
+
+On one microbatch: output, loss, buffers after the forward, and the gradient of every parameter. The graph runs cut
+at every border where it may be cut, as stages run. Knows no jobs and no meshes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from worker.engine.stage_run import StageRun, drop_casts, run_forward
+from worker.model import suspects
+from worker.model.checkpointing import regions_marked
+from worker.model.errors import TraceError
+from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
+from worker.model.tracing import TracedModel
+from worker.seeding import seeded
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The greatest root mean square of a difference, as a part of that of what is compared: of values of the
+    forward, and of gradients. A gradient that is small beside the model's largest counts as _LEAST of it."""
+
+    values: float
+    gradients: float
+
+
+# The graph makes the same calls as the model, so most tensors are equal bit for bit; what is summed over several
+# users of a tensor may be summed in another order, and autocast rounds that to 8 bits.
+_FULL = Tolerance(values=1e-4, gradients=1e-3)
+_HALF = Tolerance(values=2e-2, gradients=5e-2)
+# Convolutions on CUDA round to TF32, by algorithms that need not be the same, unless told otherwise.
+_TF32 = Tolerance(values=5e-3, gradients=2e-2)
+_LEAST = 1e-2
+_SEED = 0x51071
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What one forward and backward made; parameters and buffers (`state`) are as the forward left them."""
+
+    output: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def needed_bytes(model: nn.Module, traced: TracedModel, device: str) -> int:
+    """What `check_trace` takes at most, beside the model where it is: copies of all parameters, two sets of
+    gradients, and every value of the graph."""
+    parameters = sum(p.nbytes for p in model.parameters())
+    values = [value for value in traced.placed.values.values() if isinstance(value, Tensor)]
+    copies = 3 if device == "cpu" else 4
+    return copies * parameters + sum(value.numel() * value.element_size() for value in values)
+
+
+def check_trace(
+    model: nn.Module,
+    traced: TracedModel,
+    make_loss: Callable[[], Loss],
+    target: Tensor,
+    *,
+    device: str = "cpu",
+) -> list[str]:
+    """Compare `traced` with `model` on its example inputs; `target` belongs to them. What to tell of it, in notes.
+
+    `make_loss` is called once for each of both. The model's parameters, buffers and gradients are afterwards what
+    they were; of objects that its forward changes elsewhere nothing is known. Raises TraceError, naming the first
+    tensor that differs (gradients in the order of a backward), by how much, and the likely reason.
+    """
+    suspects.check_hooks(model)
+    autocast = traced.placed.autocast
+    tolerance = _tolerance(model, autocast, device)
+    place = _Place(
+        torch.device(device),
+        tuple(value.to(device) for value in traced.example_inputs),
+        target.to(device),
+        autocast,
+    )
+    builder = traced.builder(range(len(traced.layers)))
+    count = len(traced.layers)
+    try:
+        with _moved(model, device) as buffers:
+            stages = [
+                builder.stage(index).to(device) for index in range(count)
+            ]  # before forward changes anything
+            expected, moved, functions = _run_model(model, make_loss(), place)
+
+            def differs(seed: int | None) -> bool:
+                buffers.put_back()
+                return _forward_differs(model, place, expected.output, seed, tolerance.values)
+
+            if moved.hooks:
+                raise TraceError(
+                    f"forward puts a hook on the gradient of a tensor ({moved.hooks[0]}), which no stage calls: "
+                    f"torch.library.custom_op takes a backward of its own; {suspects.LEAVE_OUT}"
+                )
+            if (depends := suspects.dependence(model, moved, differs)) is not None:
+                raise TraceError(
+                    f"the result of {type(model).__name__}.forward depends on {depends}; {suspects.LEAVE_OUT}"
+                )
+            untouched = {name: t for name, t in buffers.before.items() if name in traced.placed.persistent}
+            found = _run_stages(stages, _differentiable(builder), make_loss(), place, untouched)
+    finally:
+        drop_casts()
+    parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
+    _compare(expected, found, list(dict.fromkeys(parameters)), tolerance, functions)
+    return suspects.notes(model, moved)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where both run, and on what."""
+
+    device: torch.device
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    autocast: torch.dtype | None
+
+
+def _tolerance(model: nn.Module, autocast: torch.dtype | None, device: str) -> Tolerance:
+    half = (torch.bfloat16, torch.float16)
+    if autocast in half or any(p.dtype in half for p in model.parameters()):
+        return _HALF
+    return _FULL if device == "cpu" else _TF32
+
+
+class _Buffers:
+    """The buffers of a model as they are now: `before`, by name."""
+
+    def __init__(self, model: nn.Module):
+        self._places = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for module, name, buffer, before in self._places:
+                module._buffers[name] = buffer
+                buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _moved(model: nn.Module, device: str) -> Iterator[_Buffers]:
+    """The model on `device` in the body; afterwards its buffers are what they were, and its gradients."""
+    at_home = _Buffers(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        if device != "cpu":
+            model.to(device)
+        yield _Buffers(model) if device != "cpu" else at_home
+    finally:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        if device != "cpu":
+            model.to("cpu")
+            torch.cuda.empty_cache()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        at_home.put_back()
+
+
+def _run_model(model: nn.Module, loss: Loss, place: _Place) -> tuple[_Made, suspects.Moved, list[str]]:
+    """What the model makes, what its forward moved, and the autograd functions of a user's own that it called."""
+    found: list[suspects.Moved] = []
+    with seeded(_SEED), regions_marked(), suspects.Watch(model) as watch:
+
+        def then_loss(output: Tensor) -> Tensor:
+            found.append(watch.end())
+            return loss(output, place.target)
+
+        run = run_forward(
+            model,
+            [value.clone() for value in place.inputs],
+            device_type=place.device.type,
+            training=True,
+            autocast_dtype=place.autocast,
+            loss_of=0,
+            loss=then_loss,
+        )
+    state = {name: t.detach().clone() for name, t in model.named_buffers()}
+    state |= {name: p.detach() for name, p in model.named_parameters()}
+    if not run.loss.requires_grad:
+        raise TraceError(
+            f"the loss of {type(model).__name__} depends on no parameter that is trained: is its output detached, or "
+            "does the loss not use it?"
+        )
+    functions = suspects.own_backwards(run.outputs[0])
+    run.loss.backward()
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return _Made(run.outputs[0].detach(), run.loss.detach(), gradients, state), found[0], functions
+
+
+def _forward_differs(
+    model: nn.Module, place: _Place, output: Tensor, seed: int | None, tolerance: float
+) -> bool:
+    """Whether a forward with Python's generators at `seed`, all else as before, makes another output."""
+    with seeded(_SEED), regions_marked():
+        if seed is not None:
+            suspects.draw_from(seed)
+        try:
+            run = run_forward(
+                model,
+                [value.clone() for value in place.inputs],
+                device_type=place.device.type,
+                training=True,
+                autocast_dtype=place.autocast,
+            )
+        except Exception:
+            return True
+    made = run.outputs[0].detach()
+    return made.shape != output.shape or _distance(output, made, 0.0) > tolerance
+
+
+def _differentiable(builder: StageBuilder) -> set[tuple[int, str]]:
+    """Which stage takes a gradient of which of its inputs."""
+    return {(edge.target, edge.tensor) for edge in builder.edges() if edge.differentiable}
+
+
+def _run_stages(
+    stages: Sequence[StageModule],
+    differentiable: Collection[tuple[int, str]],
+    loss: Loss,
+    place: _Place,
+    untouched: Mapping[str, Tensor],
+) -> _Made:
+    """What the stages make: tensors are detached at borders, gradients are summed over users. `untouched` are the
+    buffers of the model, of which the stages may have left out some."""
+    values: dict[str, Tensor] = {input_name(k): value.clone() for k, value in enumerate(place.inputs)}
+    leaves: list[dict[str, Tensor]] = []
+    runs: list[StageRun] = []
+    with seeded(_SEED):
+        for stage in stages:
+            own = {name: values[name].detach() for name in stage.inputs}
+            crossing = {name: leaf for name, leaf in own.items() if (stage.index, name) in differentiable}
+            for leaf in crossing.values():
+                leaf.requires_grad_()
+            position = stage.outputs.index(OUTPUT) if OUTPUT in stage.outputs else None
+            run = run_forward(
+                stage,
+                list(own.values()),
+                device_type=place.device.type,
+                training=True,
+                autocast_dtype=place.autocast,
+                loss_of=position,
+                loss=None if position is None else lambda output: loss(output, place.target),
+            )
+            values |= dict(zip(stage.outputs, run.outputs, strict=True))
+            leaves.append(crossing)
+            runs.append(run)
+    state = dict(untouched)
+    updated: set[str] = set()
+    for stage in stages:
+        for local, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+            name = stage.original_names.get(local)
+            if (
+                name is not None and name not in updated
+            ):  # one stage changes a buffer, others may only read it
+                state[name] = tensor.detach()
+                updated |= {name} if local in stage.updated_buffers else set()
+    return _Made(values[OUTPUT].detach(), runs[-1].loss.detach(), _gradients(stages, runs, leaves), state)
+
+
+def _gradients(
+    stages: Sequence[StageModule], runs: Sequence[StageRun], leaves: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Of every parameter, by original name, summed over the stages that use it."""
+    found: dict[str, Tensor] = {}
+    arrived: dict[str, Tensor] = {}
+    for stage, run, own in zip(reversed(stages), reversed(runs), reversed(leaves), strict=True):
+        roots, gradients = [], []
+        if run.loss is not None and run.loss.requires_grad:
+            roots.append(run.loss)
+            gradients.append(torch.ones_like(run.loss))
+        for name, made in zip(stage.outputs, run.outputs, strict=True):
+            gradient = arrived.pop(name, None)
+            if gradient is not None and made.requires_grad:
+                roots.append(made)
+                gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        _add(arrived, {name: leaf.grad for name, leaf in own.items()})
+        _add(found, {stage.original_names[local]: p.grad for local, p in stage.named_parameters()})
+    return found
+
+
+def _add(total: dict[str, Tensor], more: Mapping[str, Tensor | None]) -> None:
+    for name, gradient in more.items():
+        if gradient is not None:
+            total[name] = total[name] + gradient if name in total else gradient
+
+
+def _compare(
+    expected: _Made, found: _Made, order: Sequence[str], tolerance: Tolerance, functions: Sequence[str]
+) -> None:
+    values = {
+        "the output": (expected.output, found.output),
+        "the loss": (expected.loss, found.loss),
+        **{
+            f"{name!r} after the forward": (tensor, found.state[name])
+            for name, tensor in expected.state.items()
+            if name in found.state
+        },
+    }
+    for what, (model, graph) in values.items():
+        _check(what, model, graph, 0.0, tolerance.values, _ELSEWHERE)
+    names = [*order, *(name for name in expected.gradients if name not in order)]
+    sizes = [_size(gradient) for gradient in expected.gradients.values()]
+    least = _LEAST * max(sizes, default=0.0)
+    reason = _ELSEWHERE
+    if functions:
+        reason = (
+            f"tracing keeps only the forward of the autograd function {', '.join(functions)}, not its own backward: "
+            "write it as torch.library.custom_op with register_autograd, which is kept, or so that autograd derives "
+            "the backward"
+        )
+    for name in names:
+        model, graph = expected.gradients.get(name), found.gradients.get(name)
+        if model is None and graph is None:
+            continue
+        _check(
+            f"the gradient of {name!r}",
+            torch.zeros_like(graph) if model is None else model,
+            torch.zeros_like(model) if graph is None else graph,
+            least,
+            tolerance.gradients,
+            reason,
+        )
+
+
+_ELSEWHERE = (
+    "forward does something that no graph holds: it depends on or changes Python objects, draws numbers outside of "
+    "torch, or changes what autograd does"
+)
+
+
+def _check(what: str, model: Tensor, graph: Tensor, least: float, tolerance: float, reason: str) -> None:
+    if model.shape != graph.shape:
+        raise TraceError(
+            f"{what} has shape {tuple(graph.shape)} in the traced model and {tuple(model.shape)} in the model itself: "
+            f"{reason}; {suspects.LEAVE_OUT}"
+        )
+    distance = _distance(model, graph, least)
+    if distance > tolerance:
+        raise TraceError(
+            f"{what} differs between the traced model and the model itself by {distance:.3g} of its size (at most "
+            f"{tolerance:g} is rounding): {reason}; {suspects.LEAVE_OUT}"
+        )
+
+
+def _distance(model: Tensor, graph: Tensor, least: float) -> float:
+    """The root mean square of the difference over that of `model`, or over `least`, if that is more.
+
+    What is infinite or no number in both alike counts as equal."""
+    model, graph = _inexact(model), _inexact(graph)
+    same = (model == graph) | (model.isnan() & graph.isnan())
+    difference = _size(torch.where(same, 0, graph - model))
+    if difference == 0:
+        return 0.0
+    size = max(_size(model.nan_to_num(0, 0, 0)), least)
+    distance = difference / size if size else float("inf")
+    return float("inf") if distance != distance else distance
+
+
+def _inexact(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+
+
+def _size(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) / tensor.numel() ** 0.5

@@ -1,0 +1,73 @@
+"""What to tell of a model that torch cannot trace: the user's module and line, the reason in a line, the way out.
+
+Torch's own message may hold a whole graph: it stays in the traceback, for the log.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+from worker.model.errors import TraceError
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_QUOTED = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+_BY_VALUE = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+# Functions of torch that look at values, and how a caller spares them that.
+_REMEDIES = {
+    "_detect_is_causal_mask": "say whether the mask is causal, with is_causal (TransformerEncoder), tgt_is_causal "
+    "(TransformerDecoder) or src_is_causal and tgt_is_causal (Transformer)",
+}
+_LONGEST = 240
+
+
+def untraceable(model: nn.Module, error: BaseException) -> TraceError:
+    """The error to raise in place of torch's `error`, which tracing `model` ended in."""
+    kind = type(error).__name__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    reason = f"{kind}: {first[:_LONGEST]}"
+    frames = list(_frames(error))
+    place = _module(model, frames) + _line(error, frames)
+    if kind in _BY_VALUE:
+        names = {frame.f_code.co_name for frame, _ in frames}
+        remedy = next((text for name, text in _REMEDIES.items() if name in names), None)
+        reason = f"what it does there is data-dependent, decided by the values of a tensor ({reason}): " + (
+            remedy or "use torch.where and masks in place of `if`, of .item() and of indexing by a mask"
+        )
+    return TraceError(f"torch.export cannot trace {type(model).__name__}{place}: {reason}")
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    seen = set[int]()
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        causes.append(cause)
+    for one in reversed(causes):
+        yield from traceback.walk_tb(one.__traceback__)
+
+
+def _module(model: nn.Module, frames: list[tuple[FrameType, int]]) -> str:
+    """The innermost module that was called, other than the model itself."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    for frame, _ in reversed(frames):
+        found = frame.f_locals.get("self")
+        if id(found) in names:
+            return f", in module {names[id(found)]!r} ({type(found).__name__})"
+    return ""
+
+
+def _line(error: BaseException, frames: list[tuple[FrameType, int]]) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places += [(file, int(line)) for file, line, _ in _QUOTED.findall(str(error))]
+    for file, line in reversed(places):
+        if not file.startswith((*_LIBRARIES, "<")):
+            return f", at {file}:{line}"
+    return ""
