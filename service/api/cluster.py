@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from service.api.context import Current
+from service.api.guarded import UserRoute
 from service.api.schemas import AcceleratorsView, ClusterView, GangView, NodeView, QueueList, QueueView
 from service.api.views import job_summary
 from service.jobspec import stored
@@ -16,7 +17,7 @@ from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
 
-router = APIRouter(prefix="/api/v1", tags=["cluster"])
+router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
 
 
 class TargetGroup(BaseModel):

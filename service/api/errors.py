@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
+_ERRORS_SHOWN = 50  # looking for the name that was meant takes its time
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
@@ -92,8 +93,11 @@ def install(app: FastAPI) -> None:
         return problem_response(error.status_code, _http_detail(request, error, headers), headers=headers)
 
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        errors = [_field_error(one) for one in error.errors()]
+        found = error.errors()
+        errors = [_field_error(one) for one in found[:_ERRORS_SHOWN]]
         detail = "; ".join(f"{one['field']}: {one['message']}" for one in errors)
+        if len(found) > len(errors):
+            detail += f"; and {len(found) - len(errors)} more"
         return problem_response(422, detail, errors=errors)
 
     async def transition(_: Request, error: TransitionError) -> Response:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from service.api import streams
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
+from service.api.guarded import UserRoute
 from service.api.manage import JobId, existing_job
 from service.api.schemas import (
     EventPage,
@@ -30,7 +31,9 @@ from service.store.steps import find_step, steps_of
 from service.store.tables import Job, JobPlan, Step, Timeline
 from service.store.timelines import SlotRecord, find_timeline, profiled_steps
 
-router = APIRouter(prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422))
+router = APIRouter(
+    prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422), route_class=UserRoute
+)
 
 Limit = Annotated[int, Query(ge=1, le=5000)]
 Number = Annotated[int | None, Query(ge=0, lt=2**31)]
