@@ -11,7 +11,6 @@ from service.api.context import Current
 from service.api.guarded import UserRoute
 from service.api.schemas import AcceleratorsView, ClusterView, GangView, NodeView, QueueList, QueueView
 from service.api.views import job_summary
-from service.jobspec import stored
 from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
@@ -61,8 +60,8 @@ async def read_cluster(service: Current) -> ClusterView:
                 job_id=job.id,
                 attempt=attempt.number,
                 device=attempt.device,
-                meshes=stored(job.spec, "resources", "meshes", attempt.accelerators),
-                workers_per_mesh=stored(job.spec, "resources", "workers_per_mesh", 1),
+                meshes=attempt.accelerators // job.workers_per_mesh,
+                workers_per_mesh=job.workers_per_mesh,
             )
             for attempt, job in active
         ],

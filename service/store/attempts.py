@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobspec import AttemptState, JobState
 from service.store.states import move_job
-from service.store.tables import Attempt, Job
+from service.store.tables import WITHOUT_SPEC, Attempt, Job
 
 
 async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: datetime) -> Attempt:
@@ -53,10 +53,11 @@ async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:
 
 
 async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
-    """Attempts that hold accelerators, oldest first, each with its job."""
+    """Attempts that hold accelerators, oldest first, each with its job (without its specification)."""
     query = (
         select(Attempt, Job)
         .join(Job, Attempt.job_id == Job.id)
+        .options(WITHOUT_SPEC)
         .where(Attempt.state.in_([AttemptState.STARTING, AttemptState.RUNNING]))
         .order_by(Attempt.created_at, Attempt.id)
     )
@@ -76,6 +77,7 @@ async def measured_attempts(session: AsyncSession, *, ended_after: datetime) -> 
     query = (
         select(Attempt, Job)
         .join(Job, Attempt.job_id == Job.id)
+        .options(WITHOUT_SPEC)
         .where(
             Attempt.metrics_endpoint.is_not(None),
             or_(Attempt.finished_at.is_(None), Attempt.finished_at > ended_after),
