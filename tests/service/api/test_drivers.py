@@ -91,6 +91,26 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
     assert targets[0]["labels"]["__meta_slotline_job"] == job_id
 
 
+async def test_after_a_recovery_steps_and_timelines_are_those_of_the_living_attempt(api: Api):
+    job_id = await api.started()
+    timeline = {"step": 4, "started_at": 1.75e9, "uncertainty_s": 1e-5, "slots": SLOTS}
+    await api.report(job_id, 1, state="RUNNING", steps=[{**STEP, "step": n} for n in range(1, 6)])
+    await api.report(job_id, 2, timelines=[timeline])
+    await api.report(job_id, 3, state="FAILED", reason=reasons.Reason.DRIVER_LOST, message="gone")
+    await api.rounds(job_id, 2)
+    resumed = {"steps": [{**STEP, "step": 2, "loss": 7.0}], "timelines": [{**timeline, "step": 2}]}
+    await api.report(job_id, 1, number=2, state="RUNNING", **resumed)
+    place = f"/api/v1/jobs/{job_id}"
+    steps = (await api.client.get(f"{place}/steps")).json()["items"]
+    assert [(s["attempt"], s["step"]) for s in steps] == [(1, 1), (1, 3), (1, 4), (1, 5), (2, 2)]
+    news = (await api.client.get(f"{place}/steps", params={"page_token": "1:5"})).json()["items"]
+    assert [(s["attempt"], s["step"], s["loss"]) for s in news] == [(2, 2, 7.0)]
+    assert (await api.client.get(f"{place}/timeline")).json()["step"] == 2
+    told = (await api.client.get(f"/jobs/{job_id}/profiled-steps")).json()
+    assert told == {"planned": None, "steps": [4, 2], "attempts": [1, 2]}
+    problem(await api.client.get(f"{place}/steps", params={"page_token": "5"}), 422)
+
+
 async def test_the_peaks_of_an_attempts_memory_are_the_most_of_all_its_steps(api: Api):
     job_id = await api.started()
     assert (await api.job(job_id))["attempts"][0]["peak_memory_bytes"] is None

@@ -153,22 +153,22 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
             "update": [{"mesh": f"mesh{i}", "reduce_s": 0.001 * i, "step_s": 0.0005} for i in range(STAGES)],
         }
         await record_plan(session, attempt, json.dumps(body), at=now)
-        await record_steps(session, attempt, [_step(number) for number in range(1, STEPS + 1)])
-        for step in (20, 40):
+        await record_steps(session, attempt, [step(number) for number in range(1, STEPS + 1)])
+        for profiled in (20, 40):
             await record_timeline(
                 session,
                 attempt,
-                step=step,
+                step=profiled,
                 started_at=1.8e9,
                 uncertainty_s=2e-5,
-                slots=_measured(plan),
+                slots=measured(plan),
                 keep=9,
             )
         waiting = await jobs.create_job(session, job_spec("patient"), at=now)
     return {"running": running.id, "waiting": waiting.id, "failed": failed.id, "plan": plan}
 
 
-def _step(number: int) -> StepRecord:
+def step(number: int) -> StepRecord:
     return StepRecord(
         step=number,
         loss=5 * math.exp(-number / 20),
@@ -182,7 +182,7 @@ def _step(number: int) -> StepRecord:
     )
 
 
-def _measured(plan: Plan) -> list[SlotRecord]:
+def measured(plan: Plan) -> list[SlotRecord]:
     """The plan's slots, everything a quarter slower, and a STEP on every mesh."""
     fields = SlotRecord._fields
     slots = []
