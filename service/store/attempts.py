@@ -15,7 +15,12 @@ from service.store.tables import WITHOUT_SPEC, Attempt, Job
 
 
 async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: datetime) -> Attempt:
-    """The next attempt of a locked job that waits: the job is STARTING afterwards."""
+    """The next attempt of a locked job that waits: the job is STARTING afterwards.
+
+    The first one fixes the device of the job: those that go on from its checkpoints compute as it did.
+    """
+    assert job.device in ("auto", device), f"{job.id} is a job on {job.device}, not on {device}"
+    job.device = device
     job.attempts_made += 1
     attempt = Attempt(
         id=f"{job.id}-{job.attempts_made}",
