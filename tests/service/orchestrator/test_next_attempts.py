@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from service.jobspec import AttemptState
 from service.orchestrator.ray_jobs import Node
 from tests.service.orchestrator.test_loop import World, world
@@ -50,3 +52,25 @@ async def test_a_job_that_began_on_processors_stays_there_when_gpus_come(world: 
     offer(world, GPU=8.0)
     await world.rounds(2)
     assert (await world.attempt(f"{job_id}-2")).device == "cpu"
+
+
+async def test_losses_before_a_newer_checkpoint_are_forgiven(world: World):
+    job_id = await world.submit(retry={"infrastructure": 1})
+    for number in range(1, 5):
+        checkpoint = (10 * number, f"/c/{number}")
+        assert await lose(world, job_id, number, checkpoint=checkpoint) == "RECOVERING", number
+    assert await lose(world, job_id, 5) == "FAILED", "two losses since the last checkpoint"
+
+
+@pytest.mark.parametrize("step", [10, 5])
+async def test_a_checkpoint_that_is_not_newer_forgives_nothing(world: World, step: int):
+    job_id = await world.submit(retry={"infrastructure": 1})
+    assert await lose(world, job_id, 1, checkpoint=(10, "/c/10")) == "RECOVERING"
+    assert await lose(world, job_id, 2, checkpoint=(step, "/c/again")) == "FAILED"
+
+
+async def test_a_checkpoint_forgives_no_failure_of_the_users_own_code(world: World):
+    job_id = await world.submit(retry={"user": 1})
+    own = Reason.MODEL_BUILD_FAILED
+    assert await lose(world, job_id, 1, own, checkpoint=(10, "/c/10")) == "RECOVERING"
+    assert await lose(world, job_id, 2, own, checkpoint=(20, "/c/20")) == "FAILED"
