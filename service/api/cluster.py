@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 
 from fastapi import APIRouter
@@ -15,6 +17,8 @@ from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
+
+_ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
 
@@ -86,7 +90,11 @@ async def list_queues(service: Current) -> QueueList:
 
 @router.get("/prometheus/targets")
 async def prometheus_targets(service: Current) -> list[TargetGroup]:
-    """Drivers that serve metrics, for Prometheus's http_sd_configs."""
+    """Drivers that serve metrics, for Prometheus's http_sd_configs: only on nodes of the cluster.
+
+    A driver runs a user's code, and would else have Prometheus call whatever it names.
+    """
+    nodes = {node.address.lower() for node in service.cluster.snapshot.nodes}
     since = utc_now() - timedelta(seconds=service.settings.metrics_linger_s)
     async with service.database.read() as session:
         measured = await measured_attempts(session, ended_after=since)
@@ -100,4 +108,13 @@ async def prometheus_targets(service: Current) -> list[TargetGroup]:
             },
         )
         for attempt, job in measured
+        if serves_on(str(attempt.metrics_endpoint), nodes)
     ]
+
+
+def serves_on(endpoint: str, addresses: Collection[str]) -> bool:
+    """Whether `host:port` is a port of one of the (lower case) addresses."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or not 1 <= int(found["port"]) <= 65535:
+        return False
+    return (found["v6"] or found["host"]).lower() in addresses
