@@ -194,9 +194,8 @@ class Client:
         return self._pages(LogPage, path, last, attempt=attempt)
 
     def steps(self, job_id: str, *, after: int | None = None) -> Iterator[StepView]:
-        """Loss and times of the steps above `after`, in order."""
-        last = None if after is None else str(after)
-        return self._pages(StepPage, f"/api/v1/jobs/{job_id}/steps", last, limit=_PAGE)
+        """Loss and times of the steps above `after`, by attempt, then step; each step once, as it was last done."""
+        return self._pages(StepPage, f"/api/v1/jobs/{job_id}/steps", None, limit=_PAGE, after=after)
 
     def plan(self, job_id: str) -> JobPlanView:
         """Where the job's stages begin, what was planned, and the plan (DESIGN section 4)."""

@@ -92,7 +92,14 @@ async def _cluster(settings: Settings, stack: contextlib.AsyncExitStack) -> Clus
     stack.push_async_callback(local.stop)
     await local.start()
     settings.driver_ray_address = local.gcs_address
+    keeping = asyncio.create_task(local.keep())
+    stack.push_async_callback(_cancelled, keeping)
     return RayCluster(local.address, timeout_s=settings.ray_timeout_s, token=local.token)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _end(orchestrator: Orchestrator, running: asyncio.Task[None]) -> None:

@@ -18,6 +18,7 @@ KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 _NOT_STORABLE = re.compile("[\x00\ud800-\udfff]")
+MAX_ARGUMENTS = 1000
 MAX_BYTES = 2**53  # what every reader of JSON takes as it is
 PACKAGE_PREFIX = "package:"
 REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
@@ -88,6 +89,13 @@ def _finite(value: JsonValue) -> JsonValue:
     return value
 
 
+def _few(value: object) -> object:
+    """Before each is looked at: thousands of wrong ones would be thousands of errors to write down."""
+    if isinstance(value, dict) and len(value) > MAX_ARGUMENTS:
+        raise ValueError(f"holds {len(value)} values, the limit is {MAX_ARGUMENTS}: put them in a list")
+    return value
+
+
 def _keys(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     for key in value:
         _finite(key)
@@ -96,7 +104,9 @@ def _keys(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 FiniteJson = Annotated[JsonValue, AfterValidator(_finite)]
 Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_keys)]
+FewArguments = Annotated[Arguments, BeforeValidator(_few)]
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -128,12 +138,21 @@ AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _not_full_of_unknown_fields(cls, data: object) -> object:
+        if isinstance(data, dict) and len(data) > 100:
+            raise ValueError(
+                f"holds {len(data)} fields, of which {len(cls.model_fields)} are known: remove the others"
+            )
+        return data
+
 
 class Factory(_Part):
     """An import path `module:attribute` and the arguments it is called with."""
 
     factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
-    args: Arguments = {}
+    args: FewArguments = {}
 
 
 class Model(Factory):
@@ -203,9 +222,9 @@ class Pipeline(_Part):
         default=1,
         description="auto: planning chooses a multiple of resources.meshes, or as many as `cut` names",
     )
-    cut: Literal["auto"] | list[Text] = "auto"
+    cut: Literal["auto"] | Texts = "auto"
     schedule: str = "auto"
-    recompute: Literal["auto", "none", "all"] | Annotated[list[Text], Field(min_length=1)] = Field(
+    recompute: Literal["auto", "none", "all"] | Annotated[Texts, Field(min_length=1)] = Field(
         default="auto",
         description="Stages (s0, s1, …) or modules that keep their inputs only and compute their forward again in "
         "the backward; all; none; auto: where memory asks for it, and where the model itself checkpoints",
@@ -256,7 +275,7 @@ class Retry(_Part):
 
 class Code(_Part):
     working_dir: Text | None = None
-    pip: list[Text] = []
+    pip: Texts = []
 
     @model_validator(mode="after")
     def _server_can_read_the_code(self) -> Self:

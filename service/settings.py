@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from service.jobspec import Name
 
+KIBIBYTE = 1 << 10
 MEBIBYTE = 1 << 20
 Days = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
 
@@ -84,7 +85,18 @@ class Settings(BaseSettings):
     metrics_linger_s: Annotated[float, Field(ge=0)] = 60.0
 
     # Limits
-    body_limit_bytes: Annotated[int, Field(ge=1024)] = 32 * MEBIBYTE
+    body_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=32 * MEBIBYTE, description="Any body, so a driver's report; jobs and plans have less"
+    )
+    job_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=256 * KIBIBYTE, description="The specification of a job"
+    )
+    plan_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=MEBIBYTE, description="The specification of POST /api/v1/plans"
+    )
+    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0, description="So long a body may take, and a second more for each 64 KiB"
+    )
     package_limit_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
     package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = 512 * MEBIBYTE
     log_limit_bytes: Annotated[int, Field(ge=1024)] = 1 * MEBIBYTE

@@ -51,7 +51,13 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     app.add_middleware(
         BodyLimit,
         limit_bytes=settings.body_limit_bytes,
-        limits={"/api/v1/packages": settings.package_limit_bytes + 65536},
+        limits={
+            "/api/v1/packages": settings.package_limit_bytes + 65536,
+            "/api/v1/jobs": min(settings.job_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/plans/job": min(settings.job_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/plans": min(settings.plan_limit_bytes, settings.body_limit_bytes),
+        },
+        timeout_s=settings.body_timeout_s,
     )
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)

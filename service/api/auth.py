@@ -19,27 +19,31 @@ from service.store.attempts import find_attempt
 from service.store.tables import Attempt
 from service.store.tokens import find_token, token_digest
 
+_ADMITTED = "slotline.admitted"
+"""In the scope of a request that was let through: its route asks before the body is read, its dependencies again."""
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
 
 async def user(request: Request, service: Current) -> None:
     """Let the call through, or answer 401."""
     settings = service.settings
-    if not settings.authenticates:
+    if not settings.authenticates or request.scope.get(_ADMITTED):
         return
     token = _bearer(request) or _basic(request)
     if token is None:
         raise ProblemError(401, "a token is needed: send Authorization: Bearer <token>", headers=_CHALLENGE)
-    if settings.api_token is not None and _same(token, settings.api_token.get_secret_value()):
-        return
-    if not await _is_known(service, token):
+    is_ours = settings.api_token is not None and _same(token, settings.api_token.get_secret_value())
+    if not is_ours and not await _is_known(service, token):
         raise ProblemError(
             401, "the token is not valid: ask for one made by `slotline token`", headers=_CHALLENGE
         )
+    request.scope[_ADMITTED] = True
 
 
 async def driver(attempt_id: str, request: Request, service: Current) -> Attempt:
     """The attempt whose token the call carries; 401 for any other token, also of an unknown attempt."""
+    if (admitted := request.scope.get(_ADMITTED)) is not None:
+        return admitted
     async with service.database.read() as session:
         attempt = await find_attempt(session, attempt_id) if attempt_id.isprintable() else None
     token = _bearer(request)
@@ -47,6 +51,7 @@ async def driver(attempt_id: str, request: Request, service: Current) -> Attempt
         raise ProblemError(
             401, "the attempt's token is needed: send the SLOTLINE_ATTEMPT_TOKEN that the driver was given"
         )
+    request.scope[_ADMITTED] = attempt
     return attempt
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
 from service.api.context import Current
+from service.api.guarded import UserRoute
 from service.api.schemas import AcceleratorsView, ClusterView, GangView, NodeView, QueueList, QueueView
 from service.api.views import job_summary
-from service.jobspec import stored
 from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import waiting_jobs
 
-router = APIRouter(prefix="/api/v1", tags=["cluster"])
+_ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
+
+router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
 
 
 class TargetGroup(BaseModel):
@@ -60,8 +64,8 @@ async def read_cluster(service: Current) -> ClusterView:
                 job_id=job.id,
                 attempt=attempt.number,
                 device=attempt.device,
-                meshes=stored(job.spec, "resources", "meshes", attempt.accelerators),
-                workers_per_mesh=stored(job.spec, "resources", "workers_per_mesh", 1),
+                meshes=attempt.accelerators // job.workers_per_mesh,
+                workers_per_mesh=job.workers_per_mesh,
             )
             for attempt, job in active
         ],
@@ -86,7 +90,11 @@ async def list_queues(service: Current) -> QueueList:
 
 @router.get("/prometheus/targets")
 async def prometheus_targets(service: Current) -> list[TargetGroup]:
-    """Drivers that serve metrics, for Prometheus's http_sd_configs."""
+    """Drivers that serve metrics, for Prometheus's http_sd_configs: only on nodes of the cluster.
+
+    A driver runs a user's code, and would else have Prometheus call whatever it names.
+    """
+    nodes = {node.address.lower() for node in service.cluster.snapshot.nodes}
     since = utc_now() - timedelta(seconds=service.settings.metrics_linger_s)
     async with service.database.read() as session:
         measured = await measured_attempts(session, ended_after=since)
@@ -100,4 +108,13 @@ async def prometheus_targets(service: Current) -> list[TargetGroup]:
             },
         )
         for attempt, job in measured
+        if serves_on(str(attempt.metrics_endpoint), nodes)
     ]
+
+
+def serves_on(endpoint: str, addresses: Collection[str]) -> bool:
+    """Whether `host:port` is a port of one of the (lower case) addresses."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or not 1 <= int(found["port"]) <= 65535:
+        return False
+    return (found["v6"] or found["host"]).lower() in addresses

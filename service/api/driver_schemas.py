@@ -6,6 +6,7 @@ Text comes out as every database takes it; numbers that JSON has not are refused
 from __future__ import annotations
 
 import math
+import re
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +28,20 @@ UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
 Clean = AfterValidator(printable)
 CleanLabel = AfterValidator(lru_cache(10_000)(printable))  # thousands of slots name the same few things
 Label = Annotated[str, Field(max_length=100), CleanLabel]
+
+
+_OF_OTHERS = {"state", "waiting", "silent", "removed", "end", "line", "message", "open", "error"}
+"""Kinds of the control plane's own events, of what its streams say of themselves, and of browsers' EventSource."""
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
+
+
+def event_kind(kind: str) -> str:
+    """`kind` as a name that is a driver's own: it ends no stream, and says nothing of a state.
+
+    What no name holds is replaced: a stream leaves line ends out, so that `e nd` in two lines would be `end`.
+    """
+    name = _NO_NAME.sub("_", kind) or "event"
+    return f"driver.{name}" if name.lower() in _OF_OTHERS else name
 
 
 class AttemptGiven(BaseModel):
@@ -79,7 +94,7 @@ class ReportedTimeline(_FromDriver):
 
 class ReportedEvent(_FromDriver):
     at: UnixTime
-    kind: Label
+    kind: Annotated[str, Field(max_length=100), AfterValidator(event_kind)]
     message: str
 
 

@@ -21,6 +21,7 @@ from service.api.driver_schemas import (
     ReportIn,
 )
 from service.api.errors import ProblemError, responses
+from service.api.guarded import DriverRoute
 from service.api.schemas import JobPlanView
 from service.api.views import checkpoint_view
 from service.jobspec import Arguments, AttemptState
@@ -37,7 +38,10 @@ from worker.costs import costs_digest
 from worker.reasons import Reason
 
 router = APIRouter(
-    prefix="/api/v1/attempts/{attempt_id}", tags=["attempts"], responses=responses(401, 409, 422)
+    prefix="/api/v1/attempts/{attempt_id}",
+    tags=["attempts"],
+    responses=responses(401, 409, 422),
+    route_class=DriverRoute,
 )
 ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,300}$")]
 

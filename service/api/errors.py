@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
 from service.jobspec import JobSpec
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
+_ERRORS_SHOWN = 50  # looking for the name that was meant takes its time
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
@@ -92,8 +94,11 @@ def install(app: FastAPI) -> None:
         return problem_response(error.status_code, _http_detail(request, error, headers), headers=headers)
 
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        errors = [_field_error(one) for one in error.errors()]
+        found = error.errors()
+        errors = [_field_error(one) for one in found[:_ERRORS_SHOWN]]
         detail = "; ".join(f"{one['field']}: {one['message']}" for one in errors)
+        if len(found) > len(errors):
+            detail += f"; and {len(found) - len(errors)} more"
         return problem_response(422, detail, errors=errors)
 
     async def transition(_: Request, error: TransitionError) -> Response:
@@ -119,6 +124,11 @@ def install(app: FastAPI) -> None:
         logger.error("%s %s: the database does not answer: %s", request.method, request.url.path, error.orig)
         return problem_response(503, "the database does not answer: try again", headers={"Retry-After": "5"})
 
+    async def no_connection(request: Request, _: PoolTimeoutError) -> Response:
+        logger.warning("%s %s: no connection to the database was free", request.method, request.url.path)
+        detail = "all connections to the database are in use: try again"
+        return problem_response(503, detail, headers={"Retry-After": "5"})
+
     async def too_deep(_: Request, __: RecursionError) -> Response:
         return problem_response(422, "the body is nested too deeply: flatten it")
 
@@ -138,6 +148,7 @@ def install(app: FastAPI) -> None:
         (ClusterError, no_cluster),
         (OperationalError, no_database),
         (InterfaceError, no_database),
+        (PoolTimeoutError, no_connection),
         (RecursionError, too_deep),
         (Exception, unexpected),
     ]

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Response
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
+from service.api.guarded import UserRoute
 from service.api.manage import check_references
 from service.api.schemas import JobPlanPreview, ProfilingView
 from service.jobspec import JobSpec
@@ -17,7 +18,7 @@ from service.orchestrator.profiling import ProfilingFailedError
 from worker.choices import microbatch_counts
 from worker.job import Job
 
-router = APIRouter(prefix="/api/v1/plans", tags=["plans"])
+router = APIRouter(prefix="/api/v1/plans", tags=["plans"], route_class=UserRoute)
 _AGAIN_S = "1"
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
+from service.api.guarded import UserRoute
 from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
 from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
@@ -25,7 +26,7 @@ from service.store.jobs import PageKey
 from service.store.packages import find_package
 from service.store.tables import Job
 
-router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"])
+router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
 _ABSOLUTE = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
 
 JobId = Annotated[str, Path(pattern=JOB_ID_PATTERN, description="A job's id, e.g. job-k3j9x2abcd")]

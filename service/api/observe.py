@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from service.api import streams
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
+from service.api.guarded import UserRoute
 from service.api.manage import JobId, existing_job
 from service.api.schemas import (
     EventPage,
@@ -30,11 +31,17 @@ from service.store.steps import find_step, steps_of
 from service.store.tables import Job, JobPlan, Step, Timeline
 from service.store.timelines import SlotRecord, find_timeline, profiled_steps
 
-router = APIRouter(prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422))
+router = APIRouter(
+    prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422), route_class=UserRoute
+)
 
 Limit = Annotated[int, Query(ge=1, le=5000)]
 Number = Annotated[int | None, Query(ge=0, lt=2**31)]
 PageToken = Annotated[str | None, Query(pattern=r"^\d{1,9}$")]
+StepToken = Annotated[
+    str | None,
+    Query(pattern=r"^\d{1,9}:\d{1,9}$", description="attempt:step of the last step seen"),
+]
 LogToken = Annotated[str | None, Query(pattern=r"^\d{1,9}:\d{1,9}$")]
 LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", description="Go on after this event")]
 _STREAM = {200: {"content": {streams.MEDIA_TYPE: {"schema": {"type": "string"}}}}}
@@ -87,14 +94,21 @@ async def logs(
 
 @router.get("/steps")
 async def steps(
-    job_id: JobId, service: Current, after: Number = None, limit: Limit = 1000, page_token: PageToken = None
+    job_id: JobId,
+    service: Current,
+    after: Annotated[int | None, Query(ge=0, lt=2**31, description="Only steps above this one")] = None,
+    limit: Limit = 1000,
+    page_token: StepToken = None,
 ) -> StepPage:
-    """Loss and times of the job's steps, in order."""
-    begin = after if page_token is None else int(page_token)
+    """Loss and times of the job's steps, by attempt, then step: what a resumed attempt repeats comes last."""
+    attempt, _, step = (page_token or "0:0").partition(":")
+    behind = (int(attempt), int(step)) if page_token else (0, -1)
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        found = await steps_of(session, job_id, after=-1 if begin is None else begin, limit=limit + 1)
-    token = str(found[limit - 1].step) if len(found) > limit else None
+        found = await steps_of(
+            session, job_id, after=-1 if after is None else after, behind=behind, limit=limit + 1
+        )
+    token = f"{found[limit - 1].attempt}:{found[limit - 1].step}" if len(found) > limit else None
     return StepPage(items=[step_view(step) for step in found[:limit]], next_page_token=token)
 
 

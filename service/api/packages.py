@@ -15,12 +15,13 @@ from sqlalchemy.exc import IntegrityError
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
+from service.api.guarded import UserRoute
 from service.api.schemas import PackageView
 from service.jobspec import PACKAGE_PREFIX
 from service.store.database import utc_now
 from service.store.packages import renew_package, store_package
 
-router = APIRouter(prefix="/api/v1/packages", tags=["packages"])
+router = APIRouter(prefix="/api/v1/packages", tags=["packages"], route_class=UserRoute)
 _FILE_LIMIT = 20_000
 
 

@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
-from service.jobspec import FiniteJson
+from service.api.guarded import PlanRoute
+from service.jobspec import FewArguments
 from service.orchestrator.planning import PLAN_FORMATS
 
-router = APIRouter(prefix="/api/v1/plans", tags=["plans"])
+router = APIRouter(prefix="/api/v1/plans", tags=["plans"], route_class=PlanRoute)
 
 
 class PlanSpec(BaseModel):
@@ -21,9 +22,9 @@ class PlanSpec(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     microbatches: Annotated[int, Field(ge=1)]
-    meshes: Annotated[list[dict[str, FiniteJson]], Field(min_length=1)]
-    stages: Annotated[list[dict[str, FiniteJson]], Field(min_length=1)]
-    edges: list[dict[str, FiniteJson]] = []
+    meshes: Annotated[list[FewArguments], Field(min_length=1, fail_fast=True)]
+    stages: Annotated[list[FewArguments], Field(min_length=1, fail_fast=True)]
+    edges: Annotated[list[FewArguments], Field(fail_fast=True)] = []
 
     @property
     def actions(self) -> int:

@@ -13,7 +13,6 @@ from service.api.schemas import (
     Progress,
     StepView,
 )
-from service.jobspec import stored
 from service.store.tables import Attempt, Event, Job, Step
 
 
@@ -38,8 +37,7 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 
 def _summary(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress"}
-    steps = stored(job.spec, "training", "steps", 0)
-    progress = Progress(step=job.step or 0, steps=steps, loss=job.loss, step_s=job.step_s)
+    progress = Progress(step=job.step or 0, steps=job.steps_wanted, loss=job.loss, step_s=job.step_s)
     return {**{name: getattr(job, name) for name in columns}, "progress": progress}
 
 

@@ -18,6 +18,9 @@ from service.cli.environment import settings_or_fail
 from service.cli.output import CliError, Json, out
 from service.settings import Settings, misspelt_settings
 
+_HEAD_LIMIT_BYTES = 65536
+"""Of a request's line and headers together."""
+
 app = typer.Typer()
 
 
@@ -49,6 +52,9 @@ def serve(
         access_log=settings.log_level.lower() == "debug",
         timeout_graceful_shutdown=3,
         log_config=None,
+        # httptools, the default, takes a header without end, and copies what it has with every piece
+        http="h11",
+        h11_max_incomplete_event_size=_HEAD_LIMIT_BYTES,
     )
     logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_expected_traceback(record, app.state))
     listener = _listen(settings)

@@ -54,6 +54,8 @@ class Admission:
             job = await lock_job(session, start.job_id)
             if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
                 return
+            if job.device not in ("auto", start.device):
+                return  # fixed since it was looked at: the next round knows
             await create_attempt(session, job, device=start.device, at=utc_now())
         self._started()
 
@@ -88,5 +90,6 @@ def _waiting_job(job: Job) -> WaitingJob:
         queued_at=job.queued_at.timestamp(),
         accelerators=job.accelerators,
         device=job.device,
+        began=job.attempts_made > 0,
         not_before=None if job.not_before is None else job.not_before.timestamp(),
     )

@@ -21,7 +21,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job that wants a whole gang of `accelerators`; `device` may be auto."""
+    """A job that wants a whole gang of `accelerators`; `device` may be auto until it `began`."""
 
     id: str
     queue: str
@@ -30,6 +30,7 @@ class WaitingJob:
     accelerators: int
     device: str
     not_before: float | None = None
+    began: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,12 @@ def _answer(
     device = device_of(job.device, job.accelerators, capacity)
     total, resource = capacity.total.get(device, 0), RESOURCES[device]
     if job.accelerators > total:
+        if job.began:
+            began = f"it began on {device} and goes on only there: add nodes, or submit it anew for another device"
+            message = (
+                f"waits for {job.accelerators} accelerators of {resource}, the cluster has {total}; {began}"
+            )
+            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, message)
         return Wait(
             job.id,
             Reason.CLUSTER_TOO_SMALL,

@@ -17,6 +17,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 _START_LIMIT_S = 180.0
 _START_TRIES = 3
 _STOP_LIMIT_S = 20.0
+_AGAIN_S = 1.0
+_AGAIN_LIMIT_S = 60.0
+_STEADY_S = 120.0
+"""A Ray that lived so long did not end because of how it was started."""
 
 
 class LocalRay:
@@ -102,6 +107,31 @@ class LocalRay:
             await self.stop()
             raise
         logger.info("local Ray at %s", self.address)
+
+    async def keep(self) -> None:
+        """Start a Ray that ends again, at the same addresses and with the same token, until this is cancelled.
+
+        The pause before each start doubles, so that one that cannot live does not keep the machine busy.
+        """
+        pause_s = _AGAIN_S
+        while True:
+            begun_at = time.monotonic()
+            code = None if self._process is None else await self._process.wait()
+            await self.stop()  # what is left of it
+            if time.monotonic() - begun_at > _STEADY_S:
+                pause_s = _AGAIN_S
+            why = "did not serve" if code is None else f"ended with code {code}"
+            logger.error("the local Ray %s (its messages are above): once more in %g s", why, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _AGAIN_LIMIT_S)
+            try:
+                async with asyncio.timeout(_START_LIMIT_S):
+                    if await self._started() is None:
+                        logger.info("local Ray at %s again", self.address)
+            except TimeoutError:
+                await self.stop()
+            except OSError as error:  # no memory for a process, no file left
+                logger.error("the local Ray could not be started: %s", error)
 
     async def _started(self) -> int | None:
         """One try: None when the Jobs API serves, the exit code when Ray ended before that."""

@@ -18,7 +18,7 @@ from service.store.states import add_event, lock_job, move_attempt, move_job
 from service.store.steps import StepRecord, record_steps
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord, record_timeline
-from worker.reasons import Reason
+from worker.reasons import Cause, Reason, cause_of
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,11 @@ async def end_attempt(
             attempt=number,
         )
         return
-    before = [
-        one.reason or Reason.INTERNAL
-        for one in await attempts_of(session, job.id)
-        if job.attempts_forgiven < one.number < number and one.state == AttemptState.FAILED
-    ]
     decision = after_failure(
         reason or Reason.INTERNAL,
         message or "",
         allowed=stored_retry(job.spec),
-        failures_before=before,
+        failures_before=await _failures_that_count(session, job, number),
         backoff_s=backoff.base_s,
         backoff_limit_s=backoff.limit_s,
     )
@@ -166,6 +161,21 @@ async def end_attempt(
     move_job(
         session, job, JobState.RECOVERING, at=at, reason=reason, message=decision.message, attempt=number
     )
+
+
+async def _failures_that_count(session: AsyncSession, job: Job, number: int) -> list[str]:
+    """Reasons of the attempts before `number` that failed: since the user's last retry, and of those that are
+    nobody's fault only the ones since the checkpoint that the job goes on from."""
+    failed = [
+        (one.number, one.reason or Reason.INTERNAL)
+        for one in await attempts_of(session, job.id)
+        if job.attempts_forgiven < one.number < number and one.state == AttemptState.FAILED
+    ]
+    return [
+        reason
+        for at, reason in failed
+        if at > job.infrastructure_forgiven or cause_of(reason) is not Cause.INFRASTRUCTURE
+    ]
 
 
 def _run(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
@@ -201,6 +211,8 @@ async def _store_measurements(
     if report.metrics_endpoint is not None:
         attempt.metrics_endpoint = report.metrics_endpoint
     if report.checkpoint is not None:
+        if report.checkpoint[0] > (job.checkpoint_step or 0):
+            job.infrastructure_forgiven = attempt.number - 1  # what was lost then has been made good
         job.checkpoint_step, job.checkpoint_uri = report.checkpoint
 
 

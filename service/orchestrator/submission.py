@@ -14,6 +14,7 @@ from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreacha
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
+from service.store.jobs import find_job
 from service.store.packages import package_content
 from service.store.states import lock_job
 from service.store.tables import Attempt, Job
@@ -37,7 +38,7 @@ class Submitter:
         Repeating it after a lost answer is safe: the id is the attempt's.
         """
         try:
-            await self._cluster.submit(await self._submission(attempt, job))
+            await self._cluster.submit(await self._submission(attempt))
         except ClusterUnreachableError as error:
             wait = Wait(job.id, _NOT_TAKEN, f"not started yet: {error}")
             await explain_waits(self._database, [(job, wait)])
@@ -75,7 +76,10 @@ class Submitter:
             resources={RESOURCES[device]: share},
         )
 
-    async def _submission(self, attempt: Attempt, job: Job) -> Submission:
+    async def _submission(self, attempt: Attempt) -> Submission:
+        async with self._database.read() as session:  # rounds leave the specification out
+            job = await find_job(session, attempt.job_id)
+        assert job is not None, attempt.job_id
         return Submission(
             id=attempt.id,
             entrypoint=f"{shlex.quote(self._python)} -m worker.driver",

@@ -11,11 +11,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobspec import AttemptState, JobState
 from service.store.states import move_job
-from service.store.tables import Attempt, Job
+from service.store.tables import WITHOUT_SPEC, Attempt, Job
 
 
 async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: datetime) -> Attempt:
-    """The next attempt of a locked job that waits: the job is STARTING afterwards."""
+    """The next attempt of a locked job that waits: the job is STARTING afterwards.
+
+    The first one fixes the device of the job: those that go on from its checkpoints compute as it did.
+    """
+    assert job.device in ("auto", device), f"{job.id} is a job on {job.device}, not on {device}"
+    job.device = device
     job.attempts_made += 1
     attempt = Attempt(
         id=f"{job.id}-{job.attempts_made}",
@@ -53,10 +58,11 @@ async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:
 
 
 async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
-    """Attempts that hold accelerators, oldest first, each with its job."""
+    """Attempts that hold accelerators, oldest first, each with its job (without its specification)."""
     query = (
         select(Attempt, Job)
         .join(Job, Attempt.job_id == Job.id)
+        .options(WITHOUT_SPEC)
         .where(Attempt.state.in_([AttemptState.STARTING, AttemptState.RUNNING]))
         .order_by(Attempt.created_at, Attempt.id)
     )
@@ -76,6 +82,7 @@ async def measured_attempts(session: AsyncSession, *, ended_after: datetime) -> 
     query = (
         select(Attempt, Job)
         .join(Job, Attempt.job_id == Job.id)
+        .options(WITHOUT_SPEC)
         .where(
             Attempt.metrics_endpoint.is_not(None),
             or_(Attempt.finished_at.is_(None), Attempt.finished_at > ended_after),

@@ -22,6 +22,26 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
 _BUSY_TIMEOUT_S = 30
+_POOL_TIMEOUT_S = 10
+"""So long a session waits for one of the connections, which others hold: the caller may ask again."""
+_POSTGRES_CLIENT = {
+    "connect_timeout": 5,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""As libpq names them: seconds, the last in milliseconds."""
+_POSTGRES_SERVER = {
+    "statement_timeout": "30s",
+    "idle_in_transaction_session_timeout": "60s",
+    "tcp_keepalives_idle": 10,
+    "tcp_keepalives_interval": 5,
+    "tcp_keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""Settings of each session at the server."""
 
 
 def utc_now() -> datetime:
@@ -47,6 +67,8 @@ class Database:
             connection = await connection.execution_options(slotline_write=True)
             async with connection.begin():
                 if not self.is_sqlite:
+                    # a migration takes as long as it takes, and so does waiting for somebody else's
+                    await connection.execute(text("SET LOCAL statement_timeout = 0"))
                     await connection.execute(
                         text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
                     )
@@ -95,11 +117,31 @@ def _migrate(connection: Connection) -> None:
 
 
 def _postgres_engine(url: str) -> AsyncEngine:
-    return create_async_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=10)
+    """An engine whose every wait ends; what the URL itself says of a connection goes before ours.
+
+    Both ends find out within half a minute that the other is gone: we, that a query is asked in vain, and
+    the server, that nobody holds the locks of a connection any more (the leader's, above all).
+    """
+    return create_async_engine(
+        url,
+        pool_pre_ping=True,
+        pool_size=10,
+        max_overflow=10,
+        pool_timeout=_POOL_TIMEOUT_S,
+        connect_args=_postgres_arguments(url),
+    )
+
+
+def _postgres_arguments(url: str) -> dict[str, Any]:
+    options = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SERVER.items())
+    given = make_url(url).query
+    return {
+        name: value for name, value in {**_POSTGRES_CLIENT, "options": options}.items() if name not in given
+    }
 
 
 def _sqlite_engine(url: str) -> AsyncEngine:
-    engine = create_async_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S})
+    engine = create_async_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S}, pool_timeout=_POOL_TIMEOUT_S)
 
     @event.listens_for(engine.sync_engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobspec import WAITING_STATES, JobSpec, JobState
 from service.store.states import add_event, lock_job, move_job
-from service.store.tables import Job
+from service.store.tables import WITHOUT_SPEC, Job
 from worker.reasons import Reason
 
 _ALPHABET = string.ascii_lowercase + string.digits
@@ -45,7 +45,9 @@ async def create_job(
         queue=spec.queue,
         priority=spec.priority,
         accelerators=spec.accelerators,
+        workers_per_mesh=spec.resources.workers_per_mesh,
         device=spec.resources.device,
+        steps_wanted=spec.training.steps,
         spec=spec.model_dump(mode="json"),
         state=JobState.QUEUED,
         created_at=at,
@@ -54,6 +56,7 @@ async def create_job(
         request_digest=request_digest,
         attempts_made=0,
         attempts_forgiven=0,
+        infrastructure_forgiven=0,
         last_event=0,
     )
     session.add(job)
@@ -78,8 +81,8 @@ async def list_jobs(
     limit: int = 50,
     after: PageKey | None = None,
 ) -> Sequence[Job]:
-    """At most `limit` jobs, newest first, that come after the page that ended with `after`."""
-    query: Select[tuple[Job]] = select(Job)
+    """At most `limit` jobs, without their specifications, newest first, that come after the page that ended with `after`."""
+    query: Select[tuple[Job]] = select(Job).options(WITHOUT_SPEC)
     if state is not None:
         query = query.where(Job.state == state)
     if queue is not None:
@@ -92,8 +95,10 @@ async def list_jobs(
 
 
 async def waiting_jobs(session: AsyncSession) -> list[Job]:
-    """Jobs that want accelerators."""
-    query = select(Job).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
+    """Jobs that want accelerators, without their specifications."""
+    query = (
+        select(Job).options(WITHOUT_SPEC).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
+    )
     return list((await session.execute(query)).scalars())
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobspec import TRANSITIONS, AttemptState, JobState
-from service.store.tables import Attempt, Event, Job
+from service.store.tables import WITHOUT_SPEC, Attempt, Event, Job
 
 _MESSAGE_LIMIT = 20_000
 
@@ -31,8 +31,11 @@ async def lock_job(session: AsyncSession, job_id: str) -> Job | None:
 
 
 async def lock_jobs(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Job]:
-    """Several jobs, locked in the order of their ids, so that two that lock some never wait in a circle."""
-    query = select(Job).where(Job.id.in_(job_ids)).order_by(Job.id).with_for_update()
+    """Several jobs, locked in the order of their ids, so that two that lock some never wait in a circle.
+
+    They come without their specifications.
+    """
+    query = select(Job).options(WITHOUT_SPEC).where(Job.id.in_(job_ids)).order_by(Job.id).with_for_update()
     return (await session.execute(query)).scalars().all()
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.tables import Attempt, Step
 from service.store.upsert import upsert
+
+StepPlace = tuple[int, int]
+"""Number of the attempt, number of the step."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,18 @@ async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[
 
 
 async def steps_of(
-    session: AsyncSession, job_id: str, *, after: int = -1, limit: int = 1000
+    session: AsyncSession, job_id: str, *, after: int = -1, behind: StepPlace = (0, -1), limit: int = 1000
 ) -> Sequence[Step]:
-    """Steps numbered above `after`, in order."""
-    query = select(Step).where(Step.job_id == job_id, Step.step > after).order_by(Step.step).limit(limit)
+    """Steps numbered above `after`, by attempt, then step; only those that come behind `behind` in this order.
+
+    An attempt that goes on from a checkpoint comes last, though an earlier one went further.
+    """
+    query = (
+        select(Step)
+        .where(Step.job_id == job_id, Step.step > after, tuple_(Step.attempt, Step.step) > behind)
+        .order_by(Step.attempt, Step.step)
+        .limit(limit)
+    )
     return (await session.execute(query)).scalars().all()
 
 

@@ -22,7 +22,7 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
 from service.jobspec import AttemptState, JobState
 
@@ -66,8 +66,12 @@ class Job(Base):
     queue: Mapped[str] = mapped_column(String(100))
     priority: Mapped[int]
     accelerators: Mapped[int]
+    workers_per_mesh: Mapped[int] = mapped_column(default=1, server_default="1")
     device: Mapped[str] = mapped_column(String(10))
+    """As submitted; where that is auto, what the first attempt took, and all later ones take."""
     spec: Mapped[dict[str, Any]]
+    """Long: queries of more than one job leave it out, see WITHOUT_SPEC."""
+    steps_wanted: Mapped[int] = mapped_column(default=0, server_default="0")
     state: Mapped[str] = mapped_column(String(20), default=JobState.QUEUED)
     reason: Mapped[str | None] = mapped_column(String(100))
     message: Mapped[str | None] = mapped_column(Text)
@@ -83,6 +87,8 @@ class Job(Base):
     attempts_made: Mapped[int] = mapped_column(default=0)
     attempts_forgiven: Mapped[int] = mapped_column(default=0)
     """Attempts up to this number no longer count against `retry`: the user asked to try again."""
+    infrastructure_forgiven: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Attempts up to this number no longer count against `retry.infrastructure`: a checkpoint came after them."""
     last_event: Mapped[int] = mapped_column(default=0)
     step: Mapped[int | None]
     loss: Mapped[float | None]
@@ -93,6 +99,10 @@ class Job(Base):
     @property
     def job_state(self) -> JobState:
         return JobState(self.state)
+
+
+WITHOUT_SPEC = defer(Job.spec, raiseload=True)
+"""For queries that load jobs by the thousand; asking such a job for its specification raises."""
 
 
 class Attempt(Base):

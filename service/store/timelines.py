@@ -10,6 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.tables import Attempt, Slot, Timeline
 
+_LATEST_FIRST = (Timeline.attempt.desc(), Timeline.step.desc())
+"""An attempt that goes on from a checkpoint has lower steps than the dead one before it."""
+
 
 class SlotRecord(NamedTuple):
     """One measured slot; times in seconds from the start of its step. A tuple: there are thousands a step."""
@@ -50,22 +53,28 @@ async def record_timeline(
     )
     await session.flush()
     await _insert_slots(session, [(job_id, step, *slot) for slot in slots])
-    query = select(Timeline.step).where(Timeline.job_id == job_id).order_by(Timeline.step.desc()).offset(keep)
+    query = select(Timeline.step).where(Timeline.job_id == job_id).order_by(*_LATEST_FIRST).offset(keep)
     if old := (await session.execute(query)).scalars().all():
         await _delete_timelines(session, job_id, old)
 
 
 async def profiled_steps(session: AsyncSession, job_id: str) -> Sequence[int]:
-    """Numbers of the steps whose slots are stored, in order."""
-    query = select(Timeline.step).where(Timeline.job_id == job_id).order_by(Timeline.step)
-    return (await session.execute(query)).scalars().all()
+    """Numbers of the steps whose slots are stored, by attempt, then step: the latest is the last."""
+    return [step for _, step in await profiled_places(session, job_id)]
+
+
+async def profiled_places(session: AsyncSession, job_id: str) -> Sequence[tuple[int, int]]:
+    """(attempt, step) of the steps whose slots are stored, in this order."""
+    query = select(Timeline.attempt, Timeline.step).where(Timeline.job_id == job_id)
+    rows = await session.execute(query.order_by(Timeline.attempt, Timeline.step))
+    return [(attempt, step) for attempt, step in rows]
 
 
 async def find_timeline(
     session: AsyncSession, job_id: str, step: int | None
 ) -> tuple[Timeline, list[SlotRecord]] | None:
-    """The measured timeline of `step`, or of the last profiled step, with its slots as reported."""
-    query = select(Timeline).where(Timeline.job_id == job_id).order_by(Timeline.step.desc()).limit(1)
+    """The measured timeline of `step`, with its slots as reported; the latest one of the latest attempt if None."""
+    query = select(Timeline).where(Timeline.job_id == job_id).order_by(*_LATEST_FIRST).limit(1)
     if step is not None:
         query = query.where(Timeline.step == step)
     timeline = (await session.execute(query)).scalar_one_or_none()

@@ -24,7 +24,7 @@ from service.scheduler.model.spec import PipelineSpec
 from service.store.attempts import attempts_of
 from service.store.plans import find_plan
 from service.store.tables import JobPlan
-from service.store.timelines import SlotRecord, find_timeline, profiled_steps
+from service.store.timelines import SlotRecord, find_timeline, profiled_places
 from worker.model.memory_plan import planned_peak_bytes
 from worker.program import COMPUTE_OPS, TRANSFER_OPS
 
@@ -33,11 +33,16 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/jobs/{job_id}/profiled-steps")
 async def steps(job_id: JobId, service: Current) -> dict[str, Any]:
-    """Whether the job has a plan, and the numbers of the steps whose slots are stored, in order."""
+    """The attempt whose plan is stored (null: none), and of each stored timeline the step and the attempt; latest last."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
         plan = await session.scalar(select(JobPlan.attempt).where(JobPlan.job_id == job_id))
-        return {"planned": plan is not None, "steps": list(await profiled_steps(session, job_id))}
+        places = await profiled_places(session, job_id)
+    return {
+        "planned": plan,
+        "steps": [step for _, step in places],
+        "attempts": [attempt for attempt, _ in places],
+    }
 
 
 @router.get("/jobs/{job_id}/gaps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from datetime import datetime
 
@@ -89,6 +90,26 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
     targets = (await api.client.get("/api/v1/prometheus/targets")).json()
     assert targets[0]["targets"] == ["127.0.0.1:9000"]
     assert targets[0]["labels"]["__meta_slotline_job"] == job_id
+
+
+async def test_after_a_recovery_steps_and_timelines_are_those_of_the_living_attempt(api: Api):
+    job_id = await api.started()
+    timeline = {"step": 4, "started_at": 1.75e9, "uncertainty_s": 1e-5, "slots": SLOTS}
+    await api.report(job_id, 1, state="RUNNING", steps=[{**STEP, "step": n} for n in range(1, 6)])
+    await api.report(job_id, 2, timelines=[timeline])
+    await api.report(job_id, 3, state="FAILED", reason=reasons.Reason.DRIVER_LOST, message="gone")
+    await api.rounds(job_id, 2)
+    resumed = {"steps": [{**STEP, "step": 2, "loss": 7.0}], "timelines": [{**timeline, "step": 2}]}
+    await api.report(job_id, 1, number=2, state="RUNNING", **resumed)
+    place = f"/api/v1/jobs/{job_id}"
+    steps = (await api.client.get(f"{place}/steps")).json()["items"]
+    assert [(s["attempt"], s["step"]) for s in steps] == [(1, 1), (1, 3), (1, 4), (1, 5), (2, 2)]
+    news = (await api.client.get(f"{place}/steps", params={"page_token": "1:5"})).json()["items"]
+    assert [(s["attempt"], s["step"], s["loss"]) for s in news] == [(2, 2, 7.0)]
+    assert (await api.client.get(f"{place}/timeline")).json()["step"] == 2
+    told = (await api.client.get(f"/jobs/{job_id}/profiled-steps")).json()
+    assert told == {"planned": None, "steps": [4, 2], "attempts": [1, 2]}
+    problem(await api.client.get(f"{place}/steps", params={"page_token": "5"}), 422)
 
 
 async def test_the_peaks_of_an_attempts_memory_are_the_most_of_all_its_steps(api: Api):
@@ -319,6 +340,49 @@ async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker):
         assert len((await api.client.get("/api/v1/prometheus/targets")).json()) == 1
         await api.report(job_id, 2, state="SUCCEEDED")
         assert (await api.client.get("/api/v1/prometheus/targets")).json() == []
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "10.9.9.9:80",
+        "127.0.0.1:0",
+        "127.0.0.1:65536",
+        "127.0.0.1",
+        "127.0.0.1:9000/x?",
+        "127.0.0.1:9000@10.9.9.9:80",
+        "u@127.0.0.1:9000",
+        "127.0.0.1:٩٠",
+        "[127.0.0.1:80",
+        "169.254.169.254:80#127.0.0.1:80",
+    ],
+)
+async def test_prometheus_is_sent_to_ports_of_nodes_only(make_api: ApiMaker, endpoint: str):
+    async with make_api() as api:
+        job_id = await api.started()
+        assert (await api.report(job_id, 1, metrics_endpoint=endpoint)).status_code == 200
+        assert (await api.client.get("/api/v1/prometheus/targets")).json() == []
+        await api.report(job_id, 2, metrics_endpoint="127.0.0.1:9000")
+        assert len((await api.client.get("/api/v1/prometheus/targets")).json()) == 1
+
+
+@pytest.mark.parametrize("kind", ["end", "e\nnd", "\rend", "End", "state", "waiting", "error", "message", ""])
+async def test_a_drivers_event_neither_ends_a_stream_nor_speaks_for_the_control_plane(
+    make_api: ApiMaker, kind: str
+):
+    async with make_api() as api:
+        job_id = await api.started()
+        forged = {"at": 1.75e9, "kind": kind, "message": "SUCCEEDED"}
+        await api.report(job_id, 1, state="RUNNING", events=[forged, {**forged, "kind": "placed"}])
+        await api.report(job_id, 2, state="SUCCEEDED")
+        found = (await api.client.get(f"/api/v1/jobs/{job_id}/events")).json()["items"]
+        place = next(number for number, event in enumerate(found) if event["message"] == "SUCCEEDED")
+        assert re.fullmatch(r"driver\.\w+|e_nd|_end|event", found[place]["kind"])
+        assert found[place + 1]["kind"] == "placed", "others keep their names"
+        stream = {"Accept": "text/event-stream"}
+        text = (await api.client.get(f"/api/v1/jobs/{job_id}/events", headers=stream)).text
+        names = re.findall(r"^event: (.*)\r?$", text.replace("\r", ""), re.MULTILINE)
+        assert names == [*(event["kind"] for event in found), "end"], "the last one is the server's"
 
 
 async def _store_plan(api: Api, job_id: str, plan: dict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from base64 import urlsafe_b64encode
 
@@ -55,7 +56,11 @@ async def test_a_job_stored_by_another_version_is_listed_read_run_and_ended(api:
         "x": 1,
     }
     async with api.service.database.write() as session:
-        (await lock_job(session, job_id)).spec = old
+        job = await lock_job(session, job_id)
+        job.spec, job.steps_wanted = (
+            old,
+            0,
+        )  # a version without this column, and the migration for it, leave 0
     with pytest.raises(ValueError):
         JobSpec.model_validate(old)
     (listed,) = (await api.client.get("/api/v1/jobs")).raise_for_status().json()["items"]
@@ -435,3 +440,17 @@ async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api:
         async with api.service.database.write() as session:
             assert await delete_token(session, "me")
         problem(await api.client.get("/api/v1/jobs", headers=headers), 401)
+
+
+async def test_a_request_that_finds_no_connection_free_is_told_to_come_again(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    pool = api.service.database.engine.pool
+    monkeypatch.setattr(pool, "_timeout", 0.1)
+    async with contextlib.AsyncExitStack() as held:
+        for _ in range(pool.size() + pool._max_overflow):
+            await held.enter_async_context(api.service.database.engine.connect())
+        answer = await api.client.get("/api/v1/jobs")
+        assert "in use: try again" in problem(answer, 503)["detail"]
+        assert int(answer.headers["retry-after"]) > 0
+    assert (await api.client.get("/api/v1/jobs")).status_code == 200

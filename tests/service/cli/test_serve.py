@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import select
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from service.settings import misspelt_settings
@@ -78,3 +83,49 @@ def test_a_port_in_use_is_named_before_anything_starts(run: Run):
         port = taken.getsockname()[1]
         result = run("serve", "--port", port)
         assert result.code == 1 and str(port) in result.err
+
+
+@contextlib.contextmanager
+def serving(tmp_path: Path, **settings: str) -> Iterator[httpx.URL]:
+    """The command as a process, without a cluster."""
+    environment = {**os.environ, "SLOTLINE_DATA_DIR": str(tmp_path), "RAY_ADDRESS": "http://127.0.0.1:9"}
+    command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--json"]
+    process = subprocess.Popen(command, env=environment | settings, stdout=subprocess.PIPE, text=True)
+    try:
+        yield httpx.URL(json.loads(process.stdout.readline())["url"])
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize(
+    "piece", [b"x" * 4096, b"name: " + b"y" * 4088 + b"\r\n"], ids=["one header", "many headers"]
+)
+def test_headers_without_end_are_cut_off(tmp_path: Path, piece: bytes):
+    with serving(tmp_path) as url:
+        with socket.create_connection((url.host, url.port), timeout=20) as caller:
+            begin = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            caller.sendall(begin if b":" in piece else begin + b"name: ")
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                while sent < 2**23 and not select.select([caller], [], [], 0)[0]:
+                    caller.sendall(piece)
+                    sent += len(piece)
+            assert sent < 2**22, "the server reads on and on"
+        long = {"name": "y" * 30_000}
+        assert httpx.get(f"{url}/healthz", headers=long, trust_env=False).status_code == 200, (
+            "long is not endless"
+        )
+
+
+def test_a_stranger_is_told_at_once_and_the_connection_closed_before_the_body_came(tmp_path: Path):
+    with (
+        serving(tmp_path, SLOTLINE_API_TOKEN="secret") as url,
+        socket.create_connection((url.host, url.port), timeout=20) as caller,
+    ):
+        head = "POST /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        caller.sendall(f"{head}Content-Length: 30000000\r\n\r\n".encode() + b'{"name":')
+        answer = b""
+        while part := caller.recv(65536):  # to the end: the server's side is closed
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 401 ")

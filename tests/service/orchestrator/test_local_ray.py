@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.control_plane import run_control_plane
 from service.orchestrator import local_ray
 from service.orchestrator.decide import RayState
 from service.orchestrator.local_ray import LocalRay
@@ -225,3 +228,50 @@ async def test_a_server_that_is_interrupted_leaves_no_process_behind(ready_serve
         process.send_signal(signal.SIGINT)
         assert process.wait(100) in (0, -signal.SIGINT, 128 + signal.SIGINT)
     assert gone(mark), [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with(mark)]
+
+
+def heads(mark: str) -> list[int]:
+    """Processes that are the head of a Ray, of those with `mark` in their environment."""
+    return [pid for pid in processes_with(mark) if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+async def test_a_local_ray_that_dies_is_started_again_and_takes_work(tmp_path: Path, monkeypatch):
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("SLOTLINE_TEST_MARK", mark)
+    settings = Settings(data_dir=tmp_path, database_url="", cluster_refresh_s=0.5)
+    async with run_control_plane(settings) as service, asyncio.timeout(300):
+        while not service.cluster.snapshot.nodes:
+            await asyncio.sleep(0.1)
+        before = service.cluster.snapshot.nodes
+        for pid in heads(mark):
+            os.kill(pid, signal.SIGKILL)
+        while service.cluster.snapshot.nodes in (before, ()) or not service.cluster.snapshot.available:
+            await asyncio.sleep(0.1)
+        assert service.cluster.capacity.total["cpu"] == settings.local_workers
+    assert not heads(mark), "the second one ends with the control plane too"
+
+
+async def test_a_ray_that_cannot_live_is_started_again_after_longer_and_longer(monkeypatch):
+    monkeypatch.setattr(local_ray, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(local_ray, "_AGAIN_LIMIT_S", 0.4)
+    local, starts = LocalRay(Settings(database_url="")), []
+
+    async def started() -> int | None:
+        starts.append(time.monotonic())
+        local._process = await asyncio.create_subprocess_exec(
+            "false", stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        return await local._process.wait()
+
+    monkeypatch.setattr(local, "_started", started)
+    await started()
+    keeping = asyncio.create_task(local.keep())
+    async with asyncio.timeout(30):
+        while len(starts) < 6:
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await local.stop()
+    pauses = [after - before for before, after in itertools.pairwise(starts)]
+    for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4, 0.4), strict=True):
+        assert least <= pause, pauses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from service.jobspec import JobSpec
+from service.jobspec import JobSpec, JobState
 from service.store.attempts import (
     active_attempts,
     attempts_without_log,
@@ -14,7 +14,7 @@ from service.store.attempts import (
 )
 from service.store.database import Database
 from service.store.jobs import create_job
-from service.store.states import lock_job
+from service.store.states import lock_job, move_job
 from service.store.tables import Attempt
 from tests.service.conftest import job_body
 
@@ -24,6 +24,14 @@ AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
 async def start(database: Database) -> Attempt:
     async with database.write() as session:
         job = await create_job(session, JobSpec.model_validate(job_body()), at=AT)
+        return await create_attempt(session, job, device="cpu", at=AT)
+
+
+async def next_attempt(database: Database, attempt: Attempt) -> Attempt:
+    """The attempt that follows one that failed."""
+    async with database.write() as session:
+        job = await lock_job(session, attempt.job_id)
+        move_job(session, job, JobState.RECOVERING, at=AT)
         return await create_attempt(session, job, device="cpu", at=AT)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.store.database import Database
 from service.store.timelines import SlotRecord, find_timeline, profiled_steps, record_timeline
-from tests.service.store.test_attempts import start
+from tests.service.store.test_attempts import next_attempt, start
 
 
 def slot(mesh: str = "m0", start_s: float = 0.0, **changes) -> SlotRecord:
@@ -54,3 +54,20 @@ async def test_only_the_last_timelines_are_kept_and_a_repeated_one_is_replaced(d
         assert await profiled_steps(session, attempt.job_id) == [3, 4]
         assert await find_timeline(session, attempt.job_id, 2) is None
         assert len((await find_timeline(session, attempt.job_id, 4))[1]) == 1
+
+
+async def test_a_resumed_attempts_timelines_are_the_latest_though_the_dead_one_went_further(
+    database: Database,
+):
+    first = await start(database)
+    second = await next_attempt(database, first)
+    for attempt, number in ((first, 10), (first, 20), (first, 30), (second, 5), (second, 15), (second, 20)):
+        async with database.write() as session:
+            await record_timeline(
+                session, attempt, step=number, started_at=0.0, uncertainty_s=None, slots=[slot()], keep=3
+            )
+        async with database.read() as session:
+            latest, _ = await find_timeline(session, first.job_id, None)
+        assert (latest.attempt, latest.step) == (attempt.number, number)
+    async with database.read() as session:
+        assert await profiled_steps(session, first.job_id) == [5, 15, 20], "the dead attempt's go first"

@@ -22,15 +22,18 @@ const steps = [];
 const events = [];
 let planned = null;
 let choice = null;
-let shownStep = null;
+let shown = null;
+let attempt = null;
 
 async function refresh() {
   const job = await read(api);
   showJob(job);
-  await readOn(`${api}/steps`, steps, "step");
+  const now = job.attempts?.at(-1)?.number ?? null;
+  if (now !== attempt) begin(now);
+  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, addStep);
   showCharts();
   await refreshTimeline();
-  await readOn(`${api}/events`, events, "number");
+  await readOn(`${api}/events`, events, (event) => `after=${event.number}`, (event) => events.push(event));
   showEvents();
   return !FINAL.has(job.state);
 }
@@ -81,12 +84,25 @@ function rows(table, list) {
   document.querySelector(`#${table} tbody`).replaceChildren(...list);
 }
 
-/** Add to `list` what came since the last look, a few pages a round. */
-async function readOn(path, list, key) {
+/** Another attempt has started: what is shown of the one before it is read again, as far as it still holds. */
+function begin(number) {
+  attempt = number;
+  steps.length = 0;
+  shown = null;
+}
+
+/** Steps come by attempt: one that goes on from a checkpoint replaces what was done behind it. */
+function addStep(step) {
+  while (steps.length && steps.at(-1).step >= step.step) steps.pop();
+  steps.push(step);
+}
+
+/** `add` what came since the last of `list`, a few pages a round. */
+async function readOn(path, list, place, add) {
   for (let page = 0; page < 20; page++) {
-    const after = list.length ? `&after=${list.at(-1)[key]}` : "";
+    const after = list.length ? `&${place(list.at(-1))}` : "";
     const answer = await read(`${path}?limit=${PAGE}${after}`);
-    list.push(...answer.items);
+    answer.items.forEach(add);
     if (!answer.next_page_token || answer.items.length === 0) return;
   }
 }
@@ -104,14 +120,15 @@ function showCharts() {
   });
 }
 
-/** Read the timeline only when another step is to be shown: a step's slots never change. */
+/** Read the timeline only when another step, or another attempt's, is to be shown: its slots never change. */
 async function refreshTimeline() {
   const known = await read(`${page}/profiled-steps`);
   offerSteps(known.steps);
-  if (!known.planned) return;
+  if (known.planned === null) return;
   const chosen = $("step").value;
   const wanted = chosen ? Number(chosen) : (known.steps.at(-1) ?? null);
-  if (wanted === shownStep && planned) return;
+  const what = `${known.planned} ${known.attempts[known.steps.indexOf(wanted)]} ${wanted}`;
+  if (what === shown && planned) return;
   const query = wanted === null ? "" : `step=${wanted}`;
   const timeline = await read(`${api}/timeline?format=json&${query}`);
   const gaps = await read(`${page}/gaps?${query}`);
@@ -120,7 +137,7 @@ async function refreshTimeline() {
   if (chosen !== $("step").value) return;
   const keep = planned !== null;
   planned = timeline.planned;
-  shownStep = wanted;
+  shown = what;
   showTimeline(timeline, gaps, keep);
   showCharts();
 }
@@ -192,7 +209,8 @@ function showEvents() {
 
 function offerSteps(numbers) {
   const select = $("step");
-  if (select.options.length === numbers.length + 1 && Number(select.options[1]?.value) === numbers.at(-1)) return;
+  const offered = [...select.options].slice(1).map((option) => Number(option.value)).reverse();
+  if (String(offered) === String(numbers)) return;
   const chosen = select.value;
   select.replaceChildren(make("option", { value: "" }, "latest"), ...[...numbers].reverse().map((n) => make("option", { value: n }, String(n))));
   select.value = numbers.includes(Number(chosen)) ? chosen : "";

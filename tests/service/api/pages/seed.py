@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from service.control_plane import control_plane_app
 from service.jobspec import AttemptState, JobSpec, JobState
-from service.orchestrator.ray_jobs import ClusterUnreachableError
+from service.orchestrator.ray_jobs import ClusterUnreachableError, Node
 from service.scheduler import Plan, make_plan
 from service.scheduler.model.spec import PipelineSpec
 from service.settings import Settings
@@ -37,12 +37,15 @@ SLOWER = 1.25
 
 
 class NoCluster:
-    """A cluster that is away: nothing starts, so that the seeded jobs stay as they are."""
+    """A cluster with a node that offers nothing: nothing starts, so that the seeded jobs stay as they are."""
 
     async def _away(self, *_: object) -> None:
         raise ClusterUnreachableError("there is no cluster in this test")
 
-    submit = job = stop = log = nodes = upload_package = _away
+    submit = job = stop = log = upload_package = _away
+
+    async def nodes(self) -> list[Node]:
+        return [Node("node-1", "127.0.0.1", {})]
 
     async def close(self) -> None:
         return None
@@ -153,22 +156,22 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
             "update": [{"mesh": f"mesh{i}", "reduce_s": 0.001 * i, "step_s": 0.0005} for i in range(STAGES)],
         }
         await record_plan(session, attempt, json.dumps(body), at=now)
-        await record_steps(session, attempt, [_step(number) for number in range(1, STEPS + 1)])
-        for step in (20, 40):
+        await record_steps(session, attempt, [step(number) for number in range(1, STEPS + 1)])
+        for profiled in (20, 40):
             await record_timeline(
                 session,
                 attempt,
-                step=step,
+                step=profiled,
                 started_at=1.8e9,
                 uncertainty_s=2e-5,
-                slots=_measured(plan),
+                slots=measured(plan),
                 keep=9,
             )
         waiting = await jobs.create_job(session, job_spec("patient"), at=now)
     return {"running": running.id, "waiting": waiting.id, "failed": failed.id, "plan": plan}
 
 
-def _step(number: int) -> StepRecord:
+def step(number: int) -> StepRecord:
     return StepRecord(
         step=number,
         loss=5 * math.exp(-number / 20),
@@ -182,7 +185,7 @@ def _step(number: int) -> StepRecord:
     )
 
 
-def _measured(plan: Plan) -> list[SlotRecord]:
+def measured(plan: Plan) -> list[SlotRecord]:
     """The plan's slots, everything a quarter slower, and a STEP on every mesh."""
     fields = SlotRecord._fields
     slots = []
