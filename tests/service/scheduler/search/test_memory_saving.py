@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.scheduler import load_spec, make_plan, planner
+from service.scheduler import automatic, load_spec, make_plan
 from service.scheduler.model.memory import keeps_limits, peak_activation, peak_receive_buffers
 from service.scheduler.model.problem import build_problem
 from service.scheduler.search.auto import search
@@ -62,14 +62,14 @@ def test_where_a_limit_asks_for_it_the_optimum_is_found_with_the_fewest_microbat
 
 
 def test_a_plan_whose_search_for_less_memory_was_cut_short_says_so(monkeypatch):
-    late, search_once = [], planner.search
+    late, search_once = [], automatic.search
 
     def search_then_late(*arguments, **options):
         found = search_once(*arguments, **options)
         late.append(True)
         return found
 
-    monkeypatch.setattr(planner, "search", search_then_late)
+    monkeypatch.setattr(automatic, "search", search_then_late)
     data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
     plan = make_plan(load_spec(data), expired=lambda: bool(late))
     assert plan.truncated and plan.proven_optimal
