@@ -122,9 +122,14 @@ class ModelUpdate:
             parameter = self.parameters[name]
             if parameter.requires_grad:
                 self.transport.all_reduce(group, _gradient(parameter))
-        late = [p for name, p in self.parameters.items() if name not in self._bucketed and p.requires_grad]
-        for gradients in _by_dtype(late).values():
-            finish(self._average([_gradient(p) for p in gradients]))
+        if (
+            self._workers_group in self._groups
+        ):  # else a parameter without a gradient keeps none, and its value
+            late = [
+                p for name, p in self.parameters.items() if name not in self._bucketed and p.requires_grad
+            ]
+            for parameters in _by_dtype(late).values():
+                finish(self._average([_gradient(p) for p in parameters]))
         self._norm = self._global_norm(losses)
         if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
             self._norm = torch.ones_like(self._norm)
@@ -240,8 +245,6 @@ class ModelUpdate:
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> Finish | None:
         """Start to average over the workers of the mesh."""
-        if self._workers_group not in self._groups:
-            return None
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
 
         @torch.no_grad()
