@@ -65,12 +65,15 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
     if not names:
         return _with_less_memory(plan(frozenset(), budget_s), budget_s, expired)
     choices = candidates(names, judge)
+    every = len(choices) == 2 ** len(names)
+    # what the spec itself rules out needs no search, and is no plan
+    choices = [choice for choice in choices if not _refused(with_choice(spec, choice))] or choices
     best = _best_of(
         plan,
         choices,
         shares=[budget_s / len(choices)] * len(choices),
         bound=least_makespan(spec),
-        every=len(choices) == 2 ** len(names),
+        every=every,
     )
     return _with_less_memory(best, budget_s / len(choices), expired)
 
@@ -102,7 +105,6 @@ def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Fo
     choices = [frozenset(), frozenset(names)]
     if budget_s >= _WHOLE_WORTH_S:
         choices = candidates(names, partial(_quick_makespan, spec))
-    every = len(choices) == 2 ** len(names) <= _WHOLE_SEARCHED
     choices = choices[:_WHOLE_SEARCHED]
     shares = np.arange(1, len(choices) + 1) ** -1.5
     return _best_of(
@@ -110,7 +112,7 @@ def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Fo
         choices,
         shares=(budget_s * shares / shares.sum()).tolist(),
         bound=lower_bound(either_way(spec)),
-        every=every,
+        every=False,  # microbatches of one stage may differ in form, too
     )
 
 
@@ -132,7 +134,8 @@ def _best_of(
 ) -> Found:
     """The shortest plan of the choices, each with its share of the budget (seconds), until one attains `bound`.
 
-    `every` says that there are no other choices: then the least of their own bounds holds too.
+    `every` says that there are no other choices: then the least of their own bounds holds too, unless the search
+    found no order for one of them: that is no proof that there is none.
     """
     best: Found | None = None
     refused: SpecError | None = None
@@ -145,7 +148,7 @@ def _best_of(
         try:
             found = plan(choice, share)
         except SpecError as error:
-            refused = refused or error
+            refused, every = refused or error, False
             continue
         truncated = truncated or found.truncated
         bounds.append(found.lower_bound_s)

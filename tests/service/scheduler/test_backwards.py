@@ -3,6 +3,7 @@
 import random
 from itertools import product
 
+import numpy as np
 import pytest
 
 from service.scheduler import load_spec, make_plan
@@ -91,6 +92,34 @@ def test_no_bound_is_above_the_optimum_of_any_form(seed):
         for problem in (problem_with_whole(spec, whole), either_way(spec)):
             for name, bound in lower_bounds(problem).items():
                 assert bound <= best * (1 + 1e-9), (name, whole)
+
+
+def orders(whole, *, late):
+    """1F1B on two meshes, three microbatches, in the forms `whole[stage, microbatch]`; W right behind I, or at the end."""
+    base = ["F0 F1 b0 F2 b1 b2", "F0 b0 F1 b1 F2 b2"]
+    lanes = {}
+    for stage, order in enumerate(base):
+        lane, last = [], []
+        for action, m in order.split():
+            if action == "b" and not whole[stage, int(m)]:
+                lane.append(f"{stage}I{m}")
+                (last if late else lane).append(f"{stage}W{m}")
+            else:
+                lane.append(f"{stage}{action.upper()}{m}")
+        lanes[f"m{stage}"] = lane + last
+    return lanes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_bound_is_above_a_plan_whose_microbatches_differ_in_form(seed):
+    """`auto` takes one form for all backwards of a stage; its bound is for every plan of the spec."""
+    data = priced(2, 3, 300 + seed)
+    plan = make_plan(load_spec(data), budget_s=1.0)
+    for bits in product((False, True), repeat=6):
+        for late in (False, True):
+            lanes = orders(np.array(bits).reshape(2, 3), late=late)
+            mixed = make_plan(load_spec({**data, "schedule": "csv", "orders": lanes}), budget_s=0.1)
+            assert plan.lower_bound_s <= mixed.makespan_s * (1 + 1e-9), lanes
 
 
 def test_a_named_schedule_runs_its_backwards_for_as_long_as_they_were_measured():
