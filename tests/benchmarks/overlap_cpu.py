@@ -19,7 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from overlap_net import network, why_not
 
-MESHES = 4
+# Pipelines: (source, target, tensor) of every edge between stages; one stage a mesh.
+PIPELINES = {
+    "chain": [(k, k + 1, f"h{k}") for k in range(3)],
+    # two skip connections, which cross four stages and two
+    "unet": [(k, k + 1, f"h{k}") for k in range(5)] + [(0, 5, "skip0"), (1, 4, "skip1")],
+}
 TORCH = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble")
 
 
@@ -28,8 +33,16 @@ def main() -> int:
     if reason := why_not():
         print(f"skipped: {reason}")
         return 0
-    for microbatches in options.microbatches:
-        _bench(argparse.Namespace(**{**vars(options), "microbatches": microbatches}))
+    for name in options.pipelines:
+        for microbatches in options.microbatches:
+            edges = PIPELINES[name]
+            more = {
+                "microbatches": microbatches,
+                "edges": edges,
+                "meshes": 1 + max(edge[1] for edge in edges),
+                "name": name,
+            }
+            _bench(argparse.Namespace(**{**vars(options), **more}))
     return 0
 
 
@@ -38,11 +51,12 @@ def _bench(options: argparse.Namespace) -> None:
     from worker.transport.gloo import host_store
 
     seconds = tuple(part * options.stage_ms / 1e3 for part in (1.0, 1.0, 1.0))
-    with network(MESHES) as net:
+    with network(options.meshes) as net:
         net.set_rate(10e9)
         store = host_store()
         job = {
-            "count": MESHES,
+            "count": options.meshes,
+            "edges": options.edges,
             "host": net.host,
             "port": store.port,
             "elements": options.elements,
@@ -60,7 +74,7 @@ def _bench(options: argparse.Namespace) -> None:
                     json.dumps({**job, "rank": k, "address": net.addresses[k]}),
                 ],
             )
-            for k in range(MESHES)
+            for k in range(options.meshes)
         ]
         try:
             for ratio in options.ratios:
@@ -80,6 +94,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="transfer / forward"
     )
+    parser.add_argument("--pipelines", nargs="+", choices=list(PIPELINES), default=list(PIPELINES))
     parser.add_argument("--stage-ms", type=float, default=50.0, help="forward; I and W take as long each")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[16, 8])
     parser.add_argument("--steps", type=int, default=3, help="measured steps a row, after one warm-up")
@@ -89,14 +104,14 @@ def _options() -> argparse.Namespace:
 
 
 def _one_ratio(store, workers, ratio: float, options: argparse.Namespace) -> None:
-    measured = [_get(store, workers, f"measured/{ratio}/{k}") for k in range(MESHES)]
+    measured = [_get(store, workers, f"measured/{ratio}/{k}") for k in range(options.meshes)]
     link_s = statistics.median([t for m in measured for t in m["links"]])
     spread = [min(t for m in measured for t in m["links"]), max(t for m in measured for t in m["links"])]
     stage_s = [statistics.median(m["stage"][k] for m in measured) for k in range(3)]
     print(
         f"\n## c/f = {link_s / stage_s[0]:.2f}: transfer {link_s * 1e3:.1f} ms "
         f"({spread[0] * 1e3:.1f} to {spread[1] * 1e3:.1f}), F {stage_s[0] * 1e3:.1f} ms, "
-        f"I {stage_s[1] * 1e3:.1f} ms, W {stage_s[2] * 1e3:.1f} ms, {MESHES} meshes, "
+        f"I {stage_s[1] * 1e3:.1f} ms, W {stage_s[2] * 1e3:.1f} ms, {options.name}, {options.meshes} meshes, "
         f"{options.microbatches} microbatches\n",
         flush=True,
     )
@@ -106,7 +121,7 @@ def _one_ratio(store, workers, ratio: float, options: argparse.Namespace) -> Non
     print("|---|---|---|---|---|", flush=True)
     best: dict[str, float] = {}
     for row in rows:
-        found = [_get(store, workers, f"result/{row['name']}/{k}") for k in range(MESHES)]
+        found = [_get(store, workers, f"result/{row['name']}/{k}") for k in range(options.meshes)]
         steps = [
             max(f[s]["end"] for f in found) - min(f[s]["start"] for f in found) for s in range(options.steps)
         ]
@@ -153,13 +168,16 @@ def _rows(ratio: float, stage_s: list[float], link_s: float, options: argparse.N
         ("zb-h1", {"schedule": "zb-h1"}),
         ("auto", {"schedule": "auto"}),
         # the memory of torch's best: its zero bubble holds as many activations as there are meshes
-        (f"auto, at most {MESHES} activations", {"schedule": "auto", "limit": MESHES}),
-        (f"auto, at most {2 * MESHES} activations", {"schedule": "auto", "limit": 2 * MESHES}),
+        (f"auto, at most {options.meshes} activations", {"schedule": "auto", "limit": options.meshes}),
+        (
+            f"auto, at most {2 * options.meshes} activations",
+            {"schedule": "auto", "limit": 2 * options.meshes},
+        ),
         ("onnxruntime's order", {"schedule": "eager-1f1b", "baseline": "lockstep_timeline"}),
         ("alpa's order", {"schedule": "eager-1f1b", "baseline": "definition_order_timeline"}),
     ]
     for label, choice in variants:
-        plan = _plan(stage_s, link_s, options.microbatches, **choice)
+        plan = _plan(stage_s, link_s, options, **choice)
         if plan is not None:
             rows.append({"kind": "ours", "label": label, **plan})
     for number, row in enumerate(rows):
@@ -167,7 +185,7 @@ def _rows(ratio: float, stage_s: list[float], link_s: float, options: argparse.N
     return rows
 
 
-def _plan(stage_s, link_s, microbatches, *, schedule, overlap=True, limit=None, baseline=None) -> dict | None:
+def _plan(stage_s, link_s, options, *, schedule, overlap=True, limit=None, baseline=None) -> dict | None:
     """Programs and planned makespan. A `baseline` of service.scheduler.compare gives its order of
     transfers; its rows in lockstep are part of its plan, but not of the programs."""
     from service.scheduler import PipelineSpec, SpecError, compare, make_plan
@@ -175,8 +193,8 @@ def _plan(stage_s, link_s, microbatches, *, schedule, overlap=True, limit=None, 
 
     forward, backward_input, backward_weight = stage_s
     spec = {
-        "microbatches": microbatches,
-        "meshes": [{"name": f"m{k}", "activation_limit_bytes": limit} for k in range(MESHES)],
+        "microbatches": options.microbatches,
+        "meshes": [{"name": f"m{k}", "activation_limit_bytes": limit} for k in range(options.meshes)],
         "stages": [
             {
                 "name": f"s{k}",
@@ -188,17 +206,17 @@ def _plan(stage_s, link_s, microbatches, *, schedule, overlap=True, limit=None, 
                 "activation_bytes": 1,
                 "weight_stash_bytes": 1,
             }
-            for k in range(MESHES)
+            for k in range(options.meshes)
         ],
         "edges": [
             {
-                "source": f"s{k}",
-                "target": f"s{k + 1}",
+                "source": f"s{source}",
+                "target": f"s{target}",
                 "forward_s": link_s,
                 "backward_s": link_s,
-                "tensor": f"h{k}",
+                "tensor": tensor,
             }
-            for k in range(MESHES - 1)
+            for source, target, tensor in options.edges
         ],
         "network": {"contention": "full-duplex"},
         "overlap": overlap,

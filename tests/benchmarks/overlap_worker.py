@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from overlap_stage import Record, SleepingStage, loss
+from overlap_stage import Record, RelayingStage, SleepingStage, loss
 
 from worker.engine import Engine, RunOptions
 from worker.program import program_from_json
@@ -26,10 +26,10 @@ from worker.transport.gloo import GlooTransport
 
 
 class Edge:
-    """Stage s to stage s + 1."""
+    """A tensor from one stage to another."""
 
-    def __init__(self, source: int, shape: tuple[int, ...]):
-        self.source, self.target, self.tensor = source, source + 1, f"h{source}"
+    def __init__(self, source: int, target: int, tensor: str, shape: tuple[int, ...]):
+        self.source, self.target, self.tensor = source, target, tensor
         self.shape, self.dtype, self.differentiable = shape, torch.float32, True
 
 
@@ -92,7 +92,8 @@ class Worker:
 
     def measure_stage(self, repeats: int = 5) -> list[float]:
         """Seconds of F, I and W of the sleeping stage, with what autograd and the tensors cost."""
-        stage, rows = SleepingStage(1, 3, self.job["seconds"], self.record), []
+        chain = [(0, 1, "h0"), (1, 2, "h1")]
+        stage, rows = SleepingStage(1, chain, self.job["seconds"], self.record), []
         for _ in range(repeats):
             x = torch.zeros(self.shape, requires_grad=True)
             start = time.monotonic()
@@ -106,13 +107,13 @@ class Worker:
 
     def run_ours(self, row) -> list[dict]:
         mesh, microbatches = self.meshes[self.rank], self.job["microbatches"]
-        stage = SleepingStage(self.rank, self.count, self.job["seconds"], self.record)
+        stage = SleepingStage(self.rank, self.job["edges"], self.job["seconds"], self.record)
         engine = Engine(
             mesh=mesh,
             worker=0,
             program=program_from_json(row["programs"][mesh]),
             stages={self.rank: stage},
-            edges=[Edge(s, self.shape) for s in range(self.count - 1)],
+            edges=[Edge(*edge, self.shape) for edge in self.job["edges"]],
             mesh_of_stage=self.meshes,
             tied={},
             microbatches=microbatches,
@@ -138,8 +139,9 @@ class Worker:
         from torch.distributed.pipelining import PipelineStage, schedules
 
         microbatches = self.job["microbatches"]
-        stage = SleepingStage(self.rank, self.count, self.job["seconds"], self.record)
-        pipeline_stage = PipelineStage(stage, self.rank, self.count, torch.device("cpu"))
+        stage = SleepingStage(self.rank, self.job["edges"], self.job["seconds"], self.record)
+        relaying = RelayingStage(self.rank, self.job["edges"], stage)
+        pipeline_stage = PipelineStage(relaying, self.rank, self.count, torch.device("cpu"))
         kind = getattr(schedules, row["schedule"])
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         schedule = kind(

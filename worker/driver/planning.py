@@ -14,6 +14,7 @@ from worker.costs import least_memory_bytes, outgrows, profiles_json
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
+from worker.driver.links import LinkCosts
 from worker.driver.report import Reporter
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
@@ -22,11 +23,8 @@ from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
-from worker.transport import Topology
-from worker.transport.network import choose_probes, network_of
 from worker.transport.rendezvous import host_store
 
-PROBE_LIMIT_S = 10.0
 SUM_LIMIT_S = 60.0
 
 
@@ -109,7 +107,17 @@ class Planner:
         )
         memory = self._measure_memory()
         profiles = self._profiles_of(keys, least_bytes=least_memory_bytes(memory))
-        network = self._measure_network(next(iter(profiles.values())))
+        network = LinkCosts(
+            control=self._control,
+            reporter=self._reporter,
+            gang=self._gang,
+            device=self._device,
+            limits=self._limits,
+            interrupted=self._interrupted,
+        ).network(
+            loops=may_loop(self._job),
+            skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
+        )
         planned = self._ask(profiles, network, {**memory, "update": self._measure_update().to_json()})
         self._planned = planned
         self._trace_once(planned.microbatches)
@@ -221,40 +229,6 @@ class Planner:
                 f"the batch in {count} microbatches",
             )
         return slowest_profile([self._profiles[key] for key in workers_of])
-
-    def _measure_network(self, profile: LayerProfile) -> dict[str, Any]:
-        """JSON of a NetworkSpec: what transfers between the meshes cost and share, on a rendezvous of its own."""
-        meshes = [mesh.name for mesh in self._gang.meshes]
-        node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
-        ways = {
-            "loops": may_loop(self._job),
-            "skips": any(edge.target > edge.source + 1 for edge in profile.edges),
-        }
-        probes = choose_probes(meshes, node_of, **ways)
-        if not probes:
-            return network_of([], meshes, node_of, **ways)
-        store = host_store("0.0.0.0")
-        measured = self._call(
-            [
-                mesh.workers[0].measure_links.remote(
-                    probes=probes,
-                    topology=Topology(meshes=tuple(meshes)),
-                    store=(own_node_address(), store.port),
-                    host=node_of[mesh.name],
-                    connect_s=self._limits.connect_s,
-                )
-                for mesh in self._gang.meshes
-            ],
-            f"measuring the links ({len(probes)} of them)",
-            2 * self._limits.connect_s + PROBE_LIMIT_S * len(probes),
-        )
-        network = network_of([one for found in measured for one in found], meshes, node_of, **ways)
-        self._reporter.event(
-            "links_measured",
-            f"{network['contention']}; the slowest moves {network['bandwidth_bytes_per_s']:.3g} bytes a second "
-            f"after {network['latency_s']:.2g} s",
-        )
-        return network
 
     def _measure_memory(self) -> dict[str, Any]:
         """What each mesh may hold (of its workers the least) and what the optimizer will keep, for the request."""

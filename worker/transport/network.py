@@ -62,6 +62,30 @@ class Measured:
     links: tuple[Link, ...]
     together: tuple[Together, ...]
 
+    def to_json(self, role_of: Mapping[str, int]) -> dict[str, Any]:
+        """Plain values, with a number in place of each mesh's name."""
+        return {
+            "links": [
+                [role_of[link.source], role_of[link.target], link.latency_s, link.bandwidth_bytes_per_s]
+                for link in self.links
+            ],
+            "together": [[one.kind, *one.alone_s, one.together_s] for one in self.together],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any], names: Sequence[str]) -> Measured:
+        """The same with `names` for the numbers. KeyError, TypeError, ValueError, IndexError for anything else."""
+        return cls(
+            tuple(
+                Link(names[source], names[target], float(latency_s), float(bandwidth))
+                for source, target, latency_s, bandwidth in body["links"]
+            ),
+            tuple(
+                Together(kind, (float(first), float(second)), float(both))
+                for kind, first, second, both in body["together"]
+            ),
+        )
+
 
 def contention_of(measurements: Sequence[Together]) -> str:
     """The contention model (DESIGN section 4) of these measurements: link, full-duplex or half-duplex.
