@@ -20,10 +20,11 @@ from service.scheduler.model.memory import (
 from service.scheduler.model.problem import FORWARD, Problem
 from service.scheduler.model.timeline import OrderError, Timeline, simulate
 from service.scheduler.search import rules
-from service.scheduler.search.robustness import Slack
+from service.scheduler.search.robustness import LONGER, Slack, with_longer_transfers
 
 _ROUNDING = 1e-12  # relative: sums of the same times in another order
 _RULES = 6  # the first of the standard rules: those without a cap of their own
+_RUNS_FOR_LONGER = 100  # with fewer than these the rules are tried for the planned transfers only
 _TASK_RUNS = 800_000  # work: what a plan may cost here for rules, whatever its size,
 _TASK_SIMULATIONS = 300_000  # and for changed orders
 
@@ -46,7 +47,7 @@ class _Saving:
         self._latest = timeline.makespan * (1 + _ROUNDING)
         self._rule_runs = _TASK_RUNS // (100 + self.problem.tasks)
         self._simulations = _TASK_SIMULATIONS // (100 + self.problem.tasks)
-        self._runner: rules.RuleRunner | None = None
+        self._runners: list[rules.RuleRunner] = []
         self._peaks, self._buffers = self._costs(timeline)
         self._slack = Slack(timeline)
         by_mesh = [np.flatnonzero(self.problem.mesh_of_stage == p) for p in range(self.problem.meshes)]
@@ -80,14 +81,25 @@ class _Saving:
         return [limit if p == mesh else peak for p, peak in enumerate(self._peaks)]
 
     def _follows_rules(self, limits: Sequence[int]) -> bool:
-        if self._runner is None:
-            self._runner = rules.RuleRunner(self.problem)
-        for rule in islice(rules.standard_rules(self.problem), _RULES):
-            if self._runner.runs == self._rule_runs:
-                return False
-            found = self._runner.timeline(rule, np.array(limits, dtype=np.int64))
-            if found is not None and found.makespan <= self._latest and self._accept(found.lanes):
-                return True
+        """Whether a rule's order does, as it comes out for the planned transfers or for longer ones: the second
+        keeps more slack in the same memory."""
+        if not self._runners:
+            problems = [self.problem]
+            if self._rule_runs > _RUNS_FOR_LONGER:
+                problems += [with_longer_transfers(self.problem, longer) for longer in LONGER]
+            self._runners = [rules.RuleRunner(problem) for problem in problems]
+        for runner in self._runners:
+            for rule in islice(rules.standard_rules(self.problem), _RULES):
+                if sum(one.runs for one in self._runners) == self._rule_runs:
+                    return False
+                found = runner.timeline(rule, np.array(limits, dtype=np.int64))
+                longer = runner is not self._runners[0]
+                if (
+                    found is not None
+                    and (longer or found.makespan <= self._latest)
+                    and self._accept(found.lanes)
+                ):
+                    return True
         return False
 
     def _moves_forwards(self, limits: Sequence[int]) -> bool:

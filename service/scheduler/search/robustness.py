@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.memory import posting_waits
+from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges
 
-_LONGER = (2.0, 4.0)  # times as long
+LONGER = (2.0, 4.0)  # times as long
 
 
 class Slack:
     """How slow a plan is when transfers take two and four times as long as planned; others are held against it."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._latest = [stretched_makespan(timeline, longer) * (1 + TOLERANCE) for longer in _LONGER]
+        self._latest = [stretched_makespan(timeline, longer) * (1 + TOLERANCE) for longer in LONGER]
 
     def kept_by(self, other: Timeline) -> bool:
         """Whether another plan is no slower then."""
         return all(
             stretched_makespan(other, longer) <= latest
-            for longer, latest in zip(_LONGER, self._latest, strict=True)
+            for longer, latest in zip(LONGER, self._latest, strict=True)
         )
+
+
+def with_longer_transfers(problem: Problem, longer: float) -> Problem:
+    """The same problem with transfers that take `longer` times as long."""
+    transfers = tuple(
+        replace(transfer, forward_s=transfer.forward_s * longer, backward_s=transfer.backward_s * longer)
+        for transfer in problem.transfers
+    )
+    return replace(problem, transfers=transfers)
 
 
 def stretched_makespan(timeline: Timeline, longer: float) -> float:

@@ -61,6 +61,17 @@ def test_where_a_limit_asks_for_it_the_optimum_is_found_with_the_fewest_microbat
     assert fewer.lower_bound_s > plan.makespan_s * (1 + 1e-9)
 
 
+def test_slack_for_longer_transfers_takes_a_few_microbatches_and_not_all_of_them():
+    data = chain(4, 32, schedule="auto", contention="full-duplex", transfer=0.0138, split_backward=True)
+    for stage in data["stages"]:
+        stage.update(forward_s=0.0513, backward_input_s=0.0506, backward_weight_s=0.0506)
+    data["stages"][0].update(backward_input_s=0.0, backward_weight_s=0.1012)
+    plan = make_plan(load_spec(data))
+    assert plan.proven_optimal
+    found = [mesh.peak_activation_bytes / 2 for mesh in plan.meshes]
+    assert max(found) <= 12, "of 32 microbatches"
+
+
 def test_a_plan_whose_search_for_less_memory_was_cut_short_says_so(monkeypatch):
     late, search_once = [], automatic.search
 
