@@ -101,6 +101,8 @@ class ModelUpdate:
         self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
         self._norm: torch.Tensor | None = None
         self._bucketed: frozenset[str] = frozenset()
+        # Of parameters without a gradient of this worker: how many others made one.
+        self._makers: dict[nn.Parameter, torch.Tensor] = {}
         self.rehearsing = False
 
     @property
@@ -111,6 +113,7 @@ class ModelUpdate:
     def begin(self) -> None:
         """Forget the gradients of the last step."""
         self._norm = None
+        self._makers = {}
         drop_casts()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -121,15 +124,13 @@ class ModelUpdate:
         for name, group in self._tied_groups.items():
             parameter = self.parameters[name]
             if parameter.requires_grad:
-                self.transport.all_reduce(group, _gradient(parameter))
-        if (
-            self._workers_group in self._groups
-        ):  # else a parameter without a gradient keeps none, and its value
+                self._sum_tied(parameter, group)
+        if self._workers_group in self._groups:
             late = [
                 p for name, p in self.parameters.items() if name not in self._bucketed and p.requires_grad
             ]
             for parameters in _by_dtype(late).values():
-                finish(self._average([_gradient(p) for p in parameters]))
+                finish(self._average(parameters))
         self._norm = self._global_norm(losses)
         if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
             self._norm = torch.ones_like(self._norm)
@@ -157,7 +158,7 @@ class ModelUpdate:
     @torch.no_grad()
     def reduce_bucket(self, names: Sequence[str]) -> Finish | None:
         """REDUCE of a bucket: start to average its gradients over the workers of the mesh."""
-        return self._average([_gradient(self.parameters[name]) for name in names])
+        return self._average([self.parameters[name] for name in names])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -169,6 +170,11 @@ class ModelUpdate:
         norm = self._norm
         if not self.parameters:
             return
+        for parameter, makers in self._makers.items():
+            if (
+                float(makers) == 0
+            ):  # as in the plain loop it has none, and neither decay nor momentum moves it
+                parameter.grad = None
         if norm.is_cuda and skips_by_itself(self.optimizer):
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
@@ -243,15 +249,31 @@ class ModelUpdate:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         return lambda parameter: names[id(parameter)]
 
-    def _average(self, gradients: Sequence[torch.Tensor]) -> Finish | None:
-        """Start to average over the workers of the mesh."""
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    def _sum_tied(self, parameter: nn.Parameter, group: str) -> None:
+        """Sum over the meshes that hold it, and count which of them made a gradient."""
+        made = parameter.grad is not None
+        makers = torch.full((), float(made), device=parameter.device)
+        self.transport.all_reduce(group, _gradient(parameter))
+        self.transport.all_reduce(group, makers)
+        if not made:
+            self._makers[parameter] = makers
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> Finish | None:
+        """Start to average over the workers of the mesh, and to count which of them made a gradient."""
+        unmade = [k for k, p in enumerate(parameters) if p.grad is None or p in self._makers]
+        gradients = [_gradient(p) for p in parameters]
+        counts = gradients[0].new_ones(len(gradients))
+        for k in unmade:
+            counts[k] = self._makers.get(parameters[k], 0.0)
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), counts])
 
         @torch.no_grad()
         def hand_out() -> None:
-            flat.div_(self.transport.topology.workers_per_mesh)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            *parts, makers = flat.split([*(g.numel() for g in gradients), len(gradients)])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient) / self.transport.topology.workers_per_mesh)
+            for k in unmade:
+                self._makers[parameters[k]] = makers[k].clone()
 
         return followed_by(self.transport.start_all_reduce(self._workers_group, flat), hand_out)
 

@@ -186,7 +186,7 @@ class Plain:
             loss = squared_error(tensors["output"], target)
             (loss / len(inputs)).backward()
             losses.append(loss.item())
-        gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
+        gradients = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
         self.norm = None
         if self.clip is not None:
             self.norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip).item()

@@ -12,6 +12,7 @@ from engine_support import (
     Plain,
     batch,
     chain,
+    linear,
     make_stage,
     planned,
     serial_programs,
@@ -118,9 +119,84 @@ def test_two_workers_a_mesh_train_on_the_mean_of_their_gradients():
     with LocalPipeline(graph, FOUR, programs, 2, optimizer=adamw, workers=2, clip_grad_norm=0.3) as pipeline:
         for step in range(3):
             parts = [batch(2, seed=10 * worker + step) for worker in range(2)]
-            losses, _ = plain.step(parts[0][0] + parts[1][0], parts[0][1] + parts[1][1])
+            losses, _ = plain.step(*whole(parts))
             results = pipeline.step(step, parts)
             assert results["m3", 0].losses + results["m3", 1].losses == pytest.approx(losses, abs=1e-10)
+
+
+decaying = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+
+
+def whole(parts):
+    """The batch of the plain loop: the workers' microbatches one after the other."""
+    return tuple([tensor for part in parts for tensor in part[side]] for side in range(2))
+
+
+def with_spare(used):
+    """A chain whose second stage has a layer that takes part where `used(x)` says so."""
+    graph = chain(2)
+
+    def forward(module, x):
+        x = torch.tanh(module.lin(x))
+        return ((x + module.spare(x)) if used(x) else x,)
+
+    graph.stages[1] = make_stage(1, ["h0"], ["output"], forward, lin=linear(), spare=linear())
+    return graph
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_parameter_that_nobody_used_is_moved_by_neither_decay_nor_workers(workers):
+    """Torch's optimizers pass over a parameter without a gradient; one of zeros decays."""
+    graph, meshes = with_spare(lambda x: False), ["m0", "m1"]
+    plain, before = Plain(graph, decaying), graph.stages[1].spare.weight.detach().clone()
+    programs = serial_programs(graph, meshes, 2)
+    with LocalPipeline(graph, meshes, programs, 2, optimizer=decaying, workers=workers) as pipeline:
+        for step in range(3):
+            parts = [batch(2, seed=10 * worker + step) for worker in range(workers)]
+            plain.step(*whole(parts))
+            pipeline.step(step, parts)
+        found = parameters_of(pipeline)
+        for name, value in found.items():
+            torch.testing.assert_close(value, plain.parameters[name].detach(), rtol=1e-9, atol=1e-11)
+    assert torch.equal(found["1.spare.weight"], before)
+
+
+def test_a_parameter_that_one_worker_used_trains_on_what_that_one_made_of_the_whole_batch():
+    graph, meshes = with_spare(lambda x: bool(x.sum() > 0)), ["m0", "m1"]
+    data = [batch(1, seed=seed) for seed in range(12)]
+    with torch.no_grad():
+        sums = [graph.stages[0](*inputs[0])[0].sum() > 0 for inputs, _ in data]
+    use = next(one for one, used in zip(data, sums, strict=True) if used)
+    leave = next(one for one, used in zip(data, sums, strict=True) if not used)
+    plain = Plain(graph, decaying)
+    programs = serial_programs(graph, meshes, 1)
+    with LocalPipeline(graph, meshes, programs, 1, optimizer=decaying, workers=2) as pipeline:
+        for step, parts in enumerate([[use, leave], [leave, use]]):
+            plain.step(*whole(parts))
+            pipeline.step(step, parts)
+            for worker in range(2):
+                for name, value in pipeline.engines["m1", worker].state()["parameters"].items():
+                    torch.testing.assert_close(value, plain.parameters[name].detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tied_parameter_that_no_stage_made_a_gradient_of_keeps_its_value(workers):
+    graph, meshes = tied_chain(), ["m0", "m1", "m2"]
+    first, _, last = graph.stages
+    first.more = linear()
+    first.original_names = {name: f"0.{name}" for name, _ in first.named_parameters()}
+    first._function = lambda m, x: (torch.tanh(m.more(x @ m.w.detach())),)
+    last._function = lambda m, b: (b @ m.w.detach().T,)
+    before = first.w.detach().clone()
+    plain, programs = Plain(graph, decaying), serial_programs(graph, meshes, 2)
+    with LocalPipeline(graph, meshes, programs, 2, optimizer=decaying, workers=workers) as pipeline:
+        parts = [batch(2, seed=worker) for worker in range(workers)]
+        plain.step(*whole(parts))
+        pipeline.step(0, parts)
+        after = parameters_of(pipeline)
+    assert torch.equal(after["0.w"], before)
+    for name, value in after.items():
+        torch.testing.assert_close(value, plain.parameters[name].detach(), rtol=1e-9, atol=1e-11)
 
 
 def test_the_learning_rate_schedule_steps_with_the_optimizer():
