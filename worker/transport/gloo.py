@@ -9,9 +9,11 @@ Must not know stages, programs or schedules.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from worker.transport.rendezvous import STORE_TIMEOUT, RendezvousTransport, firs
 # Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
 _NEVER = timedelta(days=7)
 _ABORT_TAG = 2**31 - 1
+_LOOP_THREAD = "gloo_tcp_loop"
 
 __all__ = ["GlooTransport", "host_store"]
 
@@ -81,6 +84,8 @@ class GlooTransport(RendezvousTransport):
                 f"{self._connect_timeout_s:g} s: {first_line(error)}"
             ) from error
 
+        calm_loop_threads()
+
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
         return _started(peer, f"sending to {peer}", lambda: self._sends[peer].send([tensor], 1, tag))
 
@@ -130,6 +135,24 @@ class GlooTransport(RendezvousTransport):
         store.set_timeout(STORE_TIMEOUT)
         group.set_timeout(_NEVER)
         return group
+
+
+def calm_loop_threads() -> int:
+    """Keep gloo's own threads of this process from preempting those that they then wait for; how many there are.
+
+    A loop thread that cannot take a connection's lock asks epoll again at once, for as long as the thread that holds the
+    lock (it is sending, or posting a receive) has no core. Woken by the other side it takes that core itself, and then
+    burns it: 10 to 60 calls of epoll_wait for each transfer that were answered and read nothing, 50 to 500 µs of
+    processor time (torch 2.13, two processes on two cores). SCHED_BATCH threads do not preempt whom they wake
+    beside: 10 to 40 µs. Linux only; elsewhere, and where it is forbidden, nothing changes.
+    """
+    calmed = 0
+    for folder in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            if (folder / "comm").read_text().strip() == _LOOP_THREAD:
+                os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
+                calmed += 1
+    return calmed
 
 
 def _started(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:

@@ -1,10 +1,12 @@
-"""The gloo transport between threads of one process: how waiting operations end."""
+"""The gloo transport between threads of one process: its own threads, and how waiting operations end."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,17 @@ def transports():
     for transport in made:
         transport.abort()
         transport.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are read from /proc")
+def test_threads_of_gloo_do_not_preempt_those_that_they_would_then_wait_for(transports):
+    policies = [
+        os.sched_getscheduler(int(folder.name))
+        for folder in Path("/proc/self/task").glob("*")
+        if (folder / "comm").read_text().startswith("gloo")
+    ]
+    assert len(policies) >= len(MESHES) and set(policies) == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(threading.get_native_id()) != os.SCHED_BATCH
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the abort", "after the abort"])
