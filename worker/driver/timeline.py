@@ -6,7 +6,7 @@ REDUCE and STEP come after the makespan and are not part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def _mesh(compute: list[Interval], transfers: list[Interval]) -> MeshSummary:
     busy, moving = _union(compute), _union(transfers)
     first, last = busy[0][0], busy[-1][1]
     inside = [(max(s, first), min(e, last)) for s, e in moving if e > first and s < last]
-    covered = sum(_overlap(interval, busy) for interval in inside)
+    covered = _overlap(inside, busy)
     return MeshSummary(
         compute_s=sum(e - s for s, e in compute),
         span_s=last - first,
@@ -96,5 +96,14 @@ def _union(intervals: list[Interval]) -> list[Interval]:
     return merged
 
 
-def _overlap(interval: Interval, disjoint: list[Interval]) -> float:
-    return sum(max(0.0, min(interval[1], e) - max(interval[0], s)) for s, e in disjoint)
+def _overlap(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
+    """How long both run; each is disjoint and in ascending order, so that one look at each is enough."""
+    total, a, b = 0.0, 0, 0
+    while a < len(ones) and b < len(others):
+        (start, end), (other_start, other_end) = ones[a], others[b]
+        total += max(0.0, min(end, other_end) - max(start, other_start))
+        if end < other_end:
+            a += 1
+        else:
+            b += 1
+    return total

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
+from worker.program import SEND_OPS
 from worker.slots import MeasuredSlot
-
-Slot = TypeVar("Slot", bound=MeasuredSlot)
 
 
 @dataclass(frozen=True)
@@ -43,35 +41,30 @@ def estimate_offset(
 
 def to_driver_clock(slots: Sequence[MeasuredSlot], offset: ClockOffset) -> list[MeasuredSlot]:
     """Slots of a worker on the clock of the process that estimated `offset` of that worker."""
-    return [
-        replace(slot, start_s=slot.start_s - offset.offset_s, end_s=slot.end_s - offset.offset_s)
-        for slot in slots
-    ]
+    if offset.offset_s == 0.0:
+        return list(slots)
+    return [slot.at(slot.start_s - offset.offset_s, slot.end_s - offset.offset_s) for slot in slots]
 
 
 def rendezvous_times(slots_of: Mapping[str, Sequence[MeasuredSlot]]) -> dict[str, list[MeasuredSlot]]:
     """Give both halves of each transfer the same times: from when both ends were ready to when the
     receiver had the tensor. `slots_of`: slots by mesh, on one clock. A half that waits for the other end
     is not a running transfer; a transfer with one half only keeps its times."""
-    halves: dict[tuple, dict[str, MeasuredSlot]] = {}
+    sent: dict[tuple, MeasuredSlot] = {}
+    received: dict[tuple, MeasuredSlot] = {}
     for slots in slots_of.values():
         for slot in slots:
             if slot.edge is not None:
-                half, direction = slot.action.split("_")
-                halves.setdefault((slot.edge, slot.microbatch, direction), {})[half] = slot
-    times = {
-        key: (max(both["SEND"].start_s, both["RECV"].start_s), both["RECV"].end_s)
-        for key, both in halves.items()
-        if len(both) == 2
-    }
+                halves = sent if slot.action in SEND_OPS else received
+                halves[slot.edge, slot.microbatch, slot.action[-1]] = slot
 
     def aligned(slot: MeasuredSlot) -> MeasuredSlot:
         if slot.edge is None:
             return slot
-        key = (slot.edge, slot.microbatch, slot.action.split("_")[1])
-        if key not in times:
+        key = (slot.edge, slot.microbatch, slot.action[-1])
+        if key not in sent or key not in received:
             return slot
-        start, end = times[key]
-        return replace(slot, start_s=min(start, end), end_s=end)
+        end = received[key].end_s
+        return slot.at(min(max(sent[key].start_s, received[key].start_s), end), end)
 
     return {mesh: [aligned(slot) for slot in slots] for mesh, slots in slots_of.items()}
