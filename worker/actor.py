@@ -24,6 +24,7 @@ from worker.data.staging import read_steps
 from worker.device import choose_device, make_transport
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
 from worker.engine_failure import engine_failure
+from worker.engine_measure import measure_action
 from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit, tried_bytes
@@ -45,7 +46,7 @@ from worker.training import (
     without_implementation,
 )
 from worker.transport import ConnectError, Topology
-from worker.transport.base import for_a_while
+from worker.transport.base import Transport, for_a_while
 from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
 from worker.update_measure import WORKERS, measure_sum, measure_update
@@ -148,8 +149,7 @@ class Worker:
     def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, float]:
         """What summing gradients over the workers of this mesh takes; all of them call this at the same time."""
         topology = Topology((self._mesh,), self._workers_per_mesh)
-        where = {"mesh": self._mesh, "worker": self._worker, "store": store, "host": host}
-        transport = make_transport(self._device, topology, **where, connect_s=connect_s)
+        transport = self._transport(topology, store, host, connect_s)
         with for_a_while(transport):
             transport.connect({WORKERS: tuple(range(topology.size))}, ())
             return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])
@@ -165,18 +165,17 @@ class Worker:
         connect_s: float,
     ) -> list[Measured]:
         """What the probes found whose hub this mesh is; every worker 0 calls this at the same time."""
-        transport = make_transport(
-            self._device,
-            topology,
-            mesh=self._mesh,
-            worker=0,
-            store=store,
-            host=host,
-            connect_s=connect_s,
-        )
+        transport = self._transport(topology, store, host, connect_s)
         with for_a_while(transport):
             transport.connect(groups_of(topology), lanes_of(probes))
             return measure_links(transport, probes, self._device)
+
+    @attributed_to(Reason.START_TIMEOUT)
+    def measure_action(
+        self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
+    ) -> float:
+        """Processor seconds of the engine for an action; every worker 0 calls this at the same time."""
+        return measure_action(self._transport(topology, store, host, connect_s))
 
     @attributed_to(Reason.USER_CODE_RAISED)
     def profile(self, microbatches: int | None = None) -> dict[str, Any]:
@@ -234,15 +233,7 @@ class Worker:
                     last=training.steps,
                     limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
                 )
-            transport = make_transport(
-                self._device,
-                topology,
-                mesh=self._mesh,
-                worker=self._worker,
-                store=store,
-                host=host,
-                connect_s=connect_s,
-            )
+            transport = self._transport(topology, store, host, connect_s)
             self._engine = Engine(
                 mesh=self._mesh,
                 worker=self._worker,
@@ -341,6 +332,12 @@ class Worker:
         """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
         if self._worker == 0:
             checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+
+    def _transport(
+        self, topology: Topology, store: tuple[str, int], host: str, connect_s: float
+    ) -> Transport:
+        where = {"mesh": self._mesh, "worker": self._worker, "store": store, "host": host}
+        return make_transport(self._device, topology, **where, connect_s=connect_s)
 
     def _use(self, microbatches: int | None) -> None:
         """Deal the batch in so many microbatches from now on; None keeps what is."""

@@ -12,8 +12,8 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from worker.actor import Worker
@@ -77,7 +77,8 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         notes.append(
             f"the layers were measured by one worker alone: {job.meshes * workers_per_mesh} that share cores are slower"
         )
-    network = _network(job, device, next(iter(profiles.values())))
+    together = _measure_together(job, device)
+    network = _network(job, together.links, next(iter(profiles.values())))
     if network["bandwidth_bytes_per_s"] is None and job.meshes > 1:
         notes.append("the links between meshes were not measured: transfers count as nothing")
     return {
@@ -88,6 +89,7 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         "workers": _workers(job, device),
         "optimizer": asdict(optimizer),
         "update": _with_sums(update, network, workers_per_mesh, notes).to_json(),
+        "action_s": together.action_s,
         "notes": notes,
     }
 
@@ -123,45 +125,62 @@ def _with_sums(
     return update.with_sum(network["latency_s"], network["bandwidth_bytes_per_s"])
 
 
-def _network(job: Job, device: str, profile: LayerProfile) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Together:
+    """What workers in processes of this machine found together: links, and the engine's own time for an action."""
+
+    links: Sequence[Measured] = ()
+    action_s: float = 0.0
+
+
+def _network(job: Job, measured: Sequence[Measured], profile: LayerProfile) -> dict[str, Any]:
     """JSON of a NetworkSpec by links between processes of this machine; nothing is measured with one GPU."""
     meshes = [f"m{index}" for index in range(job.meshes)]
-    node_of = dict.fromkeys(meshes, "here")
     ways = {
         "loops": may_loop(job),
         "skips": any(edge.target > edge.source + 1 for edge in profile.edges),
     }
-    measured = _measure_links(job, meshes[:_ENDS]) if device == "cpu" and len(meshes) > 1 else []
-    return network_of(measured, meshes, node_of, **ways)
+    return network_of(measured, meshes, dict.fromkeys(meshes, "here"), **ways)
 
 
-def _measure_links(job: Job, meshes: list[str]) -> list[Measured]:
-    probes = choose_probes(meshes, dict.fromkeys(meshes, "here"), loops=False, skips=False)
-    store = host_store("127.0.0.1")
+def _measure_together(job: Job, device: str) -> _Together:
+    if device != "cpu":
+        return _Together()
+    meshes = [f"m{index}" for index in range(min(job.meshes, _ENDS))]
+    stores = [host_store("127.0.0.1") for _ in range(2)]
+    ports = [store.port for store in stores]
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(len(meshes), mp_context=context)
     try:
-        ends = [pool.submit(_end, job, mesh, meshes, probes, store.port) for mesh in meshes]
+        ends = [pool.submit(_end, job, mesh, meshes, *ports) for mesh in meshes]
         _, late = concurrent.futures.wait(ends, _LINKS_LIMIT_S)
         if late:
             raise AttemptFailure(
                 Reason.START_TIMEOUT, f"measuring the links: no answer within {_LINKS_LIMIT_S:.0f} s"
             )
-        return [one for end in ends for one in end.result()]
+        found = [end.result() for end in ends]
     finally:
         processes = list((pool._processes or {}).values())  # no public way to end a running call before 3.14
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+    return _Together(
+        links=[link for one in found for link in one.links],
+        action_s=sum(one.action_s for one in found) / len(found),
+    )
 
 
-def _end(job: Job, mesh: str, meshes: list[str], probes: list[Any], port: int) -> list[Measured]:
-    return Worker(job=job, mesh=mesh, worker=0, device="cpu").measure_links(
-        probes=probes,
-        topology=Topology(tuple(meshes)),
-        store=("127.0.0.1", port),
-        host="127.0.0.1",
-        connect_s=Limits().connect_s,
+def _end(job: Job, mesh: str, meshes: list[str], links_port: int, action_port: int) -> _Together:
+    worker = Worker(job=job, mesh=mesh, worker=0, device="cpu")
+    where = {
+        "topology": Topology(tuple(meshes)),
+        "host": "127.0.0.1",
+        "connect_s": Limits().connect_s,
+    }
+    probes = choose_probes(meshes, dict.fromkeys(meshes, "here"), loops=False, skips=False)
+    return _Together(
+        links=worker.measure_links(probes=probes, store=("127.0.0.1", links_port), **where) if probes else (),
+        action_s=worker.measure_action(store=("127.0.0.1", action_port), **where),
     )
 
 

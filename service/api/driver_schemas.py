@@ -190,7 +190,8 @@ class PlanRequest(_FromDriver):
     """What was measured of a job. One profile stands in `profile`, several in `profiles`; `tried` are numbers of
     microbatches, also those that were left out.
 
-    Drivers that measure no memory send no `memory`: their plans have no limit of the whole.
+    Drivers that measure no memory send no `memory`: their plans have no limit of the whole. `action_s` is what the
+    engine itself takes of a processor for each action.
     """
 
     profile: Arguments | None = None
@@ -201,6 +202,7 @@ class PlanRequest(_FromDriver):
     memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []
     optimizer: OptimizerMemory = OptimizerMemory()
     update: UpdateSeconds = UpdateSeconds()
+    action_s: Seconds = 0.0
     workers: Annotated[list[PlacedWorker], Field(max_length=100_000)] = []
 
     @model_validator(mode="after")

@@ -22,7 +22,8 @@ from worker.model.update_costs import UpdateCosts
 @dataclass(frozen=True)
 class JobCosts:
     """What was measured of a job: its layers at each number of microbatches, its network, the bytes that each
-    mesh may hold, what its optimizer keeps and takes, and which workers share processor cores."""
+    mesh may hold, what its optimizer keeps and takes, which workers share processor cores, and what the engine
+    itself takes for each action."""
 
     profiles: Mapping[int, LayerProfile]
     network: NetworkSpec
@@ -30,6 +31,7 @@ class JobCosts:
     optimizer: OptimizerState
     update: UpdateCosts
     shared: Sequence[SharedCores] = ()
+    action_s: float = 0.0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], job: Job) -> JobCosts:
@@ -54,6 +56,7 @@ class JobCosts:
             shared=shared_cores(
                 (one["mesh"], one.get("node"), one.get("cores")) for one in data.get("workers") or ()
             ),
+            action_s=data.get("action_s") or 0.0,
         )
 
 
@@ -105,6 +108,7 @@ def _choose(
         optimizer=costs.optimizer,
         update=costs.update,
         shared=costs.shared,
+        action_s=costs.action_s,
         recompute=_recompute(job),
         budget_s=budget_s,
         expired=expired,

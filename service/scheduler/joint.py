@@ -98,19 +98,31 @@ def choose(
     shared: Sequence[SharedCores] = (),
     recompute: Recompute = "none",
     update: UpdateCosts | None = None,
+    action_s: float = 0.0,
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
     A step is the makespan and the longest REDUCE and STEP behind it, which `update` tells (nothing where None).
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
-    bytes, `shared` which workers share processor cores, `recompute` is that of `partition`. Raises CutError for
-    more stages than layers, SpecError where nothing fits.
+    bytes, `shared` which workers share processor cores, `recompute` and `action_s` are those of `partition`. Raises
+    CutError for more stages than layers, SpecError where nothing fits.
     """
     for profile in profiles.values():
         check_stage_count([layer.name for layer in profile.layers], min(stages))
     choice = _Choice(
-        profiles, meshes, network, schedule, overlap, budget_s, expired, optimizer, update, shared, recompute
+        profiles,
+        meshes,
+        network,
+        schedule,
+        overlap,
+        budget_s,
+        expired,
+        optimizer,
+        update,
+        shared,
+        recompute,
+        action_s,
     )
     shapes = [
         _Shape(microbatches, placement)
@@ -155,13 +167,14 @@ class _Choice:
         update: UpdateCosts | None,
         shared: Sequence[SharedCores],
         recompute: Recompute,
+        action_s: float,
     ) -> None:
         self._profiles, self._meshes, self._network = profiles, list(meshes), network
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
         self._optimizer, self._costs = optimizer, update or UpdateCosts()
-        self._shared, self._recompute = shared, recompute
+        self._shared, self._recompute, self._action_s = shared, recompute, action_s
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
 
@@ -336,6 +349,7 @@ class _Choice:
             placement=shape.placement,
             optimizer=self._optimizer,
             recompute=self._recompute,
+            action_s=self._action_s,
         )
 
     def _update(self, shape: _Shape, begins: Sequence[int]) -> tuple[MeshUpdate, ...]:

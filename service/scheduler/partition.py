@@ -40,6 +40,7 @@ def partition(
     placement: Sequence[int] | None = None,
     optimizer: OptimizerState | None = None,
     recompute: Recompute = "none",
+    action_s: float = 0.0,
 ) -> PartitionResult:
     """Cut the layers of `profile` into `stages` contiguous stages and place them on `meshes`.
 
@@ -47,8 +48,9 @@ def partition(
     one microbatch plus the transfers of one microbatch, within the meshes' activation limits at the
     number of microbatches that `schedule` keeps in flight. Names give the cut by hand, `placement` the mesh
     of every stage; `optimizer` says what its state adds to their static bytes, `recompute` which stages compute
-    their forward again: auto, none, all, or those of some names (stages or modules). Raises CutError for a cut that
-    the layers do not admit and for unknown names, SpecError for meshes or limits that do not fit.
+    their forward again: auto, none, all, or those of some names (stages or modules); every action takes `action_s`
+    besides its layers. Raises CutError for a cut that the layers do not admit and for unknown names, SpecError for
+    meshes or limits that do not fit.
     """
     if not isinstance(profile, LayerProfile):
         profile = LayerProfile.from_json(profile)
@@ -80,7 +82,7 @@ def partition(
         spec=PipelineSpec(
             microbatches=microbatches,
             meshes=list(meshes),
-            stages=_stage_specs(problem, begins, optimizer or OptimizerState(), recompute),
+            stages=_stage_specs(problem, begins, optimizer or OptimizerState(), recompute, action_s),
             edges=_edge_specs(problem, begins),
             network=problem.network,
             overlap=overlap,
@@ -103,23 +105,27 @@ def place(stages: int, meshes: int, schedule: str) -> list[int]:
 
 
 def _stage_specs(
-    problem: CutProblem, begins: Sequence[int], optimizer: OptimizerState, recompute: Recompute
+    problem: CutProblem,
+    begins: Sequence[int],
+    optimizer: OptimizerState,
+    recompute: Recompute,
+    action_s: float,
 ) -> list[StageSpec]:
     layers, receives = problem.profile.layers, _stages_with_input_gradients(problem, begins)
     specs = []
     for index, (first, end) in enumerate(layer_ranges(begins, len(layers))):
         part = layers[first:end]
         activation = problem.kept_bytes(first)[end - first - 1]
-        whole_s = sum(layer.whole_backward_s for layer in part)
-        input_s = sum(layer.backward_input_s for layer in part)
-        weight_s = sum(layer.backward_weight_s for layer in part)
+        whole_s = action_s + sum(layer.whole_backward_s for layer in part)
+        input_s = action_s + sum(layer.backward_input_s for layer in part)
+        weight_s = action_s + sum(layer.backward_weight_s for layer in part)
         if index not in receives:  # nobody asks for gradients of its inputs: all of its backward is W
             input_s, weight_s = 0.0, whole_s
         specs.append(
             StageSpec(
                 name=f"s{index}",
                 mesh=problem.meshes[problem.mesh_of_stage[index]].name,
-                forward_s=sum(layer.forward_s for layer in part),
+                forward_s=action_s + sum(layer.forward_s for layer in part),
                 backward_input_s=input_s,
                 backward_weight_s=weight_s,
                 backward_s=whole_s,

@@ -23,9 +23,11 @@ from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
+from worker.transport import Topology
 from worker.transport.rendezvous import host_store
 
 SUM_LIMIT_S = 60.0
+ACTION_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,27 @@ class Planner:
             cores[address.node] = cores.get(address.node, 0.0) + share
         return cores
 
+    def _measure_action(self) -> float:
+        """Processor seconds of the engine itself for an action, on CPU; the mean over the meshes."""
+        if self._device != "cpu":
+            return 0.0
+        store = host_store("0.0.0.0")
+        node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
+        found = self._call(
+            [
+                mesh.workers[0].measure_action.remote(
+                    topology=Topology(meshes=tuple(node_of)),
+                    store=(own_node_address(), store.port),
+                    host=node_of[mesh.name],
+                    connect_s=self._limits.connect_s,
+                )
+                for mesh in self._gang.meshes
+            ],
+            "measuring what an action takes of the engine",
+            2 * self._limits.connect_s + ACTION_LIMIT_S,
+        )
+        return sum(found) / len(found)
+
     def _measure_update(self) -> UpdateCosts:
         """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
         (costs,) = self._call(
@@ -304,6 +327,7 @@ class Planner:
             "tried": list(microbatch_counts(self._job)),
             "network": network,
             **costs,
+            "action_s": self._measure_action(),
             "workers": [
                 {
                     "mesh": a.mesh,

@@ -27,8 +27,9 @@ def job(**changes):
     )
 
 
-def costs_of(profiles):
+def costs_of(profiles, **changes):
     request = {
+        **changes,
         "profiles": [{"microbatches": n, "profile": profile.to_json()} for n, profile in profiles.items()],
         "network": NETWORK,
         "update": UPDATE.to_json(),
@@ -59,6 +60,21 @@ def test_microbatches_stages_placement_and_cut_of_a_job_are_those_of_brute_force
     answer = answer_json(found)
     assert answer["step_s"] == answer["plan"]["makespan_s"] + answer["update_s"]
     assert answer["begins"] == found.partition.begins
+
+
+def test_where_the_engine_takes_long_for_an_action_fewer_and_larger_microbatches_are_chosen():
+    profiles = {n: measured(5, 1, microbatch=6 / n) for n in (1, 2, 3, 6)}
+    work_s = sum(layer.compute_s for layer in profiles[1].layers)
+    chosen = []
+    for action_s in (0.0, 0.02 * work_s, 0.2 * work_s):
+        found = plan_job(job(), costs_of(profiles, action_s=action_s), budget_s=4.0)
+        alone = {
+            n: plan_job(job(), costs_of({n: profile}, action_s=action_s), budget_s=2.0).step_s
+            for n, profile in profiles.items()
+        }
+        assert found.step_s == pytest.approx(min(alone.values()), rel=1e-6)
+        chosen.append(found.partition.spec.microbatches)
+    assert chosen[0] == 6 and chosen == sorted(chosen, reverse=True) and chosen[-1] < 6
 
 
 def test_the_number_of_a_cut_by_hand_is_chosen_too():

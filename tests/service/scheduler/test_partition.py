@@ -392,6 +392,19 @@ def test_a_stage_that_receives_nothing_to_differentiate_has_its_whole_backward_i
     assert first.weight_stash_bytes == first.activation_bytes  # and nothing is given back before
 
 
+def test_every_action_of_every_stage_takes_what_the_engine_takes_besides_its_layers():
+    profile = chain([(1, 2, 3), (1, 2, 3), (1, 4, 5)])
+    plain, slower = (
+        partition(
+            profile, stages=2, meshes=meshes(2), cut=["l0", "l2"], microbatches=2, network=fast(), action_s=s
+        ).spec.stages
+        for s in (0.0, 0.25)
+    )
+    times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
+    more = [[getattr(b, t) - getattr(a, t) for t in times] for a, b in zip(plain, slower, strict=True)]
+    assert more == [[0.25, 0.0, 0.25, 0.25], [0.25] * 4]  # the first stage has no I
+
+
 def test_a_side_input_that_is_differentiable_keeps_the_first_part():
     profile = chain([(1, 1, 2), (1, 2, 3)])
     edges = (replace(profile.edges[0], differentiable=False), replace(profile.edges[0], tensor="u", order=1))
