@@ -3,7 +3,9 @@
 cosmic-ray makes the changes of code, queries.py those of the dashboards' queries, in a copy of the checkout. Which
 ones are tried is drawn anew each time, evenly over the groups of groups.py and their files, for SLOTLINE_MUTANTS_S
 seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again, SLOTLINE_MUTANTS_MOST bounds them in each
-group, and `python -m tests.mutants decide checkpoint` draws of groups with these names.
+group, and `python -m tests.mutants decide checkpoint` draws of groups with these names. With a file named by
+SLOTLINE_MUTANTS_RECORD a run of the same seed can be gone on with: what it says was noticed counts, and is not tried
+again, as tests have only been added since.
 
 A change that is none (equivalent.toml says why) is not counted. One that was only found by running out of time is
 shown apart, and not counted as noticed. This is a report: look at every survivor, and write the test that misses, or
@@ -12,6 +14,7 @@ the reason. results.md keeps the last full one.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -44,12 +47,13 @@ def main() -> int:
             f"no group is called {unknown}; there are {', '.join(group.name for group in GROUPS)}"
         )
     groups = [group for group in GROUPS if not sys.argv[1:] or group.name in sys.argv[1:]]
+    record = os.environ.get("SLOTLINE_MUTANTS_RECORD")
+    results = Results(Path(record).absolute() if record else None)
     print(f"mutants for {limit_s:g} s, SLOTLINE_MUTANTS_SEED={seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder))
         os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         import_libraries()
-        results = Results()
         try:
             _run(copy, groups, seed, most, time.monotonic() + limit_s, results)
         except KeyboardInterrupt:
@@ -61,15 +65,31 @@ def main() -> int:
 class Results:
     """How the tests ended for each change, by group and file."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Path | None) -> None:
+        self._record = record
+        written = record.read_text().splitlines() if record is not None and record.exists() else []
+        self.known_noticed = {tuple(json.loads(line)) for line in written}
         self.ends: dict[tuple[str, str], Counter[Ended]] = defaultdict(Counter)
         self.unnoticed: dict[str, list[tuple[Change, Ended]]] = defaultdict(list)
 
     def add(self, group: Group, change: Change, run: Run) -> None:
-        self.ends[group.name, change.file][run.ended] += 1
-        if run.ended is not Ended.FAILED:
-            self.unnoticed[change.file].append((change, run.ended))
+        self._count(group, change, run.ended)
+        if run.ended is Ended.FAILED and self._record is not None:
+            with self._record.open("a") as file:
+                file.write(json.dumps([group.name, *change.key]) + "\n")
         print(f"{run.ended:<12} {run.wall_s:5.1f} s  {change.file}:{change.line}: {change.new}", flush=True)
+
+    def was_noticed(self, group: Group, change: Change) -> bool:
+        """By an earlier run, whose figure is taken over."""
+        known = (group.name, *change.key) in self.known_noticed
+        if known:
+            self._count(group, change, Ended.FAILED)
+        return known
+
+    def _count(self, group: Group, change: Change, ended: Ended) -> None:
+        self.ends[group.name, change.file][ended] += 1
+        if ended is not Ended.FAILED:
+            self.unnoticed[change.file].append((change, ended))
 
     def show(self, groups: list[Group]) -> None:
         """As a table in markdown."""
@@ -102,10 +122,12 @@ def _run(copy: Path, groups: list[Group], seed: int, most: int, deadline: float,
             if change is None or tried[group.name] == most:
                 left.pop(group.name, None)
                 continue
+            tried[group.name] += 1
+            if results.was_noticed(group, change):
+                continue
             if group.name not in usual:
                 usual[group.name] = _run_unchanged(copy, group)
             results.add(group, change, _run_changed(copy, group, change, usual[group.name]))
-            tried[group.name] += 1
 
 
 def _copied(folder: Path) -> Path:

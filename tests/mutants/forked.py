@@ -58,17 +58,17 @@ def run_tests(checkout: Path, tests: str, log: Path, *, cpu_limit_s: float, wall
     if child == 0:
         _become_pytest(checkout, tests, log, int(cpu_limit_s) + 1)
     late = False
-    while True:
-        done, status, usage = os.wait4(child, os.WNOHANG)
-        if done:
-            break
-        if not late and time.monotonic() - began > wall_limit_s:
-            late = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        time.sleep(0.01)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it started and left behind
+    try:
+        while True:
+            done, status, usage = os.wait4(child, os.WNOHANG)
+            if done:
+                break
+            if not late and time.monotonic() - began > wall_limit_s:
+                late = True
+                _kill_group(child)
+            time.sleep(0.01)
+    finally:
+        _kill_group(child)  # with what it started and left behind
     cpu_s = usage.ru_utime + usage.ru_stime
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         ended = Ended.OUT_OF_TIME
@@ -77,6 +77,11 @@ def run_tests(checkout: Path, tests: str, log: Path, *, cpu_limit_s: float, wall
     else:
         ended = Ended.PASSED if status == 0 else Ended.FAILED
     return Run(ended, time.monotonic() - began, cpu_s)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _become_pytest(checkout: Path, tests: str, log: Path, cpu_limit_s: int) -> None:
