@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from tests.mutants import queries
 _SKIPPED_COMPARISONS = ("Eq_Is", "Is_Eq", "NotEq_IsNot", "IsNot_NotEq")
 # Any test notices an operator that numbers do not have, so that these would only flatter the figure.
 _BITS = ("RShift", "LShift", "BitOr", "BitAnd", "BitXor")
+
+_LONG, _AROUND = 200, 60
 
 
 @dataclass(frozen=True)
@@ -117,4 +120,19 @@ def _difference(before: str, after: str) -> tuple[str, str, int]:
             number = number or i + 1
             old += before.splitlines()[i:j]
             new += after.splitlines()[k:m]
-    return " ".join(line.strip() for line in old), " ".join(line.strip() for line in new), number
+    return *_told(" ".join(line.strip() for line in old), " ".join(line.strip() for line in new)), number
+
+
+def _told(old: str, new: str) -> tuple[str, str]:
+    """Of a long line what is around the difference."""
+    if len(old) < _LONG:
+        return old, new
+    before = _alike(old, new)
+    after = _alike(old[before:][::-1], new[before:][::-1])
+    begin = max(0, before - _AROUND)
+    return tuple(f"…{one[begin : len(one) - max(0, after - _AROUND)]}…" for one in (old, new))
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

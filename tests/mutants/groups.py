@@ -50,7 +50,7 @@ GROUPS = [
     Group(
         "engine",
         "worker/engine/buffers.py worker/engine/update.py worker/engine/random_state.py",
-        f"{_ENGINE}/test_update.py {_ENGINE}/test_buffers.py",
+        f"{_ENGINE}/test_tied.py {_ENGINE}/test_update.py {_ENGINE}/test_buffers.py",
     ),
     Group(
         "gradients",
@@ -65,9 +65,15 @@ GROUPS = [
     Group("checkpoint", "worker/checkpoint.py", "tests/worker/test_checkpoint.py"),
     Group("report", "worker/driver/report.py", "tests/worker/driver/test_report.py"),
     Group(
-        "dashboards",
-        "dashboards/*.json dashboards/rules.yml dashboards/reader.sql",
-        "tests/dashboards/test_rules.py tests/dashboards/test_stored_steps.py tests/dashboards/test_dashboard.py "
-        "--deselect tests/dashboards/test_dashboard.py::test_the_committed_dashboards_are_what_the_code_builds",
+        "dashboard",
+        "dashboards/slotline.json",
+        "tests/dashboards/test_dashboard.py --deselect "
+        "tests/dashboards/test_dashboard.py::test_the_committed_dashboards_are_what_the_code_builds",
     ),
+    Group(
+        "stored-steps",
+        "dashboards/slotline-steps.json dashboards/reader.sql",
+        "tests/dashboards/test_stored_steps.py",
+    ),
+    Group("rules", "dashboards/rules.yml", "tests/dashboards/test_rules.py"),
 ]
