@@ -39,7 +39,7 @@ GROUPS = [
     Group(
         "states",
         "service/store/states.py",
-        "tests/service/store/test_jobs.py tests/service/orchestrator/test_loop.py -k 'not postgresql'",
+        "tests/service/store/test_states.py tests/service/store/test_jobs.py -k 'not postgresql'",
     ),
     Group("auth", "service/api/auth.py", f"{_API}/test_auth.py {_API}/test_manage.py -k 'not postgresql'"),
     Group(
