@@ -60,7 +60,7 @@ GROUPS = [
     Group(
         "batches",
         "worker/seeding.py worker/batches.py",
-        "tests/worker/test_seeding.py tests/worker/test_training.py tests/worker/data",
+        "tests/worker/test_batches.py tests/worker/test_seeding.py",
     ),
     Group("checkpoint", "worker/checkpoint.py", "tests/worker/test_checkpoint.py"),
     Group("report", "worker/driver/report.py", "tests/worker/driver/test_report.py"),
