@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 import time
 import types
@@ -236,6 +238,65 @@ def test_after_a_long_absence_reports_go_out_in_parts_that_the_control_plane_tak
     assert max(len(r["events"]) for r in plane.reports) == 1_000
     assert [r["state"] for r in plane.reports if r["state"]] == ["SUCCEEDED"]
     assert plane.reports[-1]["state"] == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("kind", ["steps", "events", "timelines", "states", "checkpoint"])
+def test_a_flush_waits_for_all_there_is_of_a_kind_and_reports_count_from_one(plane, kind):
+    """Whatever else waits or not: what is left over from a full report is not forgotten."""
+    reporter = unstarted(plane.port)
+    numbers = {"steps": 4_500, "events": 2_500, "timelines": 5, "states": 3, "checkpoint": 1}[kind]
+    for number in range(numbers):
+        if kind == "steps":
+            reporter.step({"step": number})
+        elif kind == "events":
+            reporter.event("note", str(number))
+        elif kind == "timelines":
+            reporter.timeline({"step": number, "slots": [{}] * 15_000})
+        elif kind == "states":
+            reporter.state("RUNNING", message=str(number))
+        else:
+            reporter.checkpoint(7, "here")
+    reporter.start()
+    assert reporter.flush(LIMIT_S)
+    found = list(plane.reports)
+    reporter.close()
+    assert [r["sequence"] for r in found] == list(range(1, len(found) + 1))
+    if kind == "states":
+        assert [r["message"] for r in found] == ["0", "1", "2"]
+    elif kind == "checkpoint":
+        assert [r["checkpoint"] for r in found if r["checkpoint"]] == [{"step": 7, "uri": "here"}]
+    else:
+        told = [int(one.get("step", one.get("message"))) for r in found for one in r[kind]]
+        assert told == list(range(numbers))
+        assert len([r for r in found if r[kind]]) == {"steps": 3, "events": 3, "timelines": 5}[kind]
+
+
+def test_while_the_control_plane_is_away_the_newest_timelines_are_kept_and_always_one(plane):
+    def left(*slots: int) -> list[int]:
+        reporter = unstarted(plane.port)
+        for number, length in enumerate(slots):
+            reporter.timeline({"step": number, "slots": [{}] * length})
+        return [timeline["step"] for timeline in reporter._pending.timelines]
+
+    assert left(300_000) == [0], "one is kept however long it is"
+    assert left(120_000, 120_000) == [1]
+    assert left(100_000, 100_000) == [0, 1] and left(1, 100_000, 100_000) == [1, 2]
+
+
+def test_an_absence_is_told_once_and_its_end_with_its_length(plane, caplog):
+    absent = [True]
+    plane.answer = lambda body: (503, {}) if absent[0] else (200, {"command": "continue"})
+    with caplog.at_level(logging.INFO, logger="worker.driver.report"):
+        reporter = reporter_for(plane.port)
+        wait_until(lambda: "control plane away" in caplog.text)
+        time.sleep(0.5)
+        absent[0] = False
+        assert reporter.flush(LIMIT_S)
+        wait_until(lambda: "control plane back" in caplog.text)
+        reporter.close()
+    assert caplog.text.count("control plane away") == caplog.text.count("control plane back") == 1
+    seconds = float(re.search(r"control plane back after ([0-9.]+) s", caplog.text).group(1))
+    assert 0.4 <= seconds <= 2 * LIMIT_S
 
 
 def test_a_reporter_whose_thread_is_gone_keeps_nobody_waiting(plane):
