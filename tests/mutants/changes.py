@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -92,23 +93,29 @@ def _change(file: Path, content: str, choice: _Choice) -> Change | None:
     else:
         name, occurrence = choice
         changed = mutate_code(content, get_operator(name)(), occurrence)
-        if changed is None or _meaning(changed) == _meaning(content):
+        if changed is None or _meaning(changed) in (None, _meaning(content)):
             return None
     old, new, number = _difference(content, changed)
     return Change(str(file), number, old, new, changed)
 
 
-def _meaning(content: str) -> str:
-    """The code without annotations, which nothing evaluates in these files."""
+@lru_cache(maxsize=4)
+def _meaning(content: str) -> str | None:
+    """The code without annotations, which nothing evaluates in these files, and without the marks `*` and `/`
+    between parameters, which only say how a function may be called; None where it is no code."""
     try:
         tree = ast.parse(content)
     except SyntaxError:
-        return content
+        return None
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign):
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
+        elif isinstance(node, ast.arguments):
+            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.defaults = [*node.defaults, *(value for value in node.kw_defaults if value is not None)]
+            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
     return ast.dump(tree)
 
 

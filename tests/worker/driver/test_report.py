@@ -79,10 +79,10 @@ def wait_until(condition, limit_s=LIMIT_S):
         time.sleep(0.01)
 
 
-def flushed_soon(reporter: Reporter) -> bool:
-    """What a flush with all the time in the world answers, which it must do at once."""
+def flushed_soon(reporter: Reporter, timeout_s: float = 3600.0) -> bool:
+    """What a flush answers, by default one with all the time in the world, which it must do soon."""
     answers = []
-    thread = threading.Thread(target=lambda: answers.append(reporter.flush(3600)), daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(reporter.flush(timeout_s)), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     assert answers, "it waits for what will not come"
@@ -100,6 +100,7 @@ def test_steps_arrive_once_and_in_order_before_the_state_that_follows_them(plane
     final = next(i for i, r in enumerate(plane.reports) if r["state"] == "SUCCEEDED")
     assert not any(r["steps"] for r in plane.reports[final + 1 :])
     assert plane.tokens == {"Bearer secret"}
+    assert not reporter.cancelled.is_set() and not reporter.fenced.is_set()
     reporter.close()
 
 
@@ -113,7 +114,7 @@ def test_while_the_control_plane_is_away_reports_wait_and_arrive_afterwards():
     for step in (2, 3, 4):
         reporter.step({"step": step})
         time.sleep(0.1)
-    assert not reporter.flush(0.2)
+    assert not flushed_soon(reporter, 0.2)
     second = Plane(port)
     assert reporter.flush(LIMIT_S)
     assert [s["step"] for r in second.reports for s in r["steps"]] == [2, 3, 4]
@@ -269,6 +270,69 @@ def test_a_flush_waits_for_all_there_is_of_a_kind_and_reports_count_from_one(pla
         told = [int(one.get("step", one.get("message"))) for r in found for one in r[kind]]
         assert told == list(range(numbers))
         assert len([r for r in found if r[kind]]) == {"steps": 3, "events": 3, "timelines": 5}[kind]
+
+
+def test_as_many_slots_go_in_one_report_as_it_may_have(plane):
+    reporter = unstarted(plane.port)
+    for step, length in enumerate((10_000, 10_000, 10_000, 10_001, 30_000, 1)):
+        reporter.timeline({"step": step, "slots": [{}] * length})
+    reporter.start()
+    assert reporter.flush(LIMIT_S)
+    reporter.close()
+    told = [[t["step"] for t in r["timelines"]] for r in plane.reports if r["timelines"]]
+    assert told == [[0, 1], [2], [3], [4], [5]]
+
+
+class Waits(threading.Event):
+    """Notes how long somebody would wait, and is quick about it."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[float] = []
+
+    def wait(self, timeout=None):
+        self.asked.append(timeout)
+        return super().wait(0.001)
+
+
+@pytest.mark.parametrize(
+    ("answer", "pauses"),
+    [
+        (None, [2.0] * 5),
+        (httpx.ConnectError("away"), [2.0, 4.0, 8.0, 10.0, 10.0]),
+        (RuntimeError("no words for it"), [2.0, 4.0, 8.0, 10.0, 10.0]),
+        (Refused(422, "no"), [2.0, 4.0, 8.0, 10.0, 10.0]),
+    ],
+    ids=["taken", "away", "unwritable", "refused"],
+)
+def test_a_control_plane_that_takes_nothing_is_asked_less_and_less_often(answer, pauses):
+    class Control:
+        def report(self, body):
+            if answer is not None:
+                raise answer
+            return {"command": "continue"}
+
+    reporter = Reporter(Control(), heartbeat_s=2.0)
+    reporter._wake = waits = Waits()
+    reporter.start()
+    wait_until(lambda: len(waits.asked) >= 5)
+    reporter.close()
+    assert waits.asked[:5] == pauses
+
+
+def test_what_has_no_words_is_dropped_and_the_rest_goes_out_at_once(plane):
+    """Not a heartbeat later: the driver that reports its end waits for it."""
+    control = ControlPlane(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
+    reporter = Reporter(control, heartbeat_s=3600.0)
+    reporter.step({"step": 1, "loss": object()})
+    reporter.event("note", "kept" * 10)
+    reporter.checkpoint(1, "here")
+    reporter.state("FAILED", reason="NAN_LOSS")
+    reporter.start()
+    assert flushed_soon(reporter)
+    reporter.close()
+    assert [r["checkpoint"] for r in plane.reports] == [{"step": 1, "uri": "here"}]
+    assert [r["state"] for r in plane.reports] == ["FAILED"]
 
 
 def test_while_the_control_plane_is_away_the_newest_timelines_are_kept_and_always_one(plane):
