@@ -52,8 +52,7 @@ def main() -> int:
     print(f"mutants for {limit_s:g} s, SLOTLINE_MUTANTS_SEED={seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder))
-        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        import_libraries()
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "SLOTLINE_TEST_SHARE": "0.25"}
         try:
             _run(copy, groups, seed, most, time.monotonic() + limit_s, results)
         except KeyboardInterrupt:
@@ -154,10 +153,14 @@ def _drawn(group: Group, copy: Path, seed: int, known: set[tuple[str, str, str]]
 
 
 def _run_unchanged(copy: Path, group: Group) -> Run:
-    """The tests must pass while nothing is changed; twice, as the first run may have things to compile."""
-    log = copy.parent / "log"
-    for _ in range(2):
-        run = run_tests(copy, group.tests, log, cpu_limit_s=1000, wall_limit_s=1000)
+    """The tests must pass while nothing is changed; twice, as the first run imports and compiles for the others."""
+    log, imported = copy.parent / "log", copy.parent / "imported"
+    for again in (False, True):
+        run = run_tests(
+            copy, group.tests, log, cpu_limit_s=1000, wall_limit_s=1000, imported=None if again else imported
+        )
+        if not again and run.ended is Ended.PASSED:
+            import_libraries(imported)
         if run.ended is not Ended.PASSED:
             raise SystemExit(
                 f"without any change, this {run.ended}: {group.tests}\n{log.read_text()[-2000:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import itertools
 import random
@@ -88,11 +89,13 @@ def _of_queries(file: Path) -> list[list[_Choice]]:
 
 
 def _change(file: Path, content: str, choice: _Choice) -> Change | None:
+    changed: str | None = None
     if isinstance(choice, queries.TextChange):
         changed = choice.applied(content)
     else:
         name, occurrence = choice
-        changed = mutate_code(content, get_operator(name)(), occurrence)
+        with contextlib.suppress(AttributeError):  # the tool's own, of an exception with a dot in its name
+            changed = mutate_code(content, get_operator(name)(), occurrence)
         if changed is None or _meaning(changed) in (None, _meaning(content)):
             return None
     old, new, number = _difference(content, changed)

@@ -7,6 +7,7 @@ where it stands still.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import resource
@@ -17,13 +18,13 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-_LIBRARIES = (
-    "numpy torch torch.nn.functional torch.fx numba networkx yaml hypothesis pydantic fastapi httpx uvicorn sqlalchemy "
-    "sqlalchemy.ext.asyncio aiosqlite alembic psycopg prometheus_client ortools.sat.python.cp_model _pytest.python"
-)
+# --timeout=0: a test that stands still is ended and counted here
+_OPTIONS = ("-x", "-q", "-n0", "-p", "no:cacheprovider", "-p", "no:schemathesis", "--timeout=0")
+_PYTESTS_OWN = ("pytest", "_pytest", "_hypothesis", "xdist", "__main__", "tests")
 
 
 class Ended(StrEnum):
@@ -44,19 +45,32 @@ class Run:
     cpu_s: float
 
 
-def import_libraries() -> None:
-    """Once, before the first fork."""
-    for name in _LIBRARIES.split():
-        with contextlib.suppress(ModuleNotFoundError):
+def import_libraries(imported: Path) -> None:
+    """Those that a run has written down in `imported`, for the forks that follow."""
+    for name in imported.read_text().split():
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
-def run_tests(checkout: Path, tests: str, log: Path, *, cpu_limit_s: float, wall_limit_s: float) -> Run:
-    """pytest's `tests` in `checkout`, in a process of its own, whose output goes to `log`."""
+def run_tests(
+    checkout: Path,
+    tests: str,
+    log: Path,
+    *,
+    cpu_limit_s: float,
+    wall_limit_s: float,
+    imported: Path | None = None,
+) -> Run:
+    """pytest's `tests` in `checkout`, in a process of its own, whose output goes to `log`.
+
+    What it imports of others is written down in `imported`.
+    """
     began = time.monotonic()
     child = os.fork()
     if child == 0:
-        _become_pytest(checkout, tests, log, int(cpu_limit_s) + 1)
+        _become_pytest(checkout, tests, log, int(cpu_limit_s) + 1, imported)
     late = False
     try:
         while True:
@@ -84,7 +98,7 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _become_pytest(checkout: Path, tests: str, log: Path, cpu_limit_s: int) -> None:
+def _become_pytest(checkout: Path, tests: str, log: Path, cpu_limit_s: int, imported: Path | None) -> None:
     code = 3
     try:
         os.setsid()
@@ -98,10 +112,20 @@ def _become_pytest(checkout: Path, tests: str, log: Path, cpu_limit_s: int) -> N
         os.chdir(checkout)
         sys.path[0] = str(checkout)
         importlib.invalidate_caches()
-        # --timeout=0: a test that stands still is ended and counted here
-        code = int(
-            pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "--timeout=0", *shlex.split(tests)])
-        )
+        code = int(pytest.main([*_OPTIONS, *shlex.split(tests)]))
+        if imported is not None:
+            imported.write_text("\n".join(_libraries(checkout)))
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _libraries(checkout: Path) -> list[str]:
+    """The modules of this process that come from elsewhere, but for what pytest must import itself."""
+    found = []
+    for name, module in [*sys.modules.items()]:
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        ours = not isinstance(file, str) or Path(file).is_relative_to(checkout)
+        if not ours and not name.startswith(_PYTESTS_OWN):
+            found.append(name)
+    return found

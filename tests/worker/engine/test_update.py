@@ -69,11 +69,11 @@ def test_adamw_with_clipping_follows_the_plain_loop(clip):
             torch.testing.assert_close(value, plain.parameters[name].detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("meshes", [["m0", "m1", "m2"], ["m0", "m1", "m0"]])
 @pytest.mark.parametrize("clip", [0.05, 1e3])
-def test_gradients_over_the_limit_are_scaled_to_it_and_others_left_as_they_are(clip):
+def test_gradients_over_the_limit_are_scaled_to_it_and_others_left_as_they_are(clip, meshes):
     """With SGD, as Adam goes as far with any multiple of a gradient."""
     graph, sgd = tied_chain(), functools.partial(torch.optim.SGD, lr=0.5)
-    meshes = ["m0", "m1", "m2"]
     plain = Plain(graph, sgd, clip)
     programs = serial_programs(graph, meshes, 2)
     with LocalPipeline(graph, meshes, programs, 2, optimizer=sgd, clip_grad_norm=clip) as pipeline:
