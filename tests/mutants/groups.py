@@ -34,7 +34,7 @@ GROUPS = [
     Group(
         "outcome",
         "service/orchestrator/outcome.py",
-        "tests/service/orchestrator/test_loop.py tests/service/orchestrator/test_races.py",
+        "tests/service/orchestrator/test_outcome.py tests/service/orchestrator/test_next_attempts.py",
     ),
     Group(
         "states",
