@@ -1,123 +1,132 @@
 """`make mutants`: small changes to the pure and the dangerous parts, one at a time, that no test notices.
 
-cosmic-ray makes the changes, in a copy of the checkout. Which ones are tried is drawn anew each time, evenly over
-the files, for SLOTLINE_MUTANTS_S seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again, and
-`python -m tests.mutants decide checkpoint` draws of files with these words in their names. The
-dashboards are not among the files: their queries are text, which the tool leaves as it is.
+cosmic-ray makes the changes of code, queries.py those of the dashboards' queries, in a copy of the checkout. Which
+ones are tried is drawn anew each time, evenly over the groups of groups.py and their files, for SLOTLINE_MUTANTS_S
+seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again, SLOTLINE_MUTANTS_MOST bounds them in each
+group, and `python -m tests.mutants decide checkpoint` draws of groups with these names. With a file named by
+SLOTLINE_MUTANTS_RECORD a run of the same seed can be gone on with: what it says was noticed counts, and is not tried
+again, as tests have only been added since.
 
-A change that is none (equivalent.toml says why) is not counted. This is a report: look at every survivor, and
-write the test that misses, or the reason.
+A change that is none (equivalent.toml says why) is not counted. One that was only found by running out of time is
+shown apart, and not counted as noticed. This is a report: look at every survivor, and write the test that misses, or
+the reason. results.md keeps the last full one.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import random
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from cosmic_ray.commands.init import init
-from cosmic_ray.mutating import mutate_and_test
-from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome, WorkItem
+from tests.mutants.changes import Change, drawn
+from tests.mutants.forked import Ended, Run, import_libraries, run_tests
+from tests.mutants.groups import GROUPS, Group
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-_SCHEDULER = "tests/service/scheduler"
-# Files, and the tests that must notice a change of them.
-GROUPS = {
-    "service/scheduler/model/*.py service/scheduler/programs/*.py": (
-        f"{_SCHEDULER}/model {_SCHEDULER}/test_properties.py {_SCHEDULER}/programs "
-        "-k 'not every_wait and not kept_by_the_simulator'"
-    ),
-    "service/orchestrator/decide.py": "tests/service/orchestrator/test_decide.py",
-    "service/orchestrator/outcome.py": (
-        "tests/service/orchestrator/test_loop.py tests/service/orchestrator/test_races.py"
-    ),
-    "service/store/states.py": "tests/service/store/test_jobs.py tests/service/orchestrator/test_loop.py",
-    "service/api/auth.py": "tests/service/api/test_auth.py tests/service/api/test_manage.py",
-    "service/api/observe.py service/api/streams.py": (
-        "tests/service/api/test_drivers.py tests/service/api/test_streams.py"
-    ),
-    "worker/engine/buffers.py worker/engine/update.py worker/engine/random_state.py": (
-        "tests/worker/engine/test_buffers.py tests/worker/engine/test_update.py"
-    ),
-    "worker/checkpoint.py": "tests/worker/test_checkpoint.py",
-    "worker/driver/report.py": "tests/worker/driver/test_report.py",
-}
-# Changes that are none: of `X | None` in an annotation, which nothing evaluates, and between `==` and `is`, which
-# are the same for the enumerations and short texts that are compared here.
-_SKIPPED_OPERATORS = ("core/ReplaceBinaryOperator_BitOr",)
-_SKIPPED_COMPARISONS = ("Eq_Is", "Is_Eq", "NotEq_IsNot", "IsNot_NotEq")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One line of a file, before and after."""
-
-    file: str
-    line: int
-    old: str
-    new: str
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.file, self.old, self.new
+# A change is given so many times the processor time that the tests usually take, and so long by the clock.
+_CPU_FACTOR, _CPU_LEAST_S = 10, 60
+_WALL_FACTOR, _WALL_LEAST_S = 10, 120
 
 
 def main() -> int:
     limit_s = float(os.environ.get("SLOTLINE_MUTANTS_S", "600"))
+    most = int(os.environ.get("SLOTLINE_MUTANTS_MOST", "1000000"))
     seed = int(os.environ.get("SLOTLINE_MUTANTS_SEED") or random.SystemRandom().randrange(10_000))
-    deadline = time.monotonic() + limit_s
-    known = {(e["file"], e["old"], e["new"]) for e in tomllib.loads(EQUIVALENT.read_text())["equivalent"]}
+    unknown = set(sys.argv[1:]) - {group.name for group in GROUPS}
+    if unknown:
+        raise SystemExit(
+            f"no group is called {unknown}; there are {', '.join(group.name for group in GROUPS)}"
+        )
+    groups = [group for group in GROUPS if not sys.argv[1:] or group.name in sys.argv[1:]]
+    record = os.environ.get("SLOTLINE_MUTANTS_RECORD")
+    results = Results(Path(record).absolute() if record else None)
     print(f"mutants for {limit_s:g} s, SLOTLINE_MUTANTS_SEED={seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder))
-        os.chdir(copy)
-        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        survivors, tried = _run(Path(folder), known, random.Random(seed), deadline)
-    print()
-    for file in sorted(tried):
-        print(f"{file}: {len(survivors[file])} of {tried[file]} changes went unnoticed")
-        for change in sorted(survivors[file], key=lambda one: one.line):
-            print(f"  line {change.line}\n    - {change.old}\n    + {change.new}")
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "SLOTLINE_TEST_SHARE": "0.25"}
+        try:
+            _run(copy, groups, seed, most, time.monotonic() + limit_s, results)
+        except KeyboardInterrupt:
+            print("interrupted")
+    results.show(groups)
     return 0
 
 
-def _run(
-    folder: Path, known: set[tuple[str, str, str]], draw: random.Random, deadline: float
-) -> tuple[dict[str, list[Change]], Counter[str]]:
-    survivors: dict[str, list[Change]] = defaultdict(list)
+class Results:
+    """How the tests ended for each change, by group and file."""
+
+    def __init__(self, record: Path | None) -> None:
+        self._record = record
+        written = record.read_text().splitlines() if record is not None and record.exists() else []
+        self.known_noticed = {tuple(json.loads(line)) for line in written}
+        self.ends: dict[tuple[str, str], Counter[Ended]] = defaultdict(Counter)
+        self.unnoticed: dict[str, list[tuple[Change, Ended]]] = defaultdict(list)
+
+    def add(self, group: Group, change: Change, run: Run) -> None:
+        self._count(group, change, run.ended)
+        if run.ended is Ended.FAILED and self._record is not None:
+            with self._record.open("a") as file:
+                file.write(json.dumps([group.name, *change.key]) + "\n")
+        print(f"{run.ended:<12} {run.wall_s:5.1f} s  {change.file}:{change.line}: {change.new}", flush=True)
+
+    def was_noticed(self, group: Group, change: Change) -> bool:
+        """By an earlier run, whose figure is taken over."""
+        known = (group.name, *change.key) in self.known_noticed
+        if known:
+            self._count(group, change, Ended.FAILED)
+        return known
+
+    def _count(self, group: Group, change: Change, ended: Ended) -> None:
+        self.ends[group.name, change.file][ended] += 1
+        if ended is not Ended.FAILED:
+            self.unnoticed[change.file].append((change, ended))
+
+    def show(self, groups: list[Group]) -> None:
+        """As a table in markdown."""
+        print("\n| group, file | changes | noticed | out of time | unnoticed |\n|---|---|---|---|---|")
+        for group in groups:
+            files = {file: ends for (name, file), ends in sorted(self.ends.items()) if name == group.name}
+            total = sum(files.values(), Counter())
+            for name, ends in [(f"**{group.name}**", total), *files.items()]:
+                tried, noticed = ends.total(), ends[Ended.FAILED]
+                share = f" ({noticed / tried:.0%})" if tried else ""
+                late = ends[Ended.OUT_OF_TIME] + ends[Ended.STOOD_STILL]
+                print(f"| {name} | {tried} | {noticed}{share} | {late} | {ends[Ended.PASSED]} |")
+        print()
+        for file, changes in sorted(self.unnoticed.items()):
+            for change, ended in sorted(changes, key=lambda one: one[0].line):
+                print(f"* {file}:{change.line} ({ended})\n  - `{change.old}`\n  - `{change.new}`")
+
+
+def _run(copy: Path, groups: list[Group], seed: int, most: int, deadline: float, results: Results) -> None:
+    """One change of each group in turn, until the deadline or until each had `most`."""
+    known = {(e["file"], e["old"], e["new"]) for e in tomllib.loads(EQUIVALENT.read_text())["equivalent"]}
+    usual: dict[str, Run] = {}
+    left = {group.name: _drawn(group, copy, seed, known) for group in groups}
     tried: Counter[str] = Counter()
-    usual_s: dict[str, float] = {}
-    with use_db(str(folder / "mutants.sqlite"), WorkDB.Mode.create) as database:
-        for item, tests in _drawn(database, draw):
+    while left:
+        for group in groups:
             if time.monotonic() > deadline:
-                break
-            command = f"{shlex.quote(sys.executable)} -m pytest -x -q -n0 -p no:cacheprovider {tests}"
-            if tests not in usual_s:
-                usual_s[tests] = _time_unchanged(command)
-            result = mutate_and_test(item.mutations, command, timeout=60 + 5 * usual_s[tests])
-            if result.test_outcome not in (TestOutcome.KILLED, TestOutcome.SURVIVED):
+                return
+            change = next(left[group.name], None) if group.name in left else None
+            if change is None or tried[group.name] == most:
+                left.pop(group.name, None)
                 continue
-            change = _change(item, result.diff)
-            if change.key in known:
+            tried[group.name] += 1
+            if results.was_noticed(group, change):
                 continue
-            tried[change.file] += 1
-            if result.test_outcome is TestOutcome.SURVIVED:
-                survivors[change.file].append(change)
-                print(f"{change.file}:{change.line}: {change.new}", flush=True)
-    return survivors, tried
+            if group.name not in usual:
+                usual[group.name] = _run_unchanged(copy, group)
+            results.add(group, change, _run_changed(copy, group, change, usual[group.name]))
 
 
 def _copied(folder: Path) -> Path:
@@ -130,55 +139,50 @@ def _copied(folder: Path) -> Path:
     return copy
 
 
-def _drawn(database: WorkDB, draw: random.Random) -> Iterator[tuple[WorkItem, str]]:
-    """Changes in random order, one of every file in turn, each with the tests that must notice it."""
-    tests_of = {
-        path: tests
-        for patterns, tests in GROUPS.items()
-        for pattern in patterns.split()
-        for path in sorted(Path().glob(pattern))
-        if path.name != "__init__.py" and any(word in str(path) for word in sys.argv[1:] or [""])
-    }
-    init(tests_of, database, {})
-    by_file: dict[Path, list[WorkItem]] = defaultdict(list)
-    for item in database.pending_work_items:
-        (mutation,) = item.mutations
-        name = mutation.operator_name
-        compared = name.removeprefix("core/ReplaceComparisonOperator_")
-        if not name.startswith(_SKIPPED_OPERATORS) and compared not in _SKIPPED_COMPARISONS:
-            by_file[Path(mutation.module_path)].append(item)
-    files = sorted(by_file)
-    draw.shuffle(files)
-    for file in files:
-        draw.shuffle(by_file[file])
-    for row in itertools.zip_longest(*(by_file[file] for file in files)):
-        for file, item in zip(files, row, strict=True):
-            if item is not None:
-                yield item, tests_of[file]
+def _drawn(group: Group, copy: Path, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Change]:
+    """Changes in random order, one of every file in turn; a file's are the same for the same seed."""
+    os.chdir(copy)
+    left = [drawn(file, random.Random(f"{seed} {file}")) for file in group.files(copy)]
+    while left:
+        for changes in list(left):
+            change = next((one for one in changes if not {one.key, ("*", one.old, one.new)} & known), None)
+            if change is None:
+                left.remove(changes)
+            else:
+                yield change
 
 
-def _time_unchanged(command: str) -> float:
-    """Seconds that the tests take, which must pass while nothing is changed."""
-    began = time.monotonic()
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"without any change, this fails: {command}\n{done.stdout[-2000:]}")
-    return time.monotonic() - began
+def _run_unchanged(copy: Path, group: Group) -> Run:
+    """The tests must pass while nothing is changed; twice, as the first run imports and compiles for the others."""
+    log, imported = copy.parent / "log", copy.parent / "imported"
+    for again in (False, True):
+        run = run_tests(
+            copy, group.tests, log, cpu_limit_s=1000, wall_limit_s=1000, imported=None if again else imported
+        )
+        if not again and run.ended is Ended.PASSED:
+            import_libraries(imported)
+        if run.ended is not Ended.PASSED:
+            raise SystemExit(
+                f"without any change, this {run.ended}: {group.tests}\n{log.read_text()[-2000:]}"
+            )
+    print(f"{group.name}: {run.wall_s:.1f} s, {run.cpu_s:.1f} s of processor time, unchanged", flush=True)
+    return run
 
 
-def _change(item: WorkItem, diff: str) -> Change:
-    lines = diff.splitlines()
-    place = next(i for i, line in enumerate(lines) if line.startswith("@@"))
-    number = int(lines[place].split()[1].removeprefix("-").split(",")[0])
-    old, new = [], []
-    for line in lines[place + 1 :]:
-        if line.startswith("-"):
-            old.append(line[1:].strip())
-        elif line.startswith("+"):
-            new.append(line[1:].strip())
-        elif not old and not new:
-            number += 1
-    return Change(str(item.mutations[0].module_path), number, " ".join(old), " ".join(new))
+def _run_changed(copy: Path, group: Group, change: Change, usual: Run) -> Run:
+    file = copy / change.file
+    content = file.read_text()
+    file.write_text(change.content)
+    try:
+        return run_tests(
+            copy,
+            group.tests,
+            copy.parent / "log",
+            cpu_limit_s=_CPU_LEAST_S + _CPU_FACTOR * usual.cpu_s,
+            wall_limit_s=_WALL_LEAST_S + _WALL_FACTOR * usual.wall_s,
+        )
+    finally:
+        file.write_text(content)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,45 @@ def test_auto_takes_cuda_where_the_gang_fits(device: str, cuda: int, chosen: str
     ]
 
 
+def test_auto_takes_cpu_where_the_cluster_has_never_told_of_a_gpu():
+    assert decide([job("a", 1)], capacity=Capacity({"cpu": 1})) == [Start("a", "cpu")]
+
+
+def test_a_job_that_waits_hears_of_three_that_use_what_it_needs_and_how_many_more():
+    holders = [Holder(name, "default", 1, "cpu") for name in "vwxyz"]
+    (three,) = decide([job("a", 2)], holders[:3])
+    assert three.message.endswith("; 1 of 4 free (job v uses 1, job w uses 1, job x uses 1)")
+    (five,) = decide([job("a", 2)], holders, capacity=Capacity({"cpu": 6}))
+    assert five.message.endswith("(job v uses 1, job w uses 1, job x uses 1, 2 more jobs use 2)")
+
+
+def test_a_job_that_waits_for_its_quota_hears_how_much_is_free_and_who_uses_the_rest():
+    held = [Holder("x", "small", 2, "cpu"), Holder("y", "other", 1, "cpu")]
+    (answer,) = decide([job("a", 4, queue="small")], held, quotas={"small": 5})
+    assert answer.message == (
+        "waits for 4 accelerators of queue small; 3 of its quota of 5 free (job x uses 2)"
+    )
+
+
+def test_a_job_that_waits_hears_of_no_less_than_nothing_free():
+    (answer,) = decide([job("a", 1)], [Holder("x", "default", 6, "cpu")])
+    assert "; 0 of 4 free" in answer.message, "the cluster shrank while x ran"
+
+
+def test_a_job_that_the_cluster_can_never_hold_is_told_what_to_change():
+    (few,) = decide([job("a", 5, device="cpu")])
+    assert few.message == (
+        "needs 5 accelerators of slotline_worker; the cluster has 4: add nodes, "
+        "or submit with fewer resources.meshes"
+    )
+    (none,) = decide([job("a", 1, device="cuda")])
+    assert none.message.endswith("or submit with another resources.device")
+    (began,) = decide([job("a", 5, device="cpu", began=True)])
+    assert began.message.startswith(
+        "waits for 5 accelerators of slotline_worker, the cluster has 4; it began on cpu"
+    )
+
+
 jobs = st.lists(
     st.builds(
         WaitingJob,
@@ -234,6 +273,26 @@ def test_code_that_cannot_be_installed_is_told_in_the_installers_words():
     )
 
 
+@pytest.mark.parametrize("last", ["Timed out after 600 s", "  Timed out after 600 s \n\n"])
+def test_code_that_cannot_be_set_up_is_told_by_the_last_line_where_the_installer_says_nothing(last: str):
+    text = f"runtime_env setup failed: Failed to set up.\nTraceback:\nsecond but last\n{last}"
+    answer = look(replace(STARTED, ray=RayJob(RayState.FAILED, text, ended_seen_at=0.0)), 40)
+    assert answer.message == (
+        "the job's code could not be set up: Timed out after 600 s; correct code.pip or code.working_dir"
+    )
+
+
+def test_a_lost_driver_is_told_with_what_ray_says_but_without_its_log():
+    ended = replace(
+        RUNNING, ray=RayJob(RayState.FAILED, "killed, last available logs: many", ended_seen_at=0.0)
+    )
+    assert look(ended, 40).message == "the driver ended (FAILED) and sent no final report: killed"
+    silent = replace(RUNNING, ray=RayJob(RayState.SUCCEEDED, None, 0, ended_seen_at=0.0))
+    assert (
+        look(silent, 40).message == "the driver ended (SUCCEEDED) with exit code 0 and sent no final report"
+    )
+
+
 def test_a_cluster_that_forgot_the_attempt_was_restarted():
     answer = look(replace(RUNNING, ray=RayJob(RayState.MISSING, ended_seen_at=0.0)), 30)
     assert answer.reason == "DRIVER_LOST" and "restarted" in answer.message
@@ -307,3 +366,12 @@ def test_the_pause_doubles_up_to_its_limit():
 def test_the_last_word_says_what_failed_and_which_limit_was_reached():
     assert after("WORKER_LOST", ["WORKER_LOST"] * 3).message == "why (retry.infrastructure is 3)"
     assert after("NAN_LOSS").message == "why"
+    assert after("NAN_LOSS", ["NAN_LOSS"], user=1).message == "why (retry.user is 1)"
+    assert after("WORKER_LOST", infrastructure=0).message == "why (retry.infrastructure is 0)"
+
+
+def test_a_retry_says_which_it_is_of_how_many_and_after_what_pause():
+    answer = after("WORKER_LOST", ["WORKER_LOST"])
+    assert answer.message == "why; infrastructure retry 2 of 3 in 4 s"
+    assert after("WORKER_LOST", infrastructure=-1).message == "why; infrastructure retry 1 in 2 s"
+    assert after("NAN_LOSS", user=1).message == "why; user retry 1 of 1 in 2 s"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 import time
 import types
@@ -14,6 +16,9 @@ import tenacity
 
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.report import Reporter
+
+LIMIT_S = 30.0
+"""Longer than anything here takes on the busiest machine."""
 
 
 class Plane:
@@ -44,7 +49,7 @@ class Plane:
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
         self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self):
         self.server.shutdown()
@@ -67,11 +72,21 @@ def reporter_for(port: int) -> Reporter:
     return unstarted(port).start()
 
 
-def wait_until(condition, limit_s=60.0):
+def wait_until(condition, limit_s=LIMIT_S):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)
+
+
+def flushed_soon(reporter: Reporter, timeout_s: float = 3600.0) -> bool:
+    """What a flush answers, by default one with all the time in the world, which it must do soon."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(reporter.flush(timeout_s)), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert answers, "it waits for what will not come"
+    return answers[0]
 
 
 def test_steps_arrive_once_and_in_order_before_the_state_that_follows_them(plane):
@@ -79,12 +94,13 @@ def test_steps_arrive_once_and_in_order_before_the_state_that_follows_them(plane
     for step in range(1, 51):
         reporter.step({"step": step})
     reporter.state("SUCCEEDED")
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     assert [s["step"] for r in plane.reports for s in r["steps"]] == list(range(1, 51))
     assert [r["sequence"] for r in plane.reports] == sorted({r["sequence"] for r in plane.reports})
     final = next(i for i, r in enumerate(plane.reports) if r["state"] == "SUCCEEDED")
     assert not any(r["steps"] for r in plane.reports[final + 1 :])
     assert plane.tokens == {"Bearer secret"}
+    assert not reporter.cancelled.is_set() and not reporter.fenced.is_set()
     reporter.close()
 
 
@@ -93,14 +109,14 @@ def test_while_the_control_plane_is_away_reports_wait_and_arrive_afterwards():
     port = first.port
     reporter = reporter_for(port)
     reporter.step({"step": 1})
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     first.stop()
     for step in (2, 3, 4):
         reporter.step({"step": step})
         time.sleep(0.1)
-    assert not reporter.flush(0.2)
+    assert not flushed_soon(reporter, 0.2)
     second = Plane(port)
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     assert [s["step"] for r in second.reports for s in r["steps"]] == [2, 3, 4]
     reporter.close()
     second.stop()
@@ -113,7 +129,7 @@ def test_a_server_error_is_tried_again_with_the_same_sequence_number(plane):
     )
     reporter = reporter_for(plane.port)
     reporter.step({"step": 7})
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     assert len(set(tries)) == 1 and plane.reports[0]["sequence"] == tries[0]
     reporter.close()
 
@@ -131,7 +147,7 @@ def test_a_fenced_attempt_stops_reporting_and_does_not_wait_for_ever(plane):
     reporter = reporter_for(plane.port)
     wait_until(reporter.fenced.is_set)
     reporter.step({"step": 1})
-    assert not reporter.flush(3600)  # pytest's own limit is shorter
+    assert not flushed_soon(reporter)
     reporter.close()
     assert plane.reports == []
 
@@ -147,7 +163,7 @@ def test_a_part_that_is_refused_is_dropped_and_the_rest_of_its_report_arrives(pl
     reporter.checkpoint(1, "here")
     reporter.state("FAILED", reason="NAN_LOSS", message="it exploded")
     reporter.start()
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     reporter.close()
     assert [s["step"] for r in plane.reports for s in r["steps"]] == [1]
     assert {"step": 1, "uri": "here"} in [r["checkpoint"] for r in plane.reports]
@@ -162,9 +178,9 @@ def test_a_bad_step_does_not_take_the_next_one_with_it(plane):
     )
     reporter = reporter_for(plane.port)
     reporter.step({"step": 1})
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     reporter.step({"step": 2})
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     assert [s["step"] for r in plane.reports for s in r["steps"]] == [2]
     reporter.close()
 
@@ -173,7 +189,7 @@ def test_a_final_state_that_nobody_takes_ends_the_wait(plane):
     plane.answer = lambda body: (422, {"detail": "no"}) if body["state"] else (200, {"command": "continue"})
     reporter = reporter_for(plane.port)
     reporter.state("SUCCEEDED", message="done")
-    assert not reporter.flush(600)
+    assert not flushed_soon(reporter)
     reporter.close()
 
 
@@ -181,7 +197,7 @@ def test_numbers_and_texts_that_json_has_no_word_for_are_reported_as_well_as_can
     reporter = reporter_for(plane.port)
     reporter.step({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
     reporter.state("FAILED", reason="USER_CODE_RAISED", message="no file \udcff.txt")
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     reporter.close()
     assert [s for r in plane.reports for s in r["steps"]] == [{"step": 1, "loss": None, "grad_norm": None}]
     assert [r["message"] for r in plane.reports if r["state"] == "FAILED"] == ["no file ?.txt"]
@@ -194,7 +210,7 @@ def test_an_answer_that_is_no_json_is_an_absence_of_the_control_plane(plane):
     reporter = reporter_for(plane.port)
     reporter.step({"step": 1})
     reporter.state("SUCCEEDED")
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     reporter.close()
     assert plane.reports[-1]["state"] == "SUCCEEDED"
 
@@ -208,7 +224,7 @@ def test_after_a_long_absence_reports_go_out_in_parts_that_the_control_plane_tak
         reporter.timeline({"step": step, "slots": [{}] * 9_000})
     reporter.state("SUCCEEDED")
     reporter.start()
-    assert reporter.flush(60)
+    assert reporter.flush(LIMIT_S)
     reporter.close()
     assert [s["step"] for r in plane.reports for s in r["steps"]] == list(range(2_500))
     assert [e["message"] for r in plane.reports for e in r["events"]] == [
@@ -225,10 +241,132 @@ def test_after_a_long_absence_reports_go_out_in_parts_that_the_control_plane_tak
     assert plane.reports[-1]["state"] == "SUCCEEDED"
 
 
+@pytest.mark.parametrize("kind", ["steps", "events", "timelines", "states", "checkpoint"])
+def test_a_flush_waits_for_all_there_is_of_a_kind_and_reports_count_from_one(plane, kind):
+    """Whatever else waits or not: what is left over from a full report is not forgotten."""
+    reporter = unstarted(plane.port)
+    numbers = {"steps": 4_500, "events": 2_500, "timelines": 5, "states": 3, "checkpoint": 1}[kind]
+    for number in range(numbers):
+        if kind == "steps":
+            reporter.step({"step": number})
+        elif kind == "events":
+            reporter.event("note", str(number))
+        elif kind == "timelines":
+            reporter.timeline({"step": number, "slots": [{}] * 15_000})
+        elif kind == "states":
+            reporter.state("RUNNING", message=str(number))
+        else:
+            reporter.checkpoint(7, "here")
+    reporter.start()
+    assert reporter.flush(LIMIT_S)
+    found = list(plane.reports)
+    reporter.close()
+    assert [r["sequence"] for r in found] == list(range(1, len(found) + 1))
+    if kind == "states":
+        assert [r["message"] for r in found] == ["0", "1", "2"]
+    elif kind == "checkpoint":
+        assert [r["checkpoint"] for r in found if r["checkpoint"]] == [{"step": 7, "uri": "here"}]
+    else:
+        told = [int(one.get("step", one.get("message"))) for r in found for one in r[kind]]
+        assert told == list(range(numbers))
+        assert len([r for r in found if r[kind]]) == {"steps": 3, "events": 3, "timelines": 5}[kind]
+
+
+def test_as_many_slots_go_in_one_report_as_it_may_have(plane):
+    reporter = unstarted(plane.port)
+    for step, length in enumerate((10_000, 10_000, 10_000, 10_001, 30_000, 1)):
+        reporter.timeline({"step": step, "slots": [{}] * length})
+    reporter.start()
+    assert reporter.flush(LIMIT_S)
+    reporter.close()
+    told = [[t["step"] for t in r["timelines"]] for r in plane.reports if r["timelines"]]
+    assert told == [[0, 1], [2], [3], [4], [5]]
+
+
+class Waits(threading.Event):
+    """Notes how long somebody would wait, and is quick about it."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[float] = []
+
+    def wait(self, timeout=None):
+        self.asked.append(timeout)
+        return super().wait(0.001)
+
+
+@pytest.mark.parametrize(
+    ("answer", "pauses"),
+    [
+        (None, [2.0] * 5),
+        (httpx.ConnectError("away"), [2.0, 4.0, 8.0, 10.0, 10.0]),
+        (RuntimeError("no words for it"), [2.0, 4.0, 8.0, 10.0, 10.0]),
+        (Refused(422, "no"), [2.0, 4.0, 8.0, 10.0, 10.0]),
+    ],
+    ids=["taken", "away", "unwritable", "refused"],
+)
+def test_a_control_plane_that_takes_nothing_is_asked_less_and_less_often(answer, pauses):
+    class Control:
+        def report(self, body):
+            if answer is not None:
+                raise answer
+            return {"command": "continue"}
+
+    reporter = Reporter(Control(), heartbeat_s=2.0)
+    reporter._wake = waits = Waits()
+    reporter.start()
+    wait_until(lambda: len(waits.asked) >= 5)
+    reporter.close()
+    assert waits.asked[:5] == pauses
+
+
+def test_what_has_no_words_is_dropped_and_the_rest_goes_out_at_once(plane):
+    """Not a heartbeat later: the driver that reports its end waits for it."""
+    control = ControlPlane(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
+    reporter = Reporter(control, heartbeat_s=3600.0)
+    reporter.step({"step": 1, "loss": object()})
+    reporter.event("note", "kept" * 10)
+    reporter.checkpoint(1, "here")
+    reporter.state("FAILED", reason="NAN_LOSS")
+    reporter.start()
+    assert flushed_soon(reporter)
+    reporter.close()
+    assert [r["checkpoint"] for r in plane.reports] == [{"step": 1, "uri": "here"}]
+    assert [r["state"] for r in plane.reports] == ["FAILED"]
+
+
+def test_while_the_control_plane_is_away_the_newest_timelines_are_kept_and_always_one(plane):
+    def left(*slots: int) -> list[int]:
+        reporter = unstarted(plane.port)
+        for number, length in enumerate(slots):
+            reporter.timeline({"step": number, "slots": [{}] * length})
+        return [timeline["step"] for timeline in reporter._pending.timelines]
+
+    assert left(300_000) == [0], "one is kept however long it is"
+    assert left(120_000, 120_000) == [1]
+    assert left(100_000, 100_000) == [0, 1] and left(1, 100_000, 100_000) == [1, 2]
+
+
+def test_an_absence_is_told_once_and_its_end_with_its_length(plane, caplog):
+    absent = [True]
+    plane.answer = lambda body: (503, {}) if absent[0] else (200, {"command": "continue"})
+    with caplog.at_level(logging.INFO, logger="worker.driver.report"):
+        reporter = reporter_for(plane.port)
+        wait_until(lambda: "control plane away" in caplog.text)
+        time.sleep(0.5)
+        absent[0] = False
+        assert reporter.flush(LIMIT_S)
+        wait_until(lambda: "control plane back" in caplog.text)
+        reporter.close()
+    assert caplog.text.count("control plane away") == caplog.text.count("control plane back") == 1
+    seconds = float(re.search(r"control plane back after ([0-9.]+) s", caplog.text).group(1))
+    assert 0.4 <= seconds <= 2 * LIMIT_S
+
+
 def test_a_reporter_whose_thread_is_gone_keeps_nobody_waiting(plane):
     reporter = unstarted(plane.port)
     reporter.state("SUCCEEDED")
-    assert not reporter.flush(3600)
+    assert not flushed_soon(reporter)
 
 
 def test_a_refusal_carries_the_detail_of_the_problem(plane):
@@ -274,9 +412,9 @@ def test_nothing_follows_the_final_report(plane):
     plane.answer = answer
     reporter = reporter_for(plane.port)
     reporter.state("SUCCEEDED")
-    assert over.wait(60)
+    assert over.wait(LIMIT_S)
     time.sleep(0.2)
-    assert reporter.flush(60) and not reporter.fenced.is_set()
+    assert reporter.flush(LIMIT_S) and not reporter.fenced.is_set()
     reporter.close()
     assert plane.reports[-1]["state"] == "SUCCEEDED"
 

@@ -70,6 +70,24 @@ def test_adamw_with_clipping_follows_the_plain_loop(clip):
             torch.testing.assert_close(value, plain.parameters[name].detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("meshes", [["m0", "m1", "m2"], ["m0", "m1", "m0"]])
+@pytest.mark.parametrize("clip", [0.05, 1e3])
+def test_gradients_over_the_limit_are_scaled_to_it_and_others_left_as_they_are(clip, meshes):
+    """With SGD, as Adam goes as far with any multiple of a gradient."""
+    graph, sgd = tied_chain(), functools.partial(torch.optim.SGD, lr=0.5)
+    plain = Plain(graph, sgd, clip)
+    programs = serial_programs(graph, meshes, 2)
+    with LocalPipeline(graph, meshes, programs, 2, optimizer=sgd, clip_grad_norm=clip) as pipeline:
+        before = parameters_of(pipeline)
+        plain.step(*batch(2))
+        pipeline.step(0, [batch(2)])
+        after = parameters_of(pipeline)
+    for name, value in after.items():
+        torch.testing.assert_close(value, plain.parameters[name].detach(), rtol=1e-9, atol=1e-11)
+    moved = sum((after[name] - before[name]).square().sum() for name in after) ** 0.5 / 0.5
+    assert float(moved) == pytest.approx(min(clip, plain.norm), rel=1e-4)
+
+
 def test_a_tied_parameter_is_equal_on_both_meshes_after_every_step():
     graph = tied_chain()
     meshes = ["m0", "m1", "m2"]
@@ -368,6 +386,7 @@ def test_a_random_operation_draws_anew_when_any_part_of_its_key_changes(part):
 def test_parts_of_a_key_do_not_run_together_and_fit_what_a_generator_takes():
     assert derive_seed(1, 23) != derive_seed(12, 3)
     assert all(0 <= derive_seed(part) < 2**63 for part in range(100))
+    assert any(derive_seed(part) >= 2**62 for part in range(100)), "no bit is given away"
 
 
 def as_float32(graph):
@@ -472,6 +491,43 @@ def test_a_resumed_run_goes_on_at_the_learning_rate_that_its_schedule_had_reache
         for engine in second.engines.values():
             engine.load_state(saved)
         assert list(rates(second, range(3, 6))) == pytest.approx(expected[3:])
+
+
+def test_a_run_with_a_schedule_goes_on_from_one_without_and_the_other_way_round():
+    """Someone adds or drops `lr_schedule` and resumes: the weights are what the checkpoint is for."""
+    graph = chain(1)
+
+    def pipeline(scheduled):
+        made = LocalPipeline(graph, ["m0"], serial_programs(graph, ["m0"], 2), 2, optimizer=adamw)
+        update = made.engines["m0", 0]._update
+        if scheduled:
+            update.lr_schedule = torch.optim.lr_scheduler.StepLR(update.optimizer, 1, 0.5)
+        return made
+
+    for scheduled in (False, True):
+        with pipeline(scheduled) as first:
+            first.step(0, [batch(2)])
+            saved = merged_state(first)
+        with pipeline(not scheduled) as second:
+            engine = second.engines["m0", 0]
+            engine.load_state(saved)
+            found = engine.state()
+            assert (found["lr_schedule"] or {}).get("last_epoch", 0) == 0
+        for name, value in saved["parameters"].items():
+            assert torch.equal(found["parameters"][name], value)
+
+
+def test_a_mesh_without_an_optimizer_saves_and_takes_back_its_parameters_alone():
+    graph = chain(1)
+    with LocalPipeline(graph, ["m0"], serial_programs(graph, ["m0"], 2), 2, optimizer=None) as pipeline:
+        engine = pipeline.engines["m0", 0]
+        saved = copy.deepcopy(engine.state())
+        assert (saved["optimizer"], saved["optimizer_groups"], saved["lr_schedule"]) == ({}, [], None)
+        results = pipeline.step(0, [batch(2)])
+        assert results["m0", 0].grad_norm > 0, "a norm is told though nothing is updated"
+        engine.load_state({**saved, "parameters": {n: p + 1 for n, p in saved["parameters"].items()}})
+        for name, value in parameters_of(pipeline).items():
+            assert torch.equal(value, saved["parameters"][name] + 1)
 
 
 def test_a_state_that_lacks_a_parameter_or_a_buffer_is_refused_by_its_name():

@@ -1,0 +1,85 @@
+"""Which files are changed, and the tests that must notice: those of the file, quick ones, the most biting first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files that the same tests watch."""
+
+    name: str
+    patterns: str
+    tests: str
+
+    def files(self, checkout: Path) -> list[Path]:
+        """Relative to the checkout."""
+        found = (path for pattern in self.patterns.split() for path in sorted(checkout.glob(pattern)))
+        return [path.relative_to(checkout) for path in found if path.name != "__init__.py"]
+
+
+_SCHEDULER = "tests/service/scheduler"
+_API = "tests/service/api"
+_ENGINE = "tests/worker/engine"
+GROUPS = [
+    Group(
+        "scheduler",
+        "service/scheduler/model/*.py service/scheduler/programs/*.py",
+        f"{_SCHEDULER}/model {_SCHEDULER}/programs {_SCHEDULER}/schedules/test_schedules.py "
+        f"{_SCHEDULER}/test_properties.py -k 'not every_wait and not kept_by_the_simulator'",
+    ),
+    Group("decide", "service/orchestrator/decide.py", "tests/service/orchestrator/test_decide.py"),
+    Group(
+        "outcome",
+        "service/orchestrator/outcome.py",
+        "tests/service/orchestrator/test_outcome.py tests/service/orchestrator/test_next_attempts.py",
+    ),
+    Group(
+        "states",
+        "service/store/states.py",
+        "tests/service/store/test_states.py tests/service/store/test_jobs.py -k 'not postgresql'",
+    ),
+    Group(
+        "auth",
+        "service/api/auth.py",
+        f"{_API}/test_manage.py {_API}/test_auth.py -k 'not postgresql and (token or open)'",
+    ),
+    Group(
+        "paging",
+        "service/api/observe.py service/api/streams.py",
+        f"{_API}/test_observe.py {_API}/test_streams.py {_API}/test_drivers.py -k 'not postgresql and not prometheus "
+        "and not profiles and not metrics and not pause and not neither_ends and not few_calls'",
+    ),
+    Group(
+        "engine",
+        "worker/engine/buffers.py worker/engine/update.py worker/engine/random_state.py",
+        f"{_ENGINE}/test_tied.py {_ENGINE}/test_update.py {_ENGINE}/test_buffers.py",
+    ),
+    Group(
+        "gradients",
+        "worker/engine/buckets.py worker/engine/recompute.py worker/engine/optimizer_state.py worker/engine/sent.py",
+        f"{_ENGINE}/test_optimizer_state.py {_ENGINE}/test_sent.py {_ENGINE}/test_reduction.py "
+        f"{_ENGINE}/test_recompute.py -k 'not traced_models'",
+    ),
+    Group(
+        "batches",
+        "worker/seeding.py worker/batches.py",
+        "tests/worker/test_batches.py tests/worker/test_seeding.py",
+    ),
+    Group("checkpoint", "worker/checkpoint.py", "tests/worker/test_checkpoint.py"),
+    Group("report", "worker/driver/report.py", "tests/worker/driver/test_report.py"),
+    Group(
+        "dashboard",
+        "dashboards/slotline.json",
+        "tests/dashboards/test_dashboard.py --deselect "
+        "tests/dashboards/test_dashboard.py::test_the_committed_dashboards_are_what_the_code_builds",
+    ),
+    Group(
+        "stored-steps",
+        "dashboards/slotline-steps.json dashboards/reader.sql",
+        "tests/dashboards/test_stored_steps.py",
+    ),
+    Group("rules", "dashboards/rules.yml", "tests/dashboards/test_rules.py"),
+]
