@@ -1,0 +1,62 @@
+"""A lower bound of every resharding's makespan, and why it is one."""
+
+from __future__ import annotations
+
+from service.scheduler.resharding.balance import Item, least_largest_load
+from service.scheduler.resharding.layout import Problem
+
+
+def lower_bound_s(problem: Problem) -> float:
+    """Seconds that no plan of the model can beat.
+
+    The model: a message moves elements of one tile from a worker that has them (it held them, or received them before)
+    to one that needs them. Between hosts it occupies the sender's card outwards and the receiver's card inwards, inside
+    a host the sender's and the receiver's own local link, for its length; nothing else is exclusive. Each element
+    crosses into a host at most once, and not at all where the host has it.
+
+    *Outwards.* Each element of a tile that is needed on a host without a holder leaves the hosts that have it from
+    the start at least once. Its first such message is sent by a holder, or by a needer beside a holder: by one of their
+    cards. So the cards carry a division of these tiles among their options, and the largest load of any division is
+    at least `least_largest_load`: its proof is Hall's.
+
+    *Inwards.* For each (tile, host without a holder) each element enters through the card of one of the tile's needers
+    there: the same argument, over all such pairs at once.
+
+    *Inside.* A tile with k needers on a host (k > 0) enters it at one of them at most, so at least k - 1 times its
+    elements arrive over local links (k times, where a holder is on the host). The host's needing workers share that sum.
+
+    Each of these takes one message's latency at least. The bound is the largest of the three. It is reached but for
+    the fill of pipelines: least shares at the sources, every tile in a chain through its target hosts (a card there sends
+    no more than it has received), and an order of the shares in which the busiest card never waits (Birkhoff's
+    theorem: a matrix of loads is a sum of matchings as long as its largest row or column; Gonzalez and Sahni 1976).
+    """
+    tiles = [tile for tile in problem.tiles if problem.remote_hosts(tile)]
+    cards = [worker.card for worker in problem.workers]
+    out, into = [], []
+    for tile in tiles:
+        near = [w for group in problem.near_hosts(tile).values() for w in group]
+        out.append(Item(tile.elements, _distinct(cards[w] for w in (*tile.holders, *near))))
+        for group in problem.remote_hosts(tile).values():
+            into.append(Item(tile.elements, _distinct(cards[w] for w in group)))
+    elements = max(least_largest_load(out), least_largest_load(into))
+    slow = problem.slow_s(float(elements)) + problem.links.latency_s if tiles else 0.0
+    return max(slow, _inside_s(problem))
+
+
+def _inside_s(problem: Problem) -> float:
+    arriving: dict[str, int] = {}
+    workers: dict[str, set[int]] = {}
+    for tile in problem.tiles:
+        groups = [(host, group, 1) for host, group in problem.remote_hosts(tile).items()]
+        groups += [(host, group, 0) for host, group in problem.near_hosts(tile).items()]
+        for host, group, first in groups:
+            arriving[host] = arriving.get(host, 0) + (len(group) - first) * tile.elements
+            workers.setdefault(host, set()).update(group)
+    latency = problem.links.local_latency_s
+    return max(
+        (problem.local_s(n / len(workers[host])) + latency for host, n in arriving.items() if n), default=0.0
+    )
+
+
+def _distinct(cards) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(cards))
