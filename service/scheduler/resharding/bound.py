@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from service.scheduler.resharding.balance import Item, least_largest_load
-from service.scheduler.resharding.layout import Problem
+from service.scheduler.resharding.layout import Problem, Tile
+
+_FINE = 1000
+"""Latency is counted in this part of an element, rounded down."""
 
 
 def lower_bound_s(problem: Problem) -> float:
@@ -25,38 +30,43 @@ def lower_bound_s(problem: Problem) -> float:
     *Inside.* A tile with k needers on a host (k > 0) enters it at one of them at most, so at least k - 1 times its
     elements arrive over local links (k times, where a holder is on the host). The host's needing workers share that sum.
 
-    Each of these takes one message's latency at least. The bound is the largest of the three. It is reached but for
-    the fill of pipelines: least shares at the sources, every tile in a chain through its target hosts (a card there sends
-    no more than it has received), and an order of the shares in which the busiest card never waits (Birkhoff's
-    theorem: a matrix of loads is a sum of matchings as long as its largest row or column; Gonzalez and Sahni 1976).
+    Of each tile, each of these takes one message at least, with its latency. The bound is the largest of the three.
+
+    It is reached but for latencies and the fill of pipelines: least shares at the sources, every tile in a chain
+    through its target hosts (a card there sends no more than it has received), and an order in which the busiest card
+    never waits (Birkhoff's theorem: a matrix of loads is a sum of matchings that are together as long as its largest row
+    or column; Gonzalez and Sahni 1976).
     """
-    tiles = [tile for tile in problem.tiles if problem.remote_hosts(tile)]
     cards = [worker.card for worker in problem.workers]
     out, into = [], []
-    for tile in tiles:
-        near = [w for group in problem.near_hosts(tile).values() for w in group]
-        out.append(Item(tile.elements, _distinct(cards[w] for w in (*tile.holders, *near))))
-        for group in problem.remote_hosts(tile).values():
-            into.append(Item(tile.elements, _distinct(cards[w] for w in group)))
-    elements = max(least_largest_load(out), least_largest_load(into))
-    slow = problem.slow_s(float(elements)) + problem.links.latency_s if tiles else 0.0
-    return max(slow, _inside_s(problem))
+    for tile in problem.tiles:
+        if remote := problem.remote_hosts(tile):
+            near = [w for group in problem.near_hosts(tile).values() for w in group]
+            weight = _weight(problem, tile)
+            out.append(Item(weight, _distinct(cards[w] for w in (*tile.holders, *near))))
+            into += [Item(weight, _distinct(cards[w] for w in group)) for group in remote.values()]
+    elements = max(least_largest_load(out), least_largest_load(into)) / _FINE
+    return max(problem.slow_s(float(elements)), _inside_s(problem))
+
+
+def _weight(problem: Problem, tile: Tile) -> int:
+    """The tile and one latency, in parts of an element."""
+    latency = problem.links.latency_s * problem.links.card_bytes_per_s / problem.tensor.element_bytes
+    return tile.elements * _FINE + int(latency * _FINE)
 
 
 def _inside_s(problem: Problem) -> float:
-    arriving: dict[str, int] = {}
+    arriving: dict[str, float] = {}
     workers: dict[str, set[int]] = {}
     for tile in problem.tiles:
+        seconds = problem.local_s(tile.elements) + problem.links.local_latency_s
         groups = [(host, group, 1) for host, group in problem.remote_hosts(tile).items()]
         groups += [(host, group, 0) for host, group in problem.near_hosts(tile).items()]
         for host, group, first in groups:
-            arriving[host] = arriving.get(host, 0) + (len(group) - first) * tile.elements
+            arriving[host] = arriving.get(host, 0.0) + (len(group) - first) * seconds
             workers.setdefault(host, set()).update(group)
-    latency = problem.links.local_latency_s
-    return max(
-        (problem.local_s(n / len(workers[host])) + latency for host, n in arriving.items() if n), default=0.0
-    )
+    return max((seconds / len(workers[host]) for host, seconds in arriving.items()), default=0.0)
 
 
-def _distinct(cards) -> tuple[int, ...]:
+def _distinct(cards: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(cards))

@@ -117,8 +117,9 @@ class _ListSchedule:
                 self._push(m)
         now = 0.0
         while True:
-            while (chosen := self._choose(now)) is not None:
-                heapq.heappush(running, (self._start(chosen, now), chosen))
+            while started := self._start_all(now):
+                for m in started:
+                    heapq.heappush(running, (self._ends[m], m))
             if not running:
                 break
             now = running[0][0]
@@ -134,26 +135,32 @@ class _ListSchedule:
     def _push(self, m: int) -> None:
         heapq.heappush(self._ready.setdefault(self._pairs[m], []), (-self._tails[m], m))
 
-    def _choose(self, now: float) -> int | None:
-        best, best_key = None, None
+    def _start_all(self, now: float) -> list[int]:
+        """Start the most urgent message of every pair of free ports, the most urgent pair first."""
+        latest = now + self._slack
+        urgent = []
         for pair, heap in self._ready.items():
-            if not heap or any(self._free[port] > now + self._slack for port in pair):
-                continue
-            left = sorted((self._left[port] for port in pair), reverse=True)
-            tail, m = -heap[0][0], heap[0][1]
-            key = (tail, left, -m) if self._tails_first else (left, tail, -m)
-            if best_key is None or key > best_key:
-                best, best_key = pair, key
-        return None if best is None else heapq.heappop(self._ready[best])[1]
+            if heap and self._free[pair[0]] <= latest and self._free[pair[1]] <= latest:
+                left = sorted(-self._left[port] for port in pair)
+                tail, m = heap[0]
+                urgent.append((tail, left, m) if self._tails_first else (left, tail, m))
+        started = []
+        for *_, m in sorted(urgent):
+            pair = self._pairs[m]
+            if all(self._free[port] <= latest for port in pair):
+                heapq.heappop(self._ready[pair])
+                self._start(m, now)
+                started.append(m)
+        self._ready = {pair: heap for pair, heap in self._ready.items() if heap}
+        return started
 
-    def _start(self, m: int, now: float) -> float:
+    def _start(self, m: int, now: float) -> None:
         pair = self._pairs[m]
         start = max([now] + [self._free[port] for port in pair])
         self._starts[m], self._ends[m] = start, start + self._lengths[m]
         for port in pair:
             self._free[port] = self._ends[m]
             self._left[port] -= self._lengths[m]
-        return self._ends[m]
 
 
 def _seconds(problem: Problem, message: Message) -> float:
