@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -124,3 +125,41 @@ def test_uneven_lengths_of_pieces_are_kept():
     boxes = {worker.name: worker.box for worker in plan.workers}
     assert boxes["source/1"] == ((1, 1),) and boxes["source/2"] == ((1, 10),)
     assert [boxes[f"target/{w}"] for w in range(4)] == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
+
+
+def test_two_cards_of_a_host_share_what_it_sends_and_what_it_receives():
+    source = layout("source", mesh=(1, 4), split=(None, None))
+    target = layout("target", mesh=(1, 3), split=(None, None))  # two of three workers are on the first card
+    plan = plan_resharding(CUBE, source, target, replace(UNIT, cards_per_host=2))
+    assert plan.makespan_s == plan.lower_bound_s == 0.5
+
+
+def test_replicas_are_gathered_where_local_links_are_slow_and_broadcast_where_messages_are():
+    """An all-gather spreads what local links carry, a broadcast needs fewer messages."""
+    source, target = (
+        layout("source", mesh=(1, 1), split=(None, None)),
+        layout("target", mesh=(1, 4), split=(None, None)),
+    )
+    slow_inside = replace(UNIT, local_bytes_per_s=0.8 * UNIT.card_bytes_per_s)
+    assert "all-gather" in plan_resharding(CUBE, source, target, slow_inside).strategy
+    slow_messages = replace(UNIT, latency_s=0.2)
+    assert "broadcast" in plan_resharding(CUBE, source, target, slow_messages).strategy
+
+
+def test_a_mesh_on_the_same_hosts_uses_no_card():
+    hosts = ("a", "a", "b", "b")
+    source = layout("source", mesh=(2, 2), split=(0, None), hosts=hosts)
+    target = layout("target", mesh=(2, 2), split=(0, 1), hosts=hosts)
+    plan = plan_resharding(CUBE, source, target, UNIT)
+    assert plan.messages and all(message.local for message in plan.messages)
+
+
+def test_latency_limits_how_finely_a_chain_is_cut():
+    source, target = layout("source", mesh=(1,), split=(None,)), layout("target", mesh=(2,), split=(None,))
+
+    def chunks(latency_s: float) -> float:
+        return len(plan_resharding(CUBE, source, target, replace(UNIT, latency_s=latency_s)).messages) / 2
+
+    assert chunks(0.0) == 64
+    assert 4 <= chunks(0.01) <= 16  # the root of the tensor's second over a hundredth
+    assert chunks(2.0) == 1
