@@ -8,7 +8,8 @@ from service.scheduler.resharding.balance import Item, least_largest_load
 from service.scheduler.resharding.layout import Problem, Tile
 
 _FINE = 1000
-"""Latency is counted in this part of an element, rounded down."""
+_LARGEST = 2**62
+"""Of what the flow's whole numbers can hold, half."""
 
 
 def lower_bound_s(problem: Problem) -> float:
@@ -38,21 +39,23 @@ def lower_bound_s(problem: Problem) -> float:
     or column; Gonzalez and Sahni 1976).
     """
     cards = [worker.card for worker in problem.workers]
+    # latency counts in thousandths of an element, rounded down; of very large tensors in whole ones
+    fine = _FINE if problem.tensor.elements * len(cards) ** 2 * _FINE < _LARGEST else 1
     out, into = [], []
     for tile in problem.tiles:
         if remote := problem.remote_hosts(tile):
             near = [w for group in problem.near_hosts(tile).values() for w in group]
-            weight = _weight(problem, tile)
+            weight = _weight(problem, tile, fine)
             out.append(Item(weight, _distinct(cards[w] for w in (*tile.holders, *near))))
             into += [Item(weight, _distinct(cards[w] for w in group)) for group in remote.values()]
-    elements = max(least_largest_load(out), least_largest_load(into)) / _FINE
+    elements = max(least_largest_load(out), least_largest_load(into)) / fine
     return max(problem.slow_s(float(elements)), _inside_s(problem))
 
 
-def _weight(problem: Problem, tile: Tile) -> int:
+def _weight(problem: Problem, tile: Tile, fine: int) -> int:
     """The tile and one latency, in parts of an element."""
     latency = problem.links.latency_s * problem.links.card_bytes_per_s / problem.tensor.element_bytes
-    return tile.elements * _FINE + int(latency * _FINE)
+    return tile.elements * fine + int(latency * fine)
 
 
 def _inside_s(problem: Problem) -> float:

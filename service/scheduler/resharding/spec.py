@@ -16,6 +16,8 @@ from service.scheduler.resharding.layout import Layout, Links, Tensor, layout
 LARGEST_MESH = 1024
 LARGEST_TILES = 4096
 """Workers of a mesh, and tiles: more would not be planned in seconds."""
+LARGEST_PRODUCT = 2**61
+"""Elements times the square of all workers: the planner's flows count in 64 bits."""
 
 Dtype = Literal["bool", "uint8", "int8", "float16", "bfloat16", "float32", "int32", "float64", "int64"]
 Count = Annotated[Integer, Field(ge=1)]
@@ -129,6 +131,12 @@ def load_resharding(data: Mapping[str, Any]) -> Resharding:
     tensor = Tensor(given.shape, size)
     source = _layout("source", spec.source, given.shape)
     target = _layout("target", spec.target, given.shape)
+    most = LARGEST_PRODUCT // (source.workers + target.workers) ** 2
+    if tensor.elements > most:
+        raise SpecError(
+            f"tensor.shape is {list(given.shape)}, {tensor.elements} elements: at most {most} are planned for "
+            f"{source.workers + target.workers} workers; take a slice of it, times are proportional"
+        )
     boxes = [len(set(side.boxes(given.shape))) for side in (source, target)]
     if boxes[0] * boxes[1] > LARGEST_TILES:
         raise SpecError(

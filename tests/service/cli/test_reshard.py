@@ -110,6 +110,10 @@ def test_the_links_of_a_specification_count(run: Run, tmp_path: Path):
             },
             "may make 8192 tiles, and at most 4096 are planned",
         ),
+        (
+            {"tensor": {"shape": [2**40, 2**20]}, "target": CASE_6["source"]},
+            "elements: at most 9007199254740992 are planned for 16 workers",
+        ),
         ({"tensor": {"shape": [4, 0]}}, "tensor.shape.1 is 0"),
         ({"tensor": {"shape": [4], "dtype": "float32", "element_bytes": 4}}, "give one of them"),
     ],
@@ -119,6 +123,13 @@ def test_what_no_plan_can_be_made_of_is_refused_by_name(run: Run, tmp_path: Path
     path.write_text(yaml.safe_dump({**CASE_6, **change}))
     found = run("reshard", path)
     assert found.code == 1 and said in " ".join(found.err.split()) and found.out == ""
+
+
+def test_very_large_tensors_are_planned(run: Run, tmp_path: Path):
+    path = tmp_path / "layouts.yaml"
+    target = {**CASE_6["target"], "placement": ["split(0)", "replicate"]}
+    path.write_text(yaml.safe_dump({**CASE_6, "tensor": {"shape": [3 * 2**30, 2**20]}, "target": target}))
+    assert run("reshard", path, "--json").json["lower_bound_s"] == 0.5
 
 
 def test_files_and_formats_that_are_none_are_refused(run: Run, spec: Path, tmp_path: Path):
