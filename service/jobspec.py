@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from service.job_meshes import short_form
+
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -249,7 +251,8 @@ class Pipeline(_Part):
 
 class Resources(_Part):
     meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="One a stage if null"
+        default=None,
+        description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
     )
     workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -257,6 +260,11 @@ class Resources(_Part):
         default="auto",
         description="Bytes that the plan of one worker may use; auto is what its accelerator has free, less a margin",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed_meshes(cls, data: object) -> object:
+        return short_form(data) if isinstance(data, dict) and isinstance(data.get("meshes"), list) else data
 
 
 class Checkpoint(_Part):

@@ -25,8 +25,11 @@ SpecLoader.add_implicit_resolver(
 )
 
 
-def read_spec(file: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; CliError when there is none."""
+_NO_JOB = "holds no job: give model, data, loss, ... as the README shows"
+
+
+def read_spec(file: Path, otherwise: str = _NO_JOB) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; CliError when there is none, which says `otherwise` of a file without."""
     try:
         text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
         spec = yaml.load(text, SpecLoader)
@@ -35,7 +38,7 @@ def read_spec(file: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CliError(f"{file} is no YAML: {error}") from None
     if not isinstance(spec, dict):
-        raise CliError(f"{file} holds no job: give model, data, loss, ... as the README shows")
+        raise CliError(f"{file} {otherwise}")
     try:
         json.dumps(spec, allow_nan=False)
     except (TypeError, ValueError) as error:

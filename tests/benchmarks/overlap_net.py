@@ -25,11 +25,12 @@ class Network:
     addresses: tuple[str, ...]
     host: str
     bridge: str
+    prefix: str = PREFIX
 
     def set_rate(self, bits_per_s: float) -> None:
         """Limit every port to `bits_per_s` in both directions."""
         for k, name in enumerate(self.names):
-            _limit(["tc"], f"{PREFIX}{k}", bits_per_s)
+            _limit(["tc"], f"{self.prefix}{k}", bits_per_s)
             _limit(["ip", "netns", "exec", name, "tc"], "port", bits_per_s)
 
     def run(self, k: int, command: list[str], **options) -> subprocess.Popen:
@@ -46,28 +47,30 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def network(count: int) -> Iterator[Network]:
-    """`count` namespaces on one bridge; everything is removed at the end."""
-    bridge = f"{PREFIX}br"
-    names = tuple(f"{PREFIX}{k}" for k in range(count))
+def network(count: int, prefix: str = PREFIX, subnet: str = SUBNET) -> Iterator[Network]:
+    """`count` namespaces on one bridge; everything is removed at the end. Two at a time need other names."""
+    bridge = f"{prefix}br"
+    names = tuple(f"{prefix}{k}" for k in range(count))
     _remove(names, bridge)
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
-        _run("ip", "addr", "add", f"{SUBNET}.254/24", "dev", bridge)
+        _run("ip", "addr", "add", f"{subnet}.254/24", "dev", bridge)
         _run("ip", "link", "set", bridge, "up")
         for k, name in enumerate(names):
             inside = ("ip", "netns", "exec", name)
             _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", f"{PREFIX}{k}", "type", "veth", "peer", "name", "port", "netns", name)
-            _run("ip", "link", "set", f"{PREFIX}{k}", "master", bridge, "up")
-            _run(*inside, "ip", "addr", "add", f"{SUBNET}.{k + 1}/24", "dev", "port")
+            _run("ip", "link", "add", f"{prefix}{k}", "type", "veth", "peer", "name", "port", "netns", name)
+            _run("ip", "link", "set", f"{prefix}{k}", "master", bridge, "up")
+            _run(*inside, "ip", "addr", "add", f"{subnet}.{k + 1}/24", "dev", "port")
             # small segments: a short message (who is ready for what) waits for at most two of them
             _run(*inside, "ip", "link", "set", "port", "gso_max_size", "16384", "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
             # cubic: bbr keeps probing the rate and would make equal transfers unequal
-            _run(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "port", "congctl", "cubic")
+            _run(*inside, "ip", "route", "change", f"{subnet}.0/24", "dev", "port", "congctl", "cubic")
             _run(*inside, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
-        yield Network(names, tuple(f"{SUBNET}.{k + 1}" for k in range(count)), f"{SUBNET}.254", bridge)
+        yield Network(
+            names, tuple(f"{subnet}.{k + 1}" for k in range(count)), f"{subnet}.254", bridge, prefix
+        )
     finally:
         _remove(names, bridge)
 

@@ -1,0 +1,200 @@
+"""Which way every element goes: a part of a tile, its sender, its way through the target's hosts and inside them.
+
+No times here; order.py gives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from service.scheduler.resharding.balance import Item, Share, least_shares, whole_shares
+from service.scheduler.resharding.layout import Problem, Tile
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One worker to another; `after` is the hop of the same part that brings it to the sender, -1 where it has it."""
+
+    sender: int
+    receiver: int
+    local: bool
+    after: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `begin` to `end` of a tile (in row order of its box) and their way, a tree of hops."""
+
+    tile: int
+    begin: int
+    end: int
+    hops: tuple[Hop, ...]
+
+    @property
+    def depth(self) -> int:
+        """Hops on the longest way of an element."""
+        depths = []
+        for hop in self.hops:
+            depths.append(1 if hop.after < 0 else depths[hop.after] + 1)
+        return max(depths, default=0)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How routes are made.
+
+    `divided`: tiles may be shared out among several senders, to the least largest load. `chains`: a tile that
+    several hosts need is sent to so many of them, which pass it on from host to host (with 1, Alpa's pipelined
+    broadcast); None: to each of them. `gathered`: each worker of a host that needs a tile receives a part of it and they
+    pass the parts round (all-gather); else one receives it and it is passed on (broadcast).
+    """
+
+    divided: bool
+    chains: int | None
+    gathered: bool
+
+    def __str__(self) -> str:
+        ways = (
+            "direct" if self.chains is None else "one chain" if self.chains == 1 else f"{self.chains} chains"
+        )
+        words = ["divided" if self.divided else "whole tiles", ways]
+        return ", ".join([*words, "all-gather" if self.gathered else "broadcast"])
+
+
+STYLES = tuple(
+    Style(divided, chains, gathered)
+    for chains in (None, 1, 2, 3)
+    for divided in (False, True)
+    for gathered in (False, True)
+)
+"""In the order in which they are tried: of equally good ones the first wins."""
+
+
+def routes(problem: Problem, style: Style) -> tuple[Part, ...]:
+    """Every tile's parts. Deterministic; each element enters a host once."""
+    return _Router(problem, style).parts()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """From `cuts[k]` on (elements of a tile) a host is entered at `workers[k]`."""
+
+    cuts: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    def at(self, element: int) -> int:
+        return self.workers[bisect_right(self.cuts, element) - 1]
+
+
+class _Router:
+    def __init__(self, problem: Problem, style: Style):
+        self._problem = problem
+        self._style = style
+        self._sent = [0] * len(problem.workers)  # elements, to take turns among the workers of a card
+        self._received = [0] * len(problem.workers)
+        self._entries = self._all_entries()
+
+    def parts(self) -> tuple[Part, ...]:
+        found = []
+        for number, tile in enumerate(self._problem.tiles):
+            if near := self._problem.near_hosts(tile):
+                found.append(Part(number, 0, tile.elements, tuple(self._near_hops(tile, near))))
+        for number, groups, share in self._shares():
+            found += self._remote_parts(number, groups, share)
+        return tuple(sorted(found, key=lambda part: (part.tile, part.begin)))
+
+    def _shares(self) -> list[tuple[int, tuple[tuple[int, ...], ...], Share]]:
+        """(tile, its groups of needers that are reached together, range and card of the sender)."""
+        wanted = []
+        for number, tile in enumerate(self._problem.tiles):
+            groups = tuple(self._problem.remote_hosts(tile).values())
+            if groups:
+                count = min(self._style.chains or len(groups), len(groups))
+                wanted += [(number, groups[k::count]) for k in range(count)]
+        items = [
+            Item(self._problem.tiles[number].elements, self._cards(self._problem.tiles[number].holders))
+            for number, _ in wanted
+        ]
+        shares = least_shares(items) if self._style.divided else whole_shares(items)
+        return [(*one, share) for one, of_item in zip(wanted, shares, strict=True) for share in of_item]
+
+    def _cards(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self._problem.workers[w].card for w in workers))
+
+    def _remote_parts(self, number: int, groups: tuple[tuple[int, ...], ...], share: Share) -> Iterator[Part]:
+        """The share cut wherever one of the hosts goes on to its next entry, each piece with its way."""
+        borders = {share.begin, share.end}
+        entries = [self._entries[number, group] for group in groups]
+        for entry in entries:
+            borders.update(cut for cut in entry.cuts if share.begin < cut < share.end)
+        for k, (begin, end) in enumerate(pairwise(sorted(borders))):
+            sender = self._least(self._sent, self._on_card(number, share.option))
+            self._sent[sender] += end - begin
+            turn = (number + k) % len(groups)
+            ways = [(group, entry.at(begin)) for group, entry in zip(groups, entries, strict=True)]
+            yield Part(number, begin, end, tuple(_chain(sender, ways[turn:] + ways[:turn])))
+
+    def _all_entries(self) -> dict[tuple[int, tuple[int, ...]], _Entry]:
+        """Where each tile enters each host: by which cards, to the least largest load, and at which of their workers."""
+        wanted = [
+            (number, group)
+            for number, tile in enumerate(self._problem.tiles)
+            for group in self._problem.remote_hosts(tile).values()
+        ]
+        items = [Item(self._problem.tiles[number].elements, self._cards(group)) for number, group in wanted]
+        entries = {}
+        for (number, group), shares in zip(wanted, least_shares(items), strict=True):
+            cuts: list[int] = []
+            workers: list[int] = []
+            for share in shares:
+                at_card = [w for w in group if self._problem.workers[w].card == share.option]
+                length = share.end - share.begin
+                count = min(len(at_card), length) if self._style.gathered else 1
+                turns = sorted(at_card, key=lambda w: (self._received[w], w))[:count]
+                borders = [share.begin + k * length // count for k in range(count + 1)]
+                for w, (begin, end) in zip(turns, pairwise(borders), strict=True):
+                    self._received[w] += end - begin
+                    cuts.append(begin)
+                    workers.append(w)
+            entries[number, group] = _Entry(tuple(cuts), tuple(workers))
+        return entries
+
+    def _on_card(self, number: int, card: int) -> tuple[int, ...]:
+        holders = self._problem.tiles[number].holders
+        return tuple(w for w in holders if self._problem.workers[w].card == card)
+
+    def _near_hops(self, tile: Tile, near: dict[str, tuple[int, ...]]) -> Iterator[Hop]:
+        """Each host's holders give to equal runs of its needers, who pass it on."""
+        count = 0
+        for host, group in near.items():
+            holders = [w for w in tile.holders if self._problem.workers[w].host == host]
+            holders.sort(key=lambda w: (self._sent[w], w))
+            runs = min(len(holders), len(group))
+            for k, sender in enumerate(holders[:runs]):
+                run = group[k * len(group) // runs : (k + 1) * len(group) // runs]
+                self._sent[sender] += tile.elements
+                for giver, taker in pairwise((sender, *run)):
+                    yield Hop(giver, taker, True, -1 if giver == sender else count - 1)
+                    count += 1
+
+    @staticmethod
+    def _least(loads: list[int], workers: tuple[int, ...]) -> int:
+        return min(workers, key=lambda w: (loads[w], w))
+
+
+def _chain(sender: int, ways: list[tuple[tuple[int, ...], int]]) -> Iterator[Hop]:
+    """From host to host, entering each at the given worker, and round each host from there."""
+    count, before = 0, -1
+    for group, first in ways:
+        yield Hop(sender, first, False, before)
+        before, sender = count, first
+        count += 1
+        place = group.index(first)
+        round_host = group[place:] + group[:place]
+        for giver, taker in itertools.pairwise(round_host):
+            yield Hop(giver, taker, True, count - 1)
+            count += 1

@@ -1,0 +1,240 @@
+"""What a user writes to see a resharding: a tensor, two layouts and the links between; and its checks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+from service.scheduler.model.fields import Bandwidth, Integer, Seconds, SpecError
+from service.scheduler.resharding.layout import Layout, Links, Tensor, layout
+
+LARGEST_MESH = 1024
+LARGEST_TILES = 4096
+"""Workers of a mesh, and tiles: more would not be planned in seconds."""
+LARGEST_PRODUCT = 2**61
+"""Elements times the square of all workers: the planner's flows count in 64 bits."""
+
+Dtype = Literal["bool", "uint8", "int8", "float16", "bfloat16", "float32", "int32", "float64", "int64"]
+Count = Annotated[Integer, Field(ge=1)]
+ELEMENT_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "int32": 4,
+    "float64": 8,
+    "int64": 8,
+}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorSpec(_Model):
+    """`dtype` or `element_bytes`, not both; float32 where neither is given."""
+
+    shape: tuple[Count, ...]
+    dtype: Dtype | None = None
+    element_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_size(self) -> TensorSpec:
+        if self.dtype is not None and self.element_bytes is not None:
+            raise ValueError("dtype and element_bytes say the same thing: give one of them")
+        return self
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dimension of the mesh that splits one of the tensor; `sizes` are the lengths of the pieces."""
+
+    dimension: int
+    sizes: tuple[int, ...] | None = None
+
+
+def _hosts_field(value: Any) -> int | tuple[str, ...]:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise ValueError("write the number of hosts, or a list with the name of each worker's host")
+
+
+def _placement_field(value: Any) -> Split | None:
+    if value == "replicate":
+        return None
+    if isinstance(value, str) and (found := re.fullmatch(r"split\(\s*(\d+)\s*\)", value)):
+        return Split(int(found[1]))
+    if isinstance(value, Mapping) and set(value) <= {"split", "sizes"} and _natural(value.get("split")):
+        sizes = value.get("sizes")
+        if sizes is None or (isinstance(sizes, list | tuple) and all(map(_natural, sizes))):
+            return Split(value["split"], None if sizes is None else tuple(sizes))
+    raise ValueError("write replicate, split(DIMENSION) or {split: DIMENSION, sizes: [LENGTH, ...]}")
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class LayoutSpec(_Model):
+    """`hosts` counts them or names the host of each worker; `mesh` is [hosts, accelerators] where it is not given."""
+
+    hosts: Annotated[int | tuple[str, ...], PlainValidator(_hosts_field)] = 1
+    accelerators: Count | None = None
+    mesh: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    placement: tuple[Annotated[Split | None, PlainValidator(_placement_field)], ...]
+
+
+class LinksSpec(_Model):
+    card_bytes_per_s: Bandwidth
+    local_bytes_per_s: Bandwidth | None = None
+    latency_s: Seconds = 0.0
+    local_latency_s: Seconds = 0.0
+    cards_per_host: Count = 1
+
+
+class ReshardingSpec(_Model):
+    """Without `links` one second is the whole tensor over one card, and copies inside a host are free."""
+
+    tensor: TensorSpec
+    source: LayoutSpec
+    target: LayoutSpec
+    links: LinksSpec | None = None
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """A checked specification as the planner's values."""
+
+    tensor: Tensor
+    source: Layout
+    target: Layout
+    links: Links
+
+
+def load_resharding(data: Mapping[str, Any]) -> Resharding:
+    """The values of a specification; raises SpecError, which names the field, its value and the way out."""
+    try:
+        spec = ReshardingSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError("; ".join(_describe(item) for item in error.errors())) from error
+    given = spec.tensor
+    size = given.element_bytes or ELEMENT_BYTES[given.dtype or "float32"]
+    tensor = Tensor(given.shape, size)
+    source = _layout("source", spec.source, given.shape)
+    target = _layout("target", spec.target, given.shape)
+    most = LARGEST_PRODUCT // (source.workers + target.workers) ** 2
+    if tensor.elements > most:
+        raise SpecError(
+            f"tensor.shape is {list(given.shape)}, {tensor.elements} elements: at most {most} are planned for "
+            f"{source.workers + target.workers} workers; take a slice of it, times are proportional"
+        )
+    boxes = [len(set(side.boxes(given.shape))) for side in (source, target)]
+    if boxes[0] * boxes[1] > LARGEST_TILES:
+        raise SpecError(
+            f"{boxes[0]} pieces of the source and {boxes[1]} of the target may make {boxes[0] * boxes[1]} tiles, "
+            f"and at most {LARGEST_TILES} are planned: split fewer ways"
+        )
+    links = Links(float(tensor.bytes)) if spec.links is None else Links(**spec.links.model_dump())
+    return Resharding(tensor, source, target, links)
+
+
+def _layout(name: str, given: LayoutSpec, shape: tuple[int, ...]) -> Layout:
+    mesh = _mesh(name, given)
+    if len(given.placement) != len(mesh):
+        raise SpecError(
+            f"{name}.placement has {len(given.placement)} entries for a mesh of {len(mesh)} dimensions "
+            f"({' x '.join(map(str, mesh))}): give one for each, replicate or split(DIMENSION)"
+        )
+    for d, one in enumerate(given.placement):
+        if one is not None and one.dimension >= len(shape):
+            raise SpecError(
+                f"{name}.placement.{d} splits dimension {one.dimension}, and the tensor has {len(shape)}: they count from 0"
+            )
+    made = layout(
+        name,
+        mesh=mesh,
+        split=tuple(None if one is None else one.dimension for one in given.placement),
+        hosts=_hosts(name, given, math.prod(mesh)),
+        sizes=tuple(None if one is None else one.sizes for one in given.placement),
+    )
+    _check_sizes(made, shape)
+    return made
+
+
+def _mesh(name: str, given: LayoutSpec) -> tuple[int, ...]:
+    if given.mesh is not None and given.accelerators is not None:
+        raise SpecError(
+            f"{name} has mesh and accelerators: give one of them, mesh says how many workers there are"
+        )
+    if given.mesh is not None:
+        mesh = given.mesh
+    elif isinstance(given.hosts, tuple):
+        raise SpecError(f"{name}.hosts names the host of each worker: give mesh, its shape, as well")
+    else:
+        mesh = (given.hosts, given.accelerators or 1)
+    if math.prod(mesh) > LARGEST_MESH:
+        raise SpecError(
+            f"{name} has {math.prod(mesh)} workers, at most {LARGEST_MESH} are planned: take a smaller mesh"
+        )
+    return mesh
+
+
+def _hosts(name: str, given: LayoutSpec, workers: int) -> tuple[str, ...]:
+    if isinstance(given.hosts, int):
+        if workers % given.hosts:
+            fitting = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+            raise SpecError(
+                f"{name}.hosts is {given.hosts}, which does not divide {workers} workers: use one of {fitting}, "
+                "or name the host of each worker"
+            )
+        return tuple(f"{name}:{w * given.hosts // workers}" for w in range(workers))
+    if len(given.hosts) != workers:
+        raise SpecError(
+            f"{name}.hosts names {len(given.hosts)} hosts for {workers} workers: name one for each worker"
+        )
+    return given.hosts
+
+
+def _check_sizes(made: Layout, shape: tuple[int, ...]) -> None:
+    """Sizes are one for each place of the mesh, and their sum is the length of whatever they cut."""
+    lengths = [{length} for length in shape]
+    for d, dimension in enumerate(made.split):
+        if dimension is None:
+            continue
+        place, sizes, pieces = f"{made.name}.placement.{d}.sizes", made.sizes[d], made.mesh[d]
+        if sizes is None:
+            lengths[dimension] = {
+                piece
+                for length in lengths[dimension]
+                for k in range(pieces)
+                for piece in [max(0, min(-(-length // pieces), length - k * -(-length // pieces)))]
+            }
+            continue
+        if len(sizes) != pieces:
+            raise SpecError(f"{place} has {len(sizes)} lengths for {pieces} workers: give one for each")
+        if lengths[dimension] != {sum(sizes)}:
+            found = " or ".join(str(length) for length in sorted(lengths[dimension]))
+            raise SpecError(
+                f"{place} is {list(sizes)}, {sum(sizes)} together, and what it cuts of dimension {dimension} is {found} "
+                "long: give lengths with that sum"
+            )
+        lengths[dimension] = set(sizes)
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in item["loc"]) or "the specification"
+    if item["type"] == "extra_forbidden":
+        return f"{place} is not a field of a resharding: remove it"
+    if item["type"] == "missing":
+        return f"{place} is missing: give it"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{place} is {item['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,75 @@
+"""resources.meshes as a list: what it means, and how it is refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from service.jobspec import JobSpec
+from tests.service.conftest import job_body
+
+
+def _spec(resources: dict) -> JobSpec:
+    body = job_body(resources=resources)
+    return JobSpec.model_validate(
+        {**body, "pipeline": {"stages": 2}, "training": {"steps": 1, "global_batch": 8, "microbatches": 2}}
+    )
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"workers": 2},
+        {"workers": 2, "parallel": {"data": 2}},
+        {"workers": 2, "parallel": {"data": 2, "tensor": 1}, "shard": "none"},
+        {"workers": 2, "parallel": {"tensor": 1}},
+    ],
+)
+def test_meshes_that_are_all_alike_are_the_short_form(entry):
+    assert _spec({"meshes": [entry, entry]}) == _spec({"meshes": 2, "workers_per_mesh": 2})
+
+
+def test_entries_need_not_say_how_their_workers_share():
+    assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        (
+            {"meshes": [{"workers": 2}, {"workers": 1}]},
+            "meshes of different sizes cannot run yet; give all of them 1 or all 2",
+        ),
+        (
+            {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}]},
+            "tensor parallel cannot run yet; set it to 1 and data to 4",
+        ),
+        (
+            {"meshes": [{"shard": "optimizer"}]},
+            "meshes.0.shard is optimizer: sharded optimizers cannot run yet",
+        ),
+        (
+            {"meshes": [{"workers": 6, "parallel": {"tensor": 4}}]},
+            "use one of 1, 2, 3, 6, or a multiple of 4 workers",
+        ),
+        (
+            {"meshes": [{"workers": 3, "parallel": {"data": 2}}]},
+            "= 2 workers, and there are 3: set data to 3, or workers to 2",
+        ),
+        ({"meshes": [{"shard": "all"}]}, "meshes.0.shard is 'all': input should be 'none' or 'optimizer'"),
+        (
+            {"meshes": [{}, {"tensor": 2}]},
+            "meshes.1.tensor is not a field of a mesh: it has workers, parallel",
+        ),
+        ({"meshes": [{"workers": 0}]}, "meshes.0.workers is 0"),
+        ({"meshes": [4]}, "meshes.0 is 4"),
+        ({"meshes": []}, "meshes lists 0 meshes"),
+        ({"meshes": [{}], "workers_per_mesh": 2}, "each entry says its workers, leave it out"),
+        ({"meshes": [{"workers": 3}, {"workers": 3}]}, "a microbatch of 4 samples cannot be shared"),
+        ({"meshes": [{}, {}, {}]}, "resources.meshes 3 is more than pipeline.stages 2"),
+    ],
+)
+def test_a_list_that_cannot_run_is_refused_with_what_fits(resources, said):
+    with pytest.raises(ValidationError) as caught:
+        _spec(resources)
+    assert said in str(caught.value)
