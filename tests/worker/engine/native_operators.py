@@ -45,13 +45,21 @@ OPERATORS = {
         [(8,), (8,)],
         lambda x, w, b: functional.batch_norm(x, *_zeros(8), w, b, True),
     ),
-    "batch_norm, evaluating": (IMAGE, [(8,), (8,)], lambda x, w, b: functional.batch_norm(x, *_zeros(8), w, b)),
+    "batch_norm, evaluating": (
+        IMAGE,
+        [(8,), (8,)],
+        lambda x, w, b: functional.batch_norm(x, *_zeros(8), w, b),
+    ),
     "instance_norm": (IMAGE, [(8,), (8,)], lambda x, w, b: functional.instance_norm(x, None, None, w, b)),
     "conv1d": (ROW, [(8, 8, 3), (8,)], lambda x, w, b: functional.conv1d(x, w, b, padding=1)),
     "conv2d": (IMAGE, [(8, 8, 3, 3), (8,)], lambda x, w, b: functional.conv2d(x, w, b, padding=1)),
     "conv2d of one pixel": (IMAGE, [(8, 8, 1, 1), (8,)], functional.conv2d),
     "conv2d by channel": (IMAGE, [(8, 1, 3, 3), (8,)], lambda x, w, b: functional.conv2d(x, w, b, groups=8)),
-    "conv2d with a stride": (IMAGE, [(8, 8, 3, 3), (8,)], lambda x, w, b: functional.conv2d(x, w, b, stride=2)),
+    "conv2d with a stride": (
+        IMAGE,
+        [(8, 8, 3, 3), (8,)],
+        lambda x, w, b: functional.conv2d(x, w, b, stride=2),
+    ),
     "conv3d": (VOLUME, [(8, 8, 3, 3, 3), (8,)], lambda x, w, b: functional.conv3d(x, w, b, padding=1)),
     "conv_transpose2d": (
         IMAGE,
