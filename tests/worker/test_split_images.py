@@ -42,7 +42,7 @@ class PixelAttention(nn.Module):
         pixels = self.norm(x).flatten(2).transpose(1, 2)
         q, k, v = self.qkv(pixels).chunk(3, -1)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + mixed.transpose(1, 2).reshape(x.shape).contiguous(memory_format=torch.channels_last)
+        return mixed.transpose(1, 2).reshape(x.shape) + x
 
 
 class Block(nn.Module):
@@ -53,7 +53,8 @@ class Block(nn.Module):
         self.convolution = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
 
     def forward(self, x):
-        return x + self.convolution(nn.functional.silu(self.norm(self.attention(x))))
+        x = self.attention(x)
+        return x + self.convolution(nn.functional.silu(self.norm(x)))
 
 
 def small_denoiser():
