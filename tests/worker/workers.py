@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -45,6 +46,20 @@ class TooLargeAfter(torch.nn.Module):
         self._left -= 1
         if self._left < 0:
             torch.empty(1 << 50)
+        return torch.nn.functional.cross_entropy(output, target)
+
+
+class DiesAfter(torch.nn.Module):
+    """Cross entropy, but after so many calls its process dies in native code."""
+
+    def __init__(self, calls: int):
+        super().__init__()
+        self._left = calls
+
+    def forward(self, output, target):
+        self._left -= 1
+        if self._left < 0:
+            ctypes.string_at(0)
         return torch.nn.functional.cross_entropy(output, target)
 
 

@@ -20,6 +20,7 @@ from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
 from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_forward
+from worker.last_action import doing
 from worker.turns import GENERATORS
 
 
@@ -306,8 +307,10 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _reported(self, action: str, microbatch: int):
+        doing(f"{self._stage}{action}{microbatch} of step {self._exchange.step}")
         try:
             yield
+            doing("")
         except Exception as error:
             raise StageError(
                 f"{self._stage}{action}{microbatch} raised {type(error).__name__}: {error}",

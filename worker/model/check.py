@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.stage_run import StageRun, drop_casts, run_forward
+from worker.last_action import doing
 from worker.model import suspects
 from worker.model.checkpointing import regions_marked
 from worker.model.errors import TraceError
@@ -77,6 +78,7 @@ def check_trace(
     tensor that differs (gradients in the order of a backward), by how much, and the likely reason.
     """
     suspects.check_hooks(model)
+    doing("the comparison of the traced model with the model itself")
     autocast = traced.placed.autocast
     tolerance = _tolerance(model, autocast, device)
     place = _Place(
@@ -111,6 +113,7 @@ def check_trace(
             found = _run_stages(stages, _differentiable(builder), make_loss(), place, untouched)
     finally:
         drop_casts()
+        doing("")
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
     _compare(expected, found, list(dict.fromkeys(parameters)), tolerance, functions)
     return suspects.notes(model, moved)
