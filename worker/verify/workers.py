@@ -18,6 +18,7 @@ from worker.driver.planning import PlannedJob
 from worker.engine import Engine, SlotLimits
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
+from worker.model import TracedModel
 from worker.transport import Topology
 from worker.transport.rendezvous import host_store
 
@@ -36,6 +37,10 @@ class OpenWorker(Worker):
     def index(self) -> int:
         """Its number among the workers of its mesh."""
         return self._worker
+
+    @property
+    def traced(self) -> TracedModel:
+        return self._model.traced(self._batches.sample[0])
 
     @property
     def engine(self) -> Engine:
