@@ -87,6 +87,18 @@ def compare_initial(
                     )
 
 
+def check_transfers(step: int, record: StepRecord, worst: Worst) -> None:
+    """What a stage used is what another left to be sent, bit for bit."""
+    for passed in record.passed():
+        worst.add("transfers", 0.0 if passed.intact else 1.0, 0.0)
+    if changed := [str(passed) for passed in record.passed() if not passed.intact]:
+        raise Different(
+            f"step {step}: what was sent is not what was used: {changed[0]}"
+            + (f", and {len(changed) - 1} more transfers" if len(changed) > 1 else "")
+            + "; a buffer was stale, or written to too early"
+        )
+
+
 class StepComparison:
     """One step of both; `check_gradients` and then, when the plain model has made its update, `check_state`."""
 
@@ -107,16 +119,7 @@ class StepComparison:
         self._clip, self._loss_stage = clip, loss_stage
 
     def check_transfers(self) -> None:
-        record = self._pipeline.record
-        changed = record.changed_on_the_way()
-        if record.transfers:
-            self._worst.add("transfers", float(len(changed)), 0.0)
-        if changed:
-            raise self._different(
-                f"what was sent is not what was used: {changed[0]}"
-                + (f", and {len(changed) - 1} more transfers" if len(changed) > 1 else "")
-                + "; a buffer was stale, or written to too early"
-            )
+        check_transfers(self._step, self._pipeline.record, self._worst)
 
     def check_losses(self) -> None:
         for at, expected in sorted(self._plain.losses.items(), key=lambda one: one[0][::-1]):
@@ -143,19 +146,17 @@ class StepComparison:
         plain = self._plain.gradients
         least = least_size(plain.values())
         coefficient = self._coefficient(self._pipeline.norm)
-        for at in sorted(range(len(self._holders)), key=lambda one: -self._last_stage(one)):
-            holder, gradients = self._holders[at], self._pipeline.gradients[at]
-            names = sorted(holder.parameters, key=lambda name: -max(holder.stages_of.get(name, (0,))))
-            for name in names:
-                expected, found = plain.get(name), gradients.get(name)
-                if expected is None and found is None:
-                    continue
-                expected = torch.zeros_like(found) if expected is None else expected
-                found = torch.zeros_like(expected) if found is None else found.cpu() / coefficient
-                apart = distance(expected, found, least)
-                self._worst.add("gradients", apart, self._tolerance.gradients)
-                if apart > self._tolerance.gradients:
-                    raise self._different(self._about_gradient(holder, name, expected, found, apart, least))
+        for name, at in self._backwards():
+            holder = self._holders[at]
+            expected, found = plain.get(name), self._pipeline.gradients[at].get(name)
+            if expected is None and found is None:
+                continue
+            expected = torch.zeros_like(found) if expected is None else expected
+            found = torch.zeros_like(expected) if found is None else found.cpu() / coefficient
+            apart = distance(expected, found, least)
+            self._worst.add("gradients", apart, self._tolerance.gradients)
+            if apart > self._tolerance.gradients:
+                raise self._different(self._about_gradient(holder, name, expected, found, apart, least))
         self._check_norm()
 
     def check_rate(self) -> None:
@@ -211,8 +212,15 @@ class StepComparison:
     def _different(self, message: str) -> Different:
         return Different(f"step {self._step}: {message}")
 
-    def _last_stage(self, at: int) -> int:
-        return max((max(stages) for stages in self._holders[at].stages_of.values()), default=-1)
+    def _backwards(self) -> list[tuple[str, int]]:
+        """Every parameter with the holders that have it, in the order in which a backward ends with it."""
+        first: dict[str, int] = {}
+        for holder in self._holders:
+            for name, stages in holder.stages_of.items():
+                first[name] = min(first.get(name, stages[0]), *stages)
+        place = {name: index for index, name in enumerate(self._plain.order)}
+        pairs = [(name, at) for at, holder in enumerate(self._holders) for name in holder.parameters]
+        return sorted(pairs, key=lambda one: (-first[one[0]], -place[one[0]], -one[1]))
 
     def _coefficient(self, norm: float | None) -> float:
         """What a gradient is multiplied with to be clipped."""

@@ -28,13 +28,15 @@ from worker.verify.record import Probes
 @dataclass(frozen=True)
 class PlainStep:
     """One step before its update: of each worker and microbatch the loss and the probes of what it added to each
-    gradient; the gradients, averaged over workers and not clipped; their norm; the learning rate."""
+    gradient; the gradients, averaged over workers and not clipped; their norm; the learning rate; the
+    model's parameters in `order`."""
 
     losses: Mapping[tuple[int, int], float]
     added: Mapping[tuple[int, int], Mapping[str, Tensor]]
     gradients: Mapping[str, Tensor]
     norm: float
     learning_rate: float
+    order: Sequence[str]
 
     @property
     def finite(self) -> bool:
@@ -94,7 +96,8 @@ class PlainModel:
         }
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
         norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
-        return PlainStep(losses, added, gradients, norm, float(self.optimizer.param_groups[0]["lr"]))
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters))
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """The optimizer's step, and its schedule's, by these gradients, which are clipped already."""

@@ -23,6 +23,7 @@ from worker.verify.compare import (
     PipelineStep,
     StepComparison,
     Worst,
+    check_transfers,
     compare_initial,
     named,
 )
@@ -165,7 +166,12 @@ class _Run:
         try:
             results = self._gang.step(step)
         except AttemptFailure as failure:
-            raise Different(f"step {step}: the pipeline failed: {failure.message}") from failure
+            check_transfers(step, record, self._proof.worst)
+            finite = self._plain.forward_and_backward(step).finite
+            raise Different(
+                f"step {step}: the pipeline failed: {failure.message} (the plain model made this step: its losses and "
+                f"gradients are {'finite' if finite else 'not finite either'})"
+            ) from failure
         losses = {
             (worker.index, microbatch): loss
             for worker, result in zip(self._gang.workers, results, strict=True)

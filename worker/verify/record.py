@@ -84,6 +84,17 @@ class _Passage:
         )
 
 
+@dataclass(frozen=True)
+class Passed:
+    """A transfer, and whether what was used is what was left to be sent."""
+
+    transfer: _Passage
+    intact: bool
+
+    def __str__(self) -> str:
+        return str(self.transfer)
+
+
 class StepRecord:
     """One step of all workers."""
 
@@ -97,13 +108,10 @@ class StepRecord:
         self.left_over: set[str] = set()
         """Parameters that had a gradient before the first backward."""
 
-    def changed_on_the_way(self) -> list[str]:
-        """The transfers of which something else was used than was left to be sent."""
-        return [str(one) for one, used in self._took.items() if self._gave.get(one) != used]
-
-    @property
-    def transfers(self) -> int:
-        return len(self._took)
+    def passed(self) -> list[Passed]:
+        """The transfers whose tensors were used, in that order."""
+        with self._lock:
+            return [Passed(one, self._gave.get(one) == used) for one, used in self._took.items()]
 
     def gave(self, worker: int, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
         with self._lock:
