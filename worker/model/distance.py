@@ -23,7 +23,7 @@ class Tolerance:
 
 # The graph makes the same calls as the model, so most tensors are equal bit for bit; what is summed over several
 # users of a tensor may be summed in another order, and autocast rounds that to 8 bits.
-_FULL = Tolerance(values=1e-4, gradients=1e-3)
+FULL = Tolerance(values=1e-4, gradients=1e-3)
 _HALF = Tolerance(values=2e-2, gradients=5e-2)
 # Convolutions on CUDA round to TF32, by algorithms that need not be the same, unless told otherwise.
 _TF32 = Tolerance(values=5e-3, gradients=2e-2)
@@ -34,7 +34,7 @@ def tolerance_of(model: nn.Module, autocast: torch.dtype | None, device: str) ->
     half = (torch.bfloat16, torch.float16)
     if autocast in half or any(p.dtype in half for p in model.parameters()):
         return _HALF
-    return _FULL if device == "cpu" else _TF32
+    return FULL if device == "cpu" else _TF32
 
 
 def distance(expected: Tensor, found: Tensor, least: float) -> float:

@@ -4,7 +4,7 @@ same operation of the graph has (seed, worker, step, microbatch and the operatio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ def random_calls(traced: TracedModel, device: str = "cpu") -> list[RandomCall]:
     if not restart_at_operations(stage, marks):
         return []
     inputs = [traced.example_inputs[int(name.removeprefix("input:"))].to(device) for name in stage.inputs]
-    with seeded(0), torch.no_grad(), _Listener(marks):
+    with seeded(0), _Listener(marks):
         stage(*(value.clone() for value in inputs))
     return marks.found
 
@@ -58,8 +58,17 @@ def drawn_as(
         )
 
 
-def is_random(function: object) -> bool:
+def _may_draw(function: object) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+
+
+def _call(function: Callable, args: tuple, kwargs: Mapping | None) -> tuple[object, bool]:
+    """What a kernel returns, and whether it drew: attention without dropout only might."""
+    if not _may_draw(function):
+        return function(*args, **(kwargs or {})), False
+    before = torch.default_generator.get_state()
+    result = function(*args, **(kwargs or {}))
+    return result, not torch.equal(before, torch.default_generator.get_state())
 
 
 class _Marks:
@@ -83,9 +92,10 @@ class _Listener(TorchDispatchMode):
         self._marks = marks
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if is_random(function):
+        result, drew = _call(function, args, kwargs)
+        if drew:
             self._marks.drawn()
-        return function(*args, **(kwargs or {}))
+        return result
 
 
 class _Restarts(TorchDispatchMode):
@@ -95,8 +105,8 @@ class _Restarts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if is_random(function):
-            if self.count < len(self._calls) and self._calls[self.count].first:
-                torch.default_generator.manual_seed(derive_seed(*self._at, self._calls[self.count].operation))
-            self.count += 1
-        return function(*args, **(kwargs or {}))
+        if _may_draw(function) and self.count < len(self._calls) and self._calls[self.count].first:
+            torch.default_generator.manual_seed(derive_seed(*self._at, self._calls[self.count].operation))
+        result, drew = _call(function, args, kwargs)
+        self.count += drew
+        return result
