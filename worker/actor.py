@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from worker import checkpoint
+from worker import checkpoint, last_action
 from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
@@ -74,6 +74,7 @@ class Worker:
         """Where this worker runs; takes its GPU. RuntimeError when there is none."""
         import ray
 
+        last_action.begin()
         choose_device(self._device, ray.get_gpu_ids)
 
         context = ray.get_runtime_context()

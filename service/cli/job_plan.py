@@ -59,23 +59,29 @@ def plan_job_file(data: dict[str, Any], file: Path, *, format: str, budget_s: fl
 
 def _plan_here(data: dict[str, Any], file: Path, budget_s: float) -> JobPlanPreview:
     """Measure with a worker's own code in a process of its own, unless it was measured before; then plan."""
+    spec, folder = checked_job(data, file)
+    costs = job_costs_here(spec, folder)
+    return JobPlanPreview(
+        **plan_by_costs(spec, costs, budget_s), measured_by="one worker", notes=costs["notes"]
+    )
+
+
+def plan_by_costs(spec: dict[str, Any], costs: Mapping[str, Any], budget_s: float) -> dict[str, Any]:
+    """What a control plane would answer to a driver that measured these costs of the job."""
     from service.scheduler.job import JobCosts, answer_json, plan_job
-    from worker.choices import microbatch_counts
     from worker.job import Job
 
-    spec, folder = _checked(data, file)
     job = Job.from_json(spec)
-    costs = _costs_here(spec, microbatch_counts(job), folder)
     latest = time.monotonic() + budget_s + _LATE_S
     found = plan_job(
         job, JobCosts.from_json(costs, job), budget_s=budget_s, expired=lambda: time.monotonic() > latest
     )
     for note in found.plan.notes:
         _say(note)
-    return JobPlanPreview(**answer_json(found), measured_by="one worker", notes=costs["notes"])
+    return answer_json(found)
 
 
-def _checked(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Path | None]:
+def checked_job(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Path | None]:
     """The job's specification, as a server would read it, and its folder of code on this machine."""
     code, folder = data.get("code"), None
     place = code.get("working_dir") if isinstance(code, dict) else None
@@ -102,8 +108,12 @@ def _checked(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Path | N
     return spec.model_dump(mode="json"), folder
 
 
-def _costs_here(spec: dict[str, Any], counts: tuple[int, ...], folder: Path | None) -> dict[str, Any]:
+def job_costs_here(spec: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     """What the job costs here: kept in data_dir where no code of the user's own could have changed it."""
+    from worker.choices import microbatch_counts
+    from worker.job import Job
+
+    counts = microbatch_counts(Job.from_json(spec))
     device = _device(spec)
     place = load_settings().data_dir.expanduser() / "costs" / f"{costs_digest(spec)}-{device}.json"
     kept = folder is None
@@ -123,7 +133,6 @@ def _measure(spec: dict[str, Any], device: str, folder: Path | None) -> dict[str
     from service.orchestrator.profiling import read_answer
 
     limit_s = load_settings().profile_timeout_s
-    paths = [*([str(folder.resolve())] if folder else []), os.environ.get("PYTHONPATH", "")]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.profiler"],
@@ -132,7 +141,7 @@ def _measure(spec: dict[str, Any], device: str, folder: Path | None) -> dict[str
             text=True,
             timeout=limit_s,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            env={**os.environ, "PYTHONPATH": python_path(folder)},
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -143,6 +152,12 @@ def _measure(spec: dict[str, Any], device: str, folder: Path | None) -> dict[str
     if costs is None:
         raise ValueError(f"measuring the job ended without a result (exit code {done.returncode})")
     return costs
+
+
+def python_path(folder: Path | None) -> str:
+    """Where a process that runs the user's code looks for modules: in the job's folder of code first."""
+    paths = [*([str(folder.resolve())] if folder else []), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(path for path in paths if path)
 
 
 def _device(spec: Mapping[str, Any]) -> str:

@@ -17,7 +17,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from worker.driver.last_words import with_last_words
 from worker.failure import AttemptFailure, as_failure, first_cause
+from worker.last_action import forget
 from worker.node import WorkerAddress
 from worker.reasons import Reason
 
@@ -158,7 +160,7 @@ class Gang:
                 except Exception as error:
                     if not failures:
                         deadline = time.monotonic() + CAUSE_GRACE_S
-                    failures.append(failure_of(error, self.name(refs.index(ref)), what))
+                    failures.append(self._failure(error, refs.index(ref), what))
             if waiting and interrupted is not None:
                 interrupted()
             if waiting and time.monotonic() > deadline:
@@ -188,6 +190,17 @@ class Gang:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _failure(self, error: Exception, index: int, what: str) -> AttemptFailure:
+        """Why call `index` of those made together failed; of a worker that is gone, with what it was doing."""
+        lost = getattr(error, "actor_id", None)  # the calls may be those of some workers only
+        if lost is not None:
+            ids = [worker._actor_id.hex() for worker in self.workers]
+            index = ids.index(lost) if lost in ids else index
+        failure = failure_of(error, self.name(index), what)
+        if failure.reason is Reason.WORKER_LOST and index < len(self.addresses):
+            return with_last_words(failure, self.addresses[index])
+        return failure
 
     def _gpu_share(self) -> float:
         return int(10_000 / self._workers_per_gpu) / 10_000  # as fine as Ray counts
@@ -251,6 +264,8 @@ def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
     left = [p for p in process_ids if _alive(p)]
     for process_id in left:
         os.kill(process_id, signal.SIGKILL)
+    for process_id in process_ids:
+        forget(process_id)
     return left
 
 

@@ -71,6 +71,17 @@ class PlannedJob:
         return [stage["mesh"] for stage in self.spec["stages"]]
 
 
+def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
+    """The control plane's answer to a request for a plan, read."""
+    return PlannedJob(
+        begins=tuple(answer["begins"]),
+        spec=answer["spec"],
+        plan=answer["plan"],
+        update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
+        slowdown=answer.get("slowdown", 1.0),
+    )
+
+
 class Planner:
     """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
 
@@ -345,13 +356,7 @@ class Planner:
             if refused.final:
                 raise
             raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
-        return PlannedJob(
-            begins=tuple(answer["begins"]),
-            spec=answer["spec"],
-            plan=answer["plan"],
-            update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
-            slowdown=answer.get("slowdown", 1.0),
-        )
+        return planned_job(answer)
 
     def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
         return self._gang.call(

@@ -16,6 +16,7 @@ from worker.engine.lanes import Action, Finish, followed_by
 from worker.engine.routes import Route, transfer_tag
 from worker.engine.stage import Exchange, StageRunner
 from worker.engine.update import ModelUpdate
+from worker.last_action import doing
 from worker.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.transport.base import Transport
 from worker.turns import GENERATORS
@@ -148,9 +149,11 @@ class Actions:
         return action
 
     def _step(self) -> None:
+        doing(f"STEP of step {self._exchange.step}")
         try:
             with GENERATORS:  # an optimizer may draw (noise, dithering)
                 self._update.step()
+            doing("")
         except Exception as error:
             raise StageError(
                 f"the optimizer raised {type(error).__name__}: {error}", "STEP", None, None

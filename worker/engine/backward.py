@@ -7,6 +7,9 @@ a node a *path* node if an input of the stage is reachable from it. I runs the p
 gradient that flows into each path node with a side branch to a parameter (a *border* node). W starts at
 the border nodes. Border nodes that reach a common parameter run in one call, and each takes exactly its
 kept gradient there, so that what flows from one to another in that call is not counted twice.
+
+Not every operator can leave out the gradient of its input: see _WHOLE. The parameters of its group are computed in
+I, with that gradient, and W only hands them over.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+# torch's kernel for tensors in channels-last order writes the gradient of the input also where it was not asked for
+# (CPU): a segmentation fault, or memory of others overwritten. It computes all its gradients from the same sums.
+_WHOLE = frozenset({"NativeGroupNormBackward0"})
 
 
 def backward(
@@ -46,14 +53,17 @@ class WeightBackward:
     _groups: list[_Group] = field(default_factory=list)
     _free_roots: list[GradientEdge] = field(default_factory=list)
     _free_gradients: list[torch.Tensor] = field(default_factory=list)
+    _made: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
         """Accumulate the parameter gradients into `.grad`."""
+        for parameter, gradient in self._made:
+            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
         if self._free_roots:
             torch.autograd.backward(self._free_roots, self._free_gradients, retain_graph=bool(self._groups))
         for group in self._groups:
             self._run_group(group)
-        for used_up in (self._gradients, self._groups, self._free_roots, self._free_gradients):
+        for used_up in (self._gradients, self._groups, self._free_roots, self._free_gradients, self._made):
             used_up.clear()
 
     def _run_group(self, group: _Group) -> None:
@@ -94,15 +104,24 @@ def backward_input(
             rest._free_gradients.append(gradient)
     if not path_roots:
         return [None] * len(inputs), rest
-    border = _border_parameters(path)
-    rest._groups = _merge(border)
+    now: list[torch.Tensor] = []
+    for group in _merge(_border_parameters(path)):
+        if any(node.name() in _WHOLE for node in group.nodes):
+            now += group.parameters
+        else:
+            rest._groups.append(group)
+    border = [node for group in rest._groups for node in group.nodes]
     hooks = [node.register_prehook(_keeper(rest._gradients, node)) for node in border]
     try:
-        found = torch.autograd.grad(path_roots, inputs, path_gradients, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            path_roots, [*inputs, *now], path_gradients, retain_graph=True, allow_unused=True
+        )
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found), rest
+    made = zip(now, found[len(inputs) :], strict=True)
+    rest._made = [(parameter, gradient) for parameter, gradient in made if gradient is not None]
+    return list(found[: len(inputs)]), rest
 
 
 def _keeper(kept: dict[Node, list[torch.Tensor | None]], node: Node):

@@ -29,7 +29,7 @@ from worker.engine.measured import measured_slot
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
 from worker.engine.sent import release_sent
-from worker.engine.stage import ComputeSettings, Exchange, StageRunner
+from worker.engine.stage import ComputeSettings, Exchange, Observer, StageRunner
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import Kept, Silent
 from worker.engine.watch import Watch
@@ -199,6 +199,11 @@ class Engine:
         self._check_batch(inputs, targets)
         with self._ended_by_errors():
             self._warm_up(step, inputs, targets)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell `observer`, from now on, what the stages do."""
+        for runner in self._runners.values():
+            runner.observer = observer
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model."""

@@ -10,6 +10,7 @@ import functools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
 from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_forward
+from worker.last_action import doing
 from worker.turns import GENERATORS
 
 
@@ -64,6 +66,19 @@ class Exchange:
             self.outputs,
         ):
             left.clear()
+
+
+class Observer(Protocol):
+    """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
+
+    def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+        """A stage left `tensor` to be sent."""
+
+    def took(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+        """A stage uses `tensor`, which was received."""
+
+    def ended(self, action: str, stage: int, microbatch: int) -> None:
+        """A stage's action is over."""
 
 
 @dataclass
@@ -116,6 +131,7 @@ class StageRunner:
         self._weights: dict[int, tuple[WeightBackward, Kept | None]] = {}
         self._recompute = recompute and settings.training
         self._buffers = UpdatedBuffers(module)
+        self.observer: Observer | None = None
         self._random: RandomState | None = None
         if settings.seed is not None and settings.training:
             random = RandomState(settings.seed, settings.worker, settings.device)
@@ -215,7 +231,10 @@ class StageRunner:
             return exchange.inputs[microbatch][source.position]
         if isinstance(source, LocalInput):
             return exchange.local[source.source, source.tensor, microbatch]
-        return exchange.received[source.route.index, microbatch].to(source.route.dtype)
+        received = exchange.received[source.route.index, microbatch]
+        if self.observer is not None:
+            self.observer.took(source.route, False, microbatch, received)
+        return received.to(source.route.dtype)
 
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs as they may be handed on. ValueError for another shape than the traced one."""
@@ -243,7 +262,10 @@ class StageRunner:
             wire = output.detach()
             if wire.dtype != route.dtype and settings.autocast_dtype is None:
                 raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
-            exchange.to_send[route.index, microbatch] = wire.to(settings.transfer_dtype(route)).contiguous()
+            wire = wire.to(settings.transfer_dtype(route)).contiguous()
+            exchange.to_send[route.index, microbatch] = wire
+            if self.observer is not None:
+                self.observer.gave(route, False, microbatch, wire)
         if (wiring.local_consumers or wiring.routes) and saved.kept is None:
             saved.outputs[wiring.tensor] = output
 
@@ -262,9 +284,7 @@ class StageRunner:
                 for user in wiring.local_consumers
             ]
             parts += [
-                exchange.received_gradients.pop((route.index, microbatch))
-                for route in wiring.routes
-                if route.differentiable
+                self._received_gradient(route, microbatch) for route in wiring.routes if route.differentiable
             ]
             output = saved.outputs[wiring.tensor]
             gradient = _sum([part for part in parts if part is not None], output.dtype)
@@ -273,6 +293,12 @@ class StageRunner:
                 gradients.append(gradient)
             exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
         return roots, gradients
+
+    def _received_gradient(self, route: Route, microbatch: int) -> torch.Tensor:
+        received = self._exchange.received_gradients.pop((route.index, microbatch))
+        if self.observer is not None:
+            self.observer.took(route, True, microbatch, received)
+        return received
 
     def _pass_back(self, saved: _Saved, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
         """Leave the gradients of the inputs for the stages that made them."""
@@ -295,7 +321,10 @@ class StageRunner:
         total = _sum([parts[user] for user in route.consumers if parts[user] is not None], dtype)
         if total is None:
             total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
-        self._exchange.gradients_to_send[route.index, microbatch] = total.contiguous()
+        total = total.contiguous()
+        self._exchange.gradients_to_send[route.index, microbatch] = total
+        if self.observer is not None:
+            self.observer.gave(route, True, microbatch, total)
 
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:
@@ -306,8 +335,12 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _reported(self, action: str, microbatch: int):
+        doing(f"{self._stage}{action}{microbatch} of step {self._exchange.step}")
         try:
             yield
+            if self.observer is not None:
+                self.observer.ended(action, self._stage, microbatch)
+            doing("")
         except Exception as error:
             raise StageError(
                 f"{self._stage}{action}{microbatch} raised {type(error).__name__}: {error}",

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.stage_run import StageRun, drop_casts, run_forward
+from worker.last_action import doing
 from worker.model import suspects
 from worker.model.checkpointing import regions_marked
+from worker.model.distance import Tolerance, distance, least_size, tolerance_of
 from worker.model.errors import TraceError
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
@@ -24,22 +26,6 @@ from worker.seeding import seeded
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """The greatest root mean square of a difference, as a part of that of what is compared: of values of the
-    forward, and of gradients. A gradient that is small beside the model's largest counts as _LEAST of it."""
-
-    values: float
-    gradients: float
-
-
-# The graph makes the same calls as the model, so most tensors are equal bit for bit; what is summed over several
-# users of a tensor may be summed in another order, and autocast rounds that to 8 bits.
-_FULL = Tolerance(values=1e-4, gradients=1e-3)
-_HALF = Tolerance(values=2e-2, gradients=5e-2)
-# Convolutions on CUDA round to TF32, by algorithms that need not be the same, unless told otherwise.
-_TF32 = Tolerance(values=5e-3, gradients=2e-2)
-_LEAST = 1e-2
 _SEED = 0x51071
 
 
@@ -77,8 +63,9 @@ def check_trace(
     tensor that differs (gradients in the order of a backward), by how much, and the likely reason.
     """
     suspects.check_hooks(model)
+    doing("the comparison of the traced model with the model itself")
     autocast = traced.placed.autocast
-    tolerance = _tolerance(model, autocast, device)
+    tolerance = tolerance_of(model, autocast, device)
     place = _Place(
         torch.device(device),
         tuple(value.to(device) for value in traced.example_inputs),
@@ -111,6 +98,7 @@ def check_trace(
             found = _run_stages(stages, _differentiable(builder), make_loss(), place, untouched)
     finally:
         drop_casts()
+        doing("")
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
     _compare(expected, found, list(dict.fromkeys(parameters)), tolerance, functions)
     return suspects.notes(model, moved)
@@ -124,13 +112,6 @@ class _Place:
     inputs: tuple[Tensor, ...]
     target: Tensor
     autocast: torch.dtype | None
-
-
-def _tolerance(model: nn.Module, autocast: torch.dtype | None, device: str) -> Tolerance:
-    half = (torch.bfloat16, torch.float16)
-    if autocast in half or any(p.dtype in half for p in model.parameters()):
-        return _HALF
-    return _FULL if device == "cpu" else _TF32
 
 
 class _Buffers:
@@ -225,7 +206,7 @@ def _forward_differs(
         except Exception:
             return True
     made = run.outputs[0].detach()
-    return made.shape != output.shape or _distance(output, made, 0.0) > tolerance
+    return made.shape != output.shape or distance(output, made, 0.0) > tolerance
 
 
 def _differentiable(builder: StageBuilder) -> set[tuple[int, str]]:
@@ -321,8 +302,7 @@ def _compare(
     for what, (model, graph) in values.items():
         _check(what, model, graph, 0.0, tolerance.values, _ELSEWHERE)
     names = [*order, *(name for name in expected.gradients if name not in order)]
-    sizes = [_size(gradient) for gradient in expected.gradients.values()]
-    least = _LEAST * max(sizes, default=0.0)
+    least = least_size(expected.gradients.values())
     reason = _ELSEWHERE
     if functions:
         reason = (
@@ -356,34 +336,9 @@ def _check(what: str, model: Tensor, graph: Tensor, least: float, tolerance: flo
             f"{what} has shape {tuple(graph.shape)} in the traced model and {tuple(model.shape)} in the model itself: "
             f"{reason}; {suspects.LEAVE_OUT}"
         )
-    distance = _distance(model, graph, least)
-    if distance > tolerance:
+    apart = distance(model, graph, least)
+    if apart > tolerance:
         raise TraceError(
-            f"{what} differs between the traced model and the model itself by {distance:.3g} of its size (at most "
+            f"{what} differs between the traced model and the model itself by {apart:.3g} of its size (at most "
             f"{tolerance:g} is rounding): {reason}; {suspects.LEAVE_OUT}"
         )
-
-
-def _distance(model: Tensor, graph: Tensor, least: float) -> float:
-    """The root mean square of the difference over that of `model`, or over `least`, if that is more.
-
-    What is infinite or no number in both alike counts as equal."""
-    model, graph = _inexact(model), _inexact(graph)
-    same = (model == graph) | (model.isnan() & graph.isnan())
-    difference = _size(torch.where(same, 0, graph - model))
-    if difference == 0:
-        return 0.0
-    size = max(_size(model.nan_to_num(0, 0, 0)), least)
-    distance = difference / size if size else float("inf")
-    return float("inf") if distance != distance else distance
-
-
-def _inexact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
-
-
-def _size(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    dtype = torch.complex128 if tensor.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) / tensor.numel() ** 0.5

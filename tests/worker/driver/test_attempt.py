@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -149,6 +152,25 @@ def test_an_attempt_whose_workers_read_different_data_ends_before_its_first_step
     last = plane.reports[-1]
     assert last["reason"] == "DATA_FAILED"
     assert "samples 0" in last["message"] and "m0/0" in last["message"] and "m1/0" in last["message"]
+    assert_nothing_held()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action_and_leaves_no_file(attempt):
+    spec = job(loss={"factory": "tests.worker.workers:DiesAfter", "args": {"calls": 40}})
+    spec["training"]["steps"] = 1000
+    left_before = set(Path(tempfile.gettempdir()).glob("slotline-*.doing"))
+    plane, process = attempt(spec)
+    assert process.wait(120) == 1
+    last = plane.reports[-1]
+    assert last["reason"] == "WORKER_LOST"
+    assert re.search(
+        r"step (\d+): worker 0 of mesh m1 is gone.* native code \(Segmentation fault\) in 1F[01] of step (\d+)",
+        last["message"],
+    ), last["message"]
+    assert set(Path(tempfile.gettempdir()).glob("slotline-*.doing")) <= left_before
     assert_nothing_held()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+from worker import last_action
 from worker.driver import gang as gang_module
 from worker.driver.gang import Gang
 from worker.failure import AttemptFailure, attributed_to
@@ -42,6 +44,17 @@ class Sleeper:
 
     def gpu(self) -> tuple[list, str | None]:
         return ray.get_gpu_ids(), os.environ.get("NCCL_HOSTID")
+
+    def begin(self) -> None:
+        last_action.begin()
+
+    def doing_for(self, action: str, seconds: float) -> None:
+        last_action.doing(action)
+        time.sleep(seconds)
+
+    def crash(self, action: str) -> None:
+        last_action.doing(action)
+        ctypes.string_at(0)
 
     def leave(self) -> None:
         os._exit(1)
@@ -138,6 +151,34 @@ def test_a_worker_that_ends_itself_is_lost(cluster):
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 is gone") as caught:
             gang.call([gang.workers[0].leave.remote()], what="step 3", limit_s=60)
     assert caught.value.reason == Reason.WORKER_LOST
+
+
+def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action(cluster):
+    with make_gang(2) as gang:
+        start(gang)
+        ray.get([w.begin.remote() for w in gang.workers])
+        second = gang.workers[1]  # the only one that is called: its place among the calls is not its own
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
+            gang.call([second.crash.remote("1W0 of step 3")], what="step 3", limit_s=60)
+        addresses = gang.addresses
+        assert last_action.last_words(addresses[1].process_id).action == "1W0 of step 3"
+    assert caught.value.reason == Reason.WORKER_LOST
+    assert "died in native code (Segmentation fault) in 1W0 of step 3" in caught.value.message
+    assert "in crash" in caught.value.details, "the Python stack"
+    assert [last_action.last_words(one.process_id) for one in addresses] == [None, None]
+
+
+def test_a_worker_that_is_killed_in_an_action_did_not_die_in_native_code(cluster):
+    with make_gang(1) as gang:
+        start(gang)
+        ray.get([w.begin.remote() for w in gang.workers])
+        ref = gang.workers[0].doing_for.remote("0F1 of step 3", 60)
+        while not (found := last_action.last_words(gang.addresses[0].process_id)) or not found.action:
+            time.sleep(0.05)
+        os.kill(gang.addresses[0].process_id, signal.SIGKILL)
+        with pytest.raises(AttemptFailure, match="it was in 0F1 of step 3") as caught:
+            gang.call([ref], what="step 3", limit_s=60)
+    assert "native" not in caught.value.message
 
 
 def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):

@@ -1,0 +1,142 @@
+"""`slotline verify`: a job's pipeline beside its plain model, on this machine; needs no server and no GPU.
+
+Measures and plans as `slotline plan --local` does, then has a process of worker/verify run both and compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from service.cli.job_file import read_spec
+from service.cli.job_plan import checked_job, job_costs_here, plan_by_costs, python_path
+from service.cli.output import CliError, Json, err
+from worker.last_action import forget, last_words
+from worker.verify import ANSWER_MARK
+
+app = typer.Typer()
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="The job, as YAML or JSON; - reads standard input.")],
+    steps: Annotated[int, typer.Option(min=1, help="Compare so many steps.")] = 3,
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")
+    ] = 3.0,
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", min=1.0, help="So long the comparison may take, in seconds.")
+    ] = 3600.0,
+    as_json: Json = False,
+) -> None:
+    """Prove on this job's own model that its pipeline computes what plain training on one worker does.
+
+    Initial weights, losses, every gradient, every parameter after each step, buffers, and every transfer. Exit code 0
+    only where all are equal to rounding; else the first that differs is named, with the slot that made it.
+    """
+    try:
+        proof = verify_job(read_spec(file), file, steps=steps, budget_s=budget_s, limit_s=limit_s)
+    except (ValueError, OSError) as error:
+        raise CliError(str(error)) from None
+    for note in proof["notes"]:
+        err.print(f"slotline: note: {note}", markup=False, highlight=False, soft_wrap=True)
+    typer.echo(json.dumps(proof, indent=1) if as_json else proof_text(proof))
+    if not proof["equal"]:
+        raise typer.Exit(1)
+
+
+def verify_job(
+    spec: Mapping[str, Any],
+    file: Path = Path("-"),
+    *,
+    steps: int = 3,
+    budget_s: float = 3.0,
+    limit_s: float = 3600.0,
+) -> dict[str, Any]:
+    """What verifying the job `spec` (as in job.yaml; `file` is where it lies) finds, as JSON of a Proof and of its plan.
+
+    Raises ValueError where the job is wrong, cannot be measured or planned, or where it cannot be run at all.
+    """
+    resources = spec.get("resources")
+    given = {
+        **spec,
+        "resources": {**(resources if isinstance(resources, Mapping) else {}), "device": "cpu"},
+    }
+    checked, folder = checked_job(given, file)
+    planned = plan_by_costs(checked, job_costs_here(checked, folder), budget_s)
+    proof = _run({"job": checked, "planned": planned, "steps": steps}, folder, limit_s)
+    pipeline = planned["spec"]
+    return {
+        **proof,
+        "stages": len(pipeline["stages"]),
+        "meshes": len(pipeline["meshes"]),
+        "microbatches": pipeline["microbatches"],
+        "schedule": planned["plan"]["chosen"],
+    }
+
+
+def proof_text(proof: Mapping[str, Any]) -> str:
+    """The result, a table of what was compared, and what was not."""
+    result = (
+        f"equal      {proof['steps']} steps to rounding"
+        if proof["equal"]
+        else f"DIFFERENT  {proof['difference']}"
+    )
+    lines = [
+        result,
+        f"ran        {proof['stages']} stages on {proof['meshes']} meshes, {proof['microbatches']} microbatches, "
+        f"schedule {proof['schedule']}",
+        "",
+        f"{'what':28}{'compared':>10}{'worst':>12}{'allowed':>14}",
+    ]
+    for one in proof["compared"]:
+        allowed = f"{one['allowed']:.1g}" if one["allowed"] else "bit for bit"
+        lines.append(f"{one['what']:28}{one['count']:>10}{one['worst']:>12.2g}{allowed:>14}")
+    return "\n".join([*lines, "", *(f"not covered: {text}" for text in proof["not_covered"])])
+
+
+def _run(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dict[str, Any]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "worker.verify"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": python_path(folder)},
+    ) as process:
+        try:
+            output, _ = process.communicate(json.dumps(request), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            forget(process.pid)
+            raise ValueError(
+                f"verifying took more than {limit_s:g} s and was ended: raise --limit-s, or take fewer --steps"
+            ) from None
+        except BaseException:
+            process.kill()
+            raise
+    for line in reversed(output.splitlines()):
+        if line.startswith(ANSWER_MARK):
+            answer = json.loads(line.removeprefix(ANSWER_MARK))
+            if "failed" in answer:
+                raise ValueError(f"{answer['failed']}: {answer['message']}")
+            return answer["proof"]
+    raise ValueError(_how_it_ended(process.pid, process.returncode))
+
+
+def _how_it_ended(process_id: int, code: int) -> str:
+    words = last_words(process_id)
+    forget(process_id)
+    where = f" in {words.action}" if words and words.action else ""
+    if words is not None and words.signal is not None:
+        print(words.stack, file=sys.stderr)
+        return f"the process that verified died in native code ({words.signal}){where}"
+    return f"the process that verified ended without a result (exit code {code}){where}"

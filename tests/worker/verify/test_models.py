@@ -1,0 +1,72 @@
+"""No false alarm: models of libraries as they are, with dropout, tied weights and running statistics, are equal."""
+
+from __future__ import annotations
+
+import pytest
+import test_raw_models
+import test_split_images
+from proving import gpt, pictures, proof_of
+
+
+def raw(name, **dropout):
+    """A raw model of transformers with its own loss, by AdamW, on three meshes."""
+    spec = test_raw_models.spec_of(name, loss=None, stages=3, meshes=3)
+    spec["model"]["args"]["config"]["args"] = spec["model"]["args"]["config"]["args"] | dropout
+    spec["optimizer"] |= {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}}
+    spec["pipeline"]["schedule"] = "auto"
+    return spec
+
+
+def unet():
+    spec = gpt(stages=4, meshes=4, schedule="auto")
+    spec["model"] = {"factory": "worker.model.unet:build", "args": {}}
+    spec["data"] = {"factory": "worker.data.digits:NoisyDigits", "args": {}}
+    spec["loss"] = {"factory": "torch.nn.functional:mse_loss"}
+    return spec
+
+
+def diffusers():
+    model = {"factory": "diffusers:UNet2DModel", "args": test_split_images.UNET}
+    return test_split_images.spec_of(model, timed=True)
+
+
+def in_bf16():
+    spec = gpt(dropout=0.1)
+    spec["training"]["precision"] = "bf16"
+    return spec
+
+
+def with_bf16_transfers():
+    spec = pictures()
+    spec["training"]["transfers"] = "bf16"
+    return spec
+
+
+def recomputed():
+    spec = gpt(dropout=0.1, schedule="zb-h1")
+    spec["pipeline"]["recompute"] = "all"
+    return spec
+
+
+JOBS = {
+    "gpt2": lambda: raw("gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "llama": lambda: raw("llama", attention_dropout=0.1),
+    "bert": lambda: raw("bert", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
+    "t5": lambda: raw("t5", dropout_rate=0.1),
+    "unet": unet,
+    "UNet2DModel": diffusers,
+    "bf16": in_bf16,
+    "bf16 transfers": with_bf16_transfers,
+    "recomputed": recomputed,
+}
+LIBRARY = dict.fromkeys(("gpt2", "llama", "bert", "t5"), "transformers") | {"UNet2DModel": "diffusers"}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_model_that_trains_as_it_should_is_found_equal(name):
+    if name in LIBRARY:
+        pytest.importorskip(LIBRARY[name])
+    proof = proof_of(JOBS[name](), steps=2)
+    assert proof.difference is None
+    counted = {kind: count for kind, (count, _, _) in proof.worst.kinds.items()}
+    assert counted["transfers"] > 0 and counted["gradients"] == 2 * counted["initial parameters"]

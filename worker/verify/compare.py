@@ -1,0 +1,292 @@
+"""What of a pipeline's step differs from the plain model's, in the order of cause and consequence, with the slot that
+made it. Works on what both left; runs nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from worker.model.distance import LEAST, Tolerance, distance, least_size, size
+from worker.verify.plain import PlainStep
+from worker.verify.record import Slot, StepRecord, norm_of
+
+# A parameter after a step may differ by this part of the step, and by the rounding of its own type.
+_UPDATE = 1e-4
+_ROUNDINGS = 4
+
+
+class Different(Exception):
+    """Something of the pipeline is not as in the plain model; the message says what, by how much and where."""
+
+
+@dataclass
+class Worst:
+    """The greatest distance of each kind of thing, how many were compared, and what is allowed."""
+
+    kinds: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+
+    def add(self, kind: str, apart: float, allowed: float) -> None:
+        count, most, _ = self.kinds.get(kind, (0, 0.0, allowed))
+        self.kinds[kind] = (count + 1, max(most, apart), allowed)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A worker's tensors by original name, and the stages of each name there."""
+
+    mesh: str
+    worker: int
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    stages_of: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        return self.mesh + (f" (worker {self.worker})" if self.worker else "")
+
+    def place(self, name: str) -> str:
+        stages = self.stages_of.get(name, ())
+        return f"stage {', '.join(map(str, stages))} on {self}" if stages else str(self)
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """One step of the pipeline: its losses by worker and microbatch, the norm and the learning rates that it tells,
+    whether it left the update out, and the gradients that each holder's optimizer was given, by holder and name."""
+
+    losses: Mapping[tuple[int, int], float]
+    norm: float | None
+    learning_rates: Mapping[str, float]
+    skipped: bool
+    gradients: Sequence[Mapping[str, Tensor]]
+    record: StepRecord
+
+
+def compare_initial(
+    plain: Mapping[str, Tensor], buffers: Mapping[str, Tensor], holders: Sequence[Holder], worst: Worst
+) -> None:
+    """Initial values are equal, bit for bit, and every parameter of the model is somewhere."""
+    for holder in holders:
+        for kind, expected, found in (
+            ("initial parameters", plain, holder.parameters),
+            ("initial buffers", buffers, holder.buffers),
+        ):
+            for name, tensor in found.items():
+                if name not in expected:
+                    raise Different(f"{holder.place(name)} holds {name!r}, which the model has not")
+                same = torch.equal(tensor.detach().cpu(), expected[name].detach())
+                worst.add(kind, 0.0 if same else 1.0, 0.0)
+                if not same:
+                    raise Different(
+                        f"before the first step: {name!r} of {holder.place(name)} does not begin with the model's "
+                        f"values (apart by {distance(expected[name].detach(), tensor.detach().cpu(), 0.0):.3g} of "
+                        "its size)"
+                    )
+
+
+def check_transfers(step: int, record: StepRecord, worst: Worst) -> None:
+    """What a stage used is what another left to be sent, bit for bit."""
+    for passed in record.passed():
+        worst.add("transfers", 0.0 if passed.intact else 1.0, 0.0)
+    if changed := [str(passed) for passed in record.passed() if not passed.intact]:
+        raise Different(
+            f"step {step}: what was sent is not what was used: {changed[0]}"
+            + (f", and {len(changed) - 1} more transfers" if len(changed) > 1 else "")
+            + "; a buffer was stale, or written to too early"
+        )
+
+
+class StepComparison:
+    """One step of both; `check_gradients` and then, when the plain model has made its update, `check_state`."""
+
+    def __init__(
+        self,
+        step: int,
+        plain: PlainStep,
+        pipeline: PipelineStep,
+        holders: Sequence[Holder],
+        tolerance: Tolerance,
+        worst: Worst,
+        *,
+        clip: float | None,
+        loss_stage: Holder | None,
+    ) -> None:
+        self._step, self._plain, self._pipeline = step, plain, pipeline
+        self._holders, self._tolerance, self._worst = holders, tolerance, worst
+        self._clip, self._loss_stage = clip, loss_stage
+
+    def check_transfers(self) -> None:
+        check_transfers(self._step, self._pipeline.record, self._worst)
+
+    def check_losses(self) -> None:
+        for at, expected in sorted(self._plain.losses.items(), key=lambda one: one[0][::-1]):
+            worker, microbatch = at
+            if at not in self._pipeline.losses:
+                raise self._different(f"microbatch {microbatch} of worker {worker} has no loss")
+            found = self._pipeline.losses[at]
+            apart = distance(torch.tensor(expected).double(), torch.tensor(found).double(), 0.0)
+            self._worst.add("losses", apart, self._tolerance.values)
+            if apart > self._tolerance.values:
+                where = "" if self._loss_stage is None else f", made on {self._loss_stage.mesh}"
+                raise self._different(
+                    f"the loss of microbatch {microbatch} is {found:.8g} in the pipeline and {expected:.8g} in the "
+                    f"plain model{where}: its forwards, its random numbers or its samples differ"
+                )
+
+    def check_gradients(self) -> None:
+        """Of every parameter, in the order of a backward, before clipping; then the norm, and clipping."""
+        if left := sorted(self._pipeline.record.left_over):
+            raise self._different(
+                f"the gradient of {left[0]!r} was not emptied before the step"
+                + (f", nor {len(left) - 1} more" if len(left) > 1 else "")
+            )
+        plain = self._plain.gradients
+        least = least_size(plain.values())
+        coefficient = self._coefficient(self._pipeline.norm)
+        for name, at in self._backwards():
+            holder = self._holders[at]
+            expected, found = plain.get(name), self._pipeline.gradients[at].get(name)
+            if expected is None and found is None:
+                continue
+            expected = torch.zeros_like(found) if expected is None else expected
+            found = torch.zeros_like(expected) if found is None else found.cpu() / coefficient
+            apart = distance(expected, found, least)
+            self._worst.add("gradients", apart, self._tolerance.gradients)
+            if apart > self._tolerance.gradients:
+                raise self._different(self._about_gradient(holder, name, expected, found, apart, least))
+        self._check_norm()
+
+    def check_rate(self) -> None:
+        for mesh, rate in self._pipeline.learning_rates.items():
+            apart = abs(rate - self._plain.learning_rate) / (abs(self._plain.learning_rate) or 1.0)
+            self._worst.add("learning rates", apart, 1e-9)
+            if apart > 1e-9:
+                raise self._different(
+                    f"the learning rate on {mesh} is {rate:.8g}, in the plain model {self._plain.learning_rate:.8g}"
+                )
+
+    def check_parameters(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """After the update; the plain model's was made by the pipeline's gradients, which are equal to rounding."""
+        for holder in self._holders:
+            for name, tensor in holder.parameters.items():
+                expected, found = after[name].detach(), tensor.detach().cpu()
+                moved = size(expected - before[name])
+                eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+                allowed = _UPDATE * moved + _ROUNDINGS * eps * size(expected)
+                difference = size(found - expected)
+                apart = difference / moved if moved else (math.inf if difference > allowed else 0.0)
+                self._worst.add("parameters after the step", apart if difference > allowed else 0.0, _UPDATE)
+                if difference > allowed or not math.isfinite(difference):
+                    still = moved and size(found - before[name]) == 0.0
+                    what = (
+                        "did not change, as the plain model's does: is it in no group of the optimizer?"
+                        if still
+                        else f"differs by {apart:.3g} of what the step changes"
+                    )
+                    raise self._different(f"after STEP on {holder}, {name!r} {what}")
+
+    def check_buffers(self, buffers: Sequence[Mapping[str, Tensor]]) -> None:
+        for holder in self._holders:
+            for name, tensor in holder.buffers.items():
+                expected = buffers[holder.worker].get(name)
+                if expected is None:
+                    continue
+                apart = distance(expected, tensor.detach().cpu(), 0.0)
+                self._worst.add("buffers", apart, self._tolerance.values)
+                if apart > self._tolerance.values:
+                    raise self._different(
+                        f"buffer {name!r} differs by {apart:.3g} of its size after the forwards of {holder.place(name)}"
+                    )
+
+    def check_skipped(self) -> None:
+        if self._pipeline.skipped is self._plain.finite:
+            did = "left out its update" if self._pipeline.skipped else "made its update"
+            raise self._different(
+                f"the pipeline {did}, and the plain model's losses and gradients are "
+                f"{'finite' if self._plain.finite else 'not finite'}"
+            )
+
+    def _different(self, message: str) -> Different:
+        return Different(f"step {self._step}: {message}")
+
+    def _backwards(self) -> list[tuple[str, int]]:
+        """Every parameter with the holders that have it, in the order in which a backward ends with it."""
+        first: dict[str, int] = {}
+        for holder in self._holders:
+            for name, stages in holder.stages_of.items():
+                first[name] = min(first.get(name, stages[0]), *stages)
+        place = {name: index for index, name in enumerate(self._plain.order)}
+        pairs = [(name, at) for at, holder in enumerate(self._holders) for name in holder.parameters]
+        return sorted(pairs, key=lambda one: (-first[one[0]], -place[one[0]], -one[1]))
+
+    def _coefficient(self, norm: float | None) -> float:
+        """What a gradient is multiplied with to be clipped."""
+        if self._clip is None or norm is None:
+            return 1.0
+        return min(1.0, self._clip / (norm + 1e-6))
+
+    def _check_norm(self) -> None:
+        if self._pipeline.norm is None:
+            return
+        apart = abs(self._pipeline.norm - self._plain.norm) / (self._plain.norm or 1.0)
+        allowed = self._tolerance.gradients
+        self._worst.add("gradient norms", apart, allowed)
+        if apart > allowed:
+            raise self._different(
+                f"the norm of all gradients is {self._pipeline.norm:.8g} in REDUCE, and {self._plain.norm:.8g} in the "
+                "plain model, though each gradient is equal: one is counted twice, or not"
+            )
+
+    def _about_gradient(
+        self, holder: Holder, name: str, expected: Tensor, found: Tensor, apart: float, least: float
+    ) -> str:
+        share = _share(expected, found, self._tolerance.gradients, least)
+        coefficient = self._coefficient(self._pipeline.norm)
+        slots = self._slots(name)
+        if not slots and share is not None and math.isclose(share * coefficient, 1.0, rel_tol=1e-2):
+            made = f"STEP on {holder}: it was not clipped"
+        elif slots:
+            made = ", ".join(map(str, slots[:3])) + (f" and {len(slots) - 3} more slots" if slots[3:] else "")
+        else:
+            made = f"REDUCE on {holder}, since what every backward added to it is equal"
+        times = "" if share is None else f"; it is {share:.4g} times the plain model's"
+        return (
+            f"the gradient of {name!r} of {holder.place(name)} differs by {apart:.3g} of its size (at most "
+            f"{self._tolerance.gradients:g} is rounding){times}; made by {made}"
+        )
+
+    def _slots(self, name: str) -> list[Slot]:
+        """The backwards that added something else to a gradient than the plain model's of the same microbatch."""
+        by_microbatch: dict[tuple[int, int], dict[Slot, Tensor]] = {}
+        for slot, added in self._pipeline.record.added.get(name, {}).items():
+            by_microbatch.setdefault((slot.worker, slot.microbatch), {})[slot] = added
+        sizes = [norm_of(added[name]) for added in self._plain.added.values() if name in added]
+        least = LEAST * max(sizes, default=0.0)
+        wrong = []
+        for at, added in self._plain.added.items():
+            slots = by_microbatch.get(at, {})
+            if not slots:  # the holders that do not compute it
+                continue
+            total = sum(slots.values())
+            whole = max(norm_of(added[name]), least)
+            if norm_of(total - added[name]) > 3 * self._tolerance.gradients * whole:
+                wrong += sorted(slots, key=lambda slot: -slot.stage)
+        return wrong
+
+
+def _share(expected: Tensor, found: Tensor, tolerance: float, least: float) -> float | None:
+    """The number that `found` is `expected` times, where there is one."""
+    expected, found = expected.double().flatten(), found.double().flatten()
+    whole = float(expected @ expected)
+    if not whole or size(expected) < least or not math.isfinite(whole):
+        return None
+    share = float(expected @ found) / whole
+    return share if distance(expected * share, found, least) <= tolerance else None
+
+
+def named(pairs: Iterable[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Those of a stage's tensors that have a name in the model, by it."""
+    return {names[local]: tensor for local, tensor in pairs if local in names}

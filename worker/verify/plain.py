@@ -1,0 +1,136 @@
+"""The plain model of a job on one worker: no graph, no stages, no transfers; microbatches one after the other.
+
+Uses torch, the job's own factories, and the contract of which samples and random numbers a step has; nothing of the
+engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.data.sampler import BatchSampler, collate, input_names, read_sample
+from worker.job import Job
+from worker.model import build_model, call_factory
+from worker.model.checkpointing import regions_marked
+from worker.model.interface import adapt
+from worker.seeding import seeded
+from worker.training import make_loss, make_optimizer, make_schedule
+from worker.verify.random_calls import RandomCall, drawn_as
+from worker.verify.record import Probes
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """One step before its update: of each worker and microbatch the loss and the probes of what it added to each
+    gradient; the gradients, averaged over workers and not clipped; their norm; the learning rate; the
+    model's parameters in `order`."""
+
+    losses: Mapping[tuple[int, int], float]
+    added: Mapping[tuple[int, int], Mapping[str, Tensor]]
+    gradients: Mapping[str, Tensor]
+    norm: float
+    learning_rate: float
+    order: Sequence[str]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm) and all(math.isfinite(loss) for loss in self.losses.values())
+
+
+class PlainModel:
+    """`forward_and_backward` of a step, then `update`."""
+
+    def __init__(self, job: Job, microbatches: int, calls: Sequence[RandomCall], probes: Probes) -> None:
+        training = job.training
+        self._job, self._calls, self._probes = job, calls, probes
+        self._microbatches, self._workers = microbatches, job.resources.workers_per_mesh
+        with seeded(training.seed):
+            self._data = call_factory(job.data.factory, job.data.args)
+        self._sampler = BatchSampler(len(self._data), training.global_batch, microbatches, seed=training.seed)
+        self.model = build_model(job.model.factory, job.model.args, seed=training.seed)
+        own_loss = job.loss is None
+        names = input_names(self._sample(0, 0), own_loss=own_loss)
+        adapt(self.model, names, output=job.model.output, own_loss=own_loss)
+        self._loss = make_loss(job.loss)
+        self.parameters = dict(self.model.named_parameters())
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.optimizer = make_optimizer(job.optimizer, list(self.trained.values()))
+        schedule = job.optimizer.schedule
+        self._schedule = make_schedule(schedule, self.optimizer) if schedule else None
+        self.buffers = [
+            {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            for _ in range(self._workers)
+        ]
+        """Of each worker: a data-parallel worker's statistics are of its own rows."""
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self._job.training.precision == "bf16" else None
+
+    def forward_and_backward(self, step: int) -> PlainStep:
+        """Losses and gradients of a step; parameters stay, buffers are updated."""
+        for parameter in self.trained.values():
+            parameter.grad = None
+        losses, added = {}, {}
+        before = dict.fromkeys(self.trained, self._probes.of(None))
+        for worker in range(self._workers):
+            self._use_buffers(worker)
+            for microbatch in range(self._microbatches):
+                at = (worker, microbatch)
+                loss = self._run(step, worker, microbatch)
+                if loss.requires_grad:
+                    (loss / self._microbatches).backward()
+                losses[at] = float(loss.detach())
+                now = {name: self._probes.of(p.grad) for name, p in self.trained.items()}
+                added[at] = {name: now[name] - before[name] for name in now}
+                before = now
+            self.buffers[worker] = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        gradients = {
+            name: p.grad.detach() / self._workers for name, p in self.trained.items() if p.grad is not None
+        }
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
+        norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """The optimizer's step, and its schedule's, by these gradients, which are clipped already."""
+        for name, parameter in self.trained.items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.clone()
+        self.optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def _run(self, step: int, worker: int, microbatch: int) -> Tensor:
+        inputs, target = self._rows(step, worker, microbatch)
+        where = {"seed": self._job.training.seed, "worker": worker, "step": step, "microbatch": microbatch}
+        autocast = contextlib.nullcontext()
+        if self.autocast is not None:
+            autocast = torch.autocast("cpu", dtype=self.autocast)
+        with autocast, regions_marked():
+            with drawn_as(self._calls, **where):
+                output = self.model(*inputs)
+            return self._loss(output, target)
+
+    def _rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """A worker's rows: a block of those of the microbatch."""
+        indices = self._sampler.indices(step, microbatch)
+        share = len(indices) // self._workers
+        own = indices[worker * share : (worker + 1) * share]
+        return collate([self._sample(step, index) for index in own], own_loss=self._job.loss is None)
+
+    def _sample(self, step: int, index: int) -> object:
+        return read_sample(self._data, index, seed=self._job.training.seed, step=step)
+
+    @torch.no_grad()
+    def _use_buffers(self, worker: int) -> None:
+        own = self.buffers[worker]
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(own[name])

@@ -1,0 +1,169 @@
+"""What the workers of a pipeline do in one step, kept in a few numbers a slot, so that a difference can be traced to
+the slot that made it.
+
+Of what travels a checksum is kept at both ends; of gradients, after every backward, their products with vectors of
+random numbers, which add up as gradients do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from worker.agreement import checksum
+from worker.engine.routes import Route
+
+_OFFSETS = (0, 17, 101, 997)
+
+
+class Probes:
+    """Products of tensors with vectors of random numbers: the root of the sum of their squares' mean is about a
+    tensor's norm, and those of a difference are the difference of those."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.empty(0)
+        self._lock = threading.Lock()
+
+    def of(self, tensor: Tensor | None) -> Tensor:
+        """Zeros for None, which stands for no gradient."""
+        if tensor is None:
+            return torch.zeros(len(_OFFSETS), dtype=torch.float64)
+        flat = tensor.detach().reshape(-1).float()
+        numbers = self._enough(flat.numel() + _OFFSETS[-1])
+        return torch.stack([flat @ numbers[start : start + flat.numel()] for start in _OFFSETS]).double()
+
+    def _enough(self, count: int) -> Tensor:
+        with self._lock:
+            if self._numbers.numel() < count:
+                self._numbers = torch.randn(2 * count, generator=torch.Generator().manual_seed(1))
+            return self._numbers
+
+
+def norm_of(probe: Tensor) -> float:
+    """About the norm of what was probed."""
+    return float(probe.square().mean().sqrt())
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A backward that added to gradients (B or W)."""
+
+    stage: int
+    action: str
+    microbatch: int
+    mesh: str
+    worker: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.action}{self.microbatch} on {self.mesh}" + (
+            f" (worker {self.worker})" if self.worker else ""
+        )
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """One transfer of one microbatch between the same workers of two meshes."""
+
+    worker: int
+    route: Route
+    backward: bool
+    microbatch: int
+
+    def __str__(self) -> str:
+        ops, ends = ("SEND_F", "RECV_F"), (self.route.source_mesh, self.route.target_mesh)
+        if self.backward:
+            ops, ends = ("SEND_B", "RECV_B"), ends[::-1]
+        what = "gradient of " if self.backward else ""
+        return (
+            f"{ops[0]} on {ends[0]} to {ops[1]} on {ends[1]} of microbatch {self.microbatch} "
+            f"({what}{self.route.tensor!r} of stage {self.route.source})"
+        )
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A transfer, and whether what was used is what was left to be sent."""
+
+    transfer: _Passage
+    intact: bool
+
+    def __str__(self) -> str:
+        return str(self.transfer)
+
+
+class StepRecord:
+    """One step of all workers."""
+
+    def __init__(self, probes: Probes) -> None:
+        self._probes = probes
+        self._lock = threading.Lock()
+        self._gave: dict[_Passage, str] = {}
+        self._took: dict[_Passage, str] = {}
+        self.added: dict[str, dict[Slot, Tensor]] = {}
+        """What each slot added to a parameter's gradient, as probes, by name."""
+        self.left_over: set[str] = set()
+        """Parameters that had a gradient before the first backward."""
+
+    def passed(self) -> list[Passed]:
+        """The transfers whose tensors were used, in that order."""
+        with self._lock:
+            return [Passed(one, self._gave.get(one) == used) for one, used in self._took.items()]
+
+    def gave(self, worker: int, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+        with self._lock:
+            self._gave[_Passage(worker, route, backward, microbatch)] = checksum(tensor)
+
+    def took(self, worker: int, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+        with self._lock:
+            self._took[_Passage(worker, route, backward, microbatch)] = checksum(tensor)
+
+    def add(self, name: str, slot: Slot, probe: Tensor) -> None:
+        with self._lock:
+            self.added.setdefault(name, {})[slot] = probe
+
+
+class Recorder:
+    """The observer of one worker's stages; writes into the record of the step that runs."""
+
+    def __init__(self, mesh: str, worker: int, stages: Mapping[int, nn.Module], probes: Probes) -> None:
+        self._mesh, self._worker = mesh, worker
+        self._parameters = {
+            stage: {
+                module.original_names[local]: parameter
+                for local, parameter in module.named_parameters()
+                if parameter.requires_grad
+            }
+            for stage, module in stages.items()
+        }
+        self._probes = probes
+        self._step: StepRecord | None = None
+        self._before: dict[str, Tensor] = {}
+
+    def begin(self, step: StepRecord) -> None:
+        """The next step goes into `step`."""
+        self._step, self._before = step, {}
+
+    def gave(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+        self._step.gave(self._worker, route, backward, microbatch, tensor)
+
+    def took(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+        self._step.took(self._worker, route, backward, microbatch, tensor)
+
+    def ended(self, action: str, stage: int, microbatch: int) -> None:
+        if not self._before:  # the first action of the step, a forward
+            for parameters in self._parameters.values():
+                for name, parameter in parameters.items():
+                    self._before[name] = self._probes.of(parameter.grad)
+                    if parameter.grad is not None and bool(parameter.grad.any()):
+                        self._step.left_over.add(name)
+        if action not in ("B", "W"):
+            return
+        slot = Slot(stage, action, microbatch, self._mesh, self._worker)
+        for name, parameter in self._parameters[stage].items():
+            now = self._probes.of(parameter.grad)
+            self._step.add(name, slot, now - self._before[name])
+            self._before[name] = now

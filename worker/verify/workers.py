@@ -1,0 +1,138 @@
+"""All workers of a planned job in one process, a thread each, over gloo: what a driver does, without Ray.
+
+They are the actors' own class with their own engines, programs and transports; only the calls are made here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.actor import Worker
+from worker.driver.planned_times import planned_seconds, planned_starts
+from worker.driver.planning import PlannedJob
+from worker.engine import Engine, SlotLimits
+from worker.failure import AttemptFailure, first_cause
+from worker.job import Job
+from worker.model import TracedModel
+from worker.transport import Topology
+from worker.transport.rendezvous import host_store
+
+_CONNECT_S = 60.0
+_SLOT_LIMITS = SlotLimits(factor=20.0, floor_s=60.0)
+
+
+class OpenWorker(Worker):
+    """A worker whose inside can be looked at."""
+
+    @property
+    def mesh(self) -> str:
+        return self._mesh
+
+    @property
+    def index(self) -> int:
+        """Its number among the workers of its mesh."""
+        return self._worker
+
+    @property
+    def traced(self) -> TracedModel:
+        return self._model.traced(self._batches.sample[0])
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        return self._stages
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer
+
+
+def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
+    """The workers of `job`, mesh by mesh."""
+    return [
+        OpenWorker(job=job, mesh=f"m{mesh}", worker=index, device=device)
+        for mesh in range(job.meshes)
+        for index in range(job.resources.workers_per_mesh)
+    ]
+
+
+class LocalWorkers:
+    """`workers` of a job, which are prepared, loaded with a plan; a context that closes them. The first traces for all;
+    `notes` is what its check has to tell."""
+
+    def __init__(
+        self, workers: Sequence[OpenWorker], planned: PlannedJob, *, planned_bytes: int | None = None
+    ):
+        self.workers = list(workers)
+        first, *others = self.workers
+        self.notes = first.trace(planned.microbatches)
+        for worker in others:
+            worker.take_graph(first.graph(), planned.microbatches)
+            worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
+        self._load(planned, planned_bytes)
+
+    def step(self, number: int) -> list[Mapping[str, Any]]:
+        """What every worker's `run_step` returns."""
+        return self.call(lambda worker: worker.run_step(number))
+
+    def call(self, function: Callable[[OpenWorker], Any]) -> list[Any]:
+        """What `function` returns for every worker, all at once; raises the first error, the cause of others."""
+        results: list[Any] = [None] * len(self.workers)
+        errors: list[BaseException] = []
+
+        def run(index: int, worker: OpenWorker) -> None:
+            try:
+                results[index] = function(worker)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=item) for item in enumerate(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            known = [error for error in errors if isinstance(error, AttemptFailure)]
+            raise first_cause(known) if len(known) == len(errors) else errors[0]
+        return results
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(lambda worker: worker.close())
+
+    def _load(self, planned: PlannedJob, planned_bytes: int | None) -> None:
+        first = self.workers[0]
+        meshes = tuple(dict.fromkeys(worker.mesh for worker in self.workers))
+        store = host_store("127.0.0.1")
+        seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
+        starts = planned_starts(planned.plan, planned.stage_names)
+        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in meshes}
+        self.call(
+            lambda worker: worker.load(
+                weights=None if worker is first else weights[worker.mesh],
+                begins=planned.begins,
+                mesh_of_stage=planned.mesh_of_stage,
+                program=planned.plan["programs"][worker.mesh],
+                recomputed=planned.recomputed,
+                planned_s=seconds[worker.mesh],
+                planned_starts_s=starts[worker.mesh],
+                topology=Topology(meshes, len(self.workers) // len(meshes)),
+                store=("127.0.0.1", store.port),
+                host="127.0.0.1",
+                connect_s=_CONNECT_S,
+                slot_limits=_SLOT_LIMITS,
+                planned_bytes=planned_bytes,
+                microbatches=planned.microbatches,
+            )
+        )
+        self._store = store  # lives as long as the connections
