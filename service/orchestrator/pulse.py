@@ -18,6 +18,7 @@ RETURN_S = 15.0
 """Drivers ask a control plane that was away again within 10 s: what they have to say is waited for."""
 _BEAT_EVERY_S = 1.0
 _DEAF_AFTER_S = 5.0
+_LATE_S = 15.0
 _REMEMBERED = 1000
 
 
@@ -53,13 +54,24 @@ class Pulse:
 
     def __init__(self, database: Database, *, tick_s: float) -> None:
         self.hearing = Hearing(time.time(), gap_s=max(_DEAF_AFTER_S, 3 * tick_s))
-        self.turned_at: float | None = None
+        self.turned_at = time.time()
+        self._late_s = max(_LATE_S, 3 * tick_s)
         self._database = database
         self._begun_at, self._busy = 0.0, False
 
     def turned(self) -> None:
         """The loop has come round."""
         self.turned_at = time.time()
+
+    @property
+    def problem(self) -> str | None:
+        """What does not go on as it should: the rounds, or the writes."""
+        now = time.time()
+        if now - self.turned_at > self._late_s:
+            return f"the orchestrator has finished no round for {now - self.turned_at:.0f} s"
+        if now - self.hearing.heard_at > self._late_s:
+            return f"the database has taken no write for {now - self.hearing.heard_at:.0f} s"
+        return None
 
     @property
     def due(self) -> bool:
