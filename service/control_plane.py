@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI
 
@@ -32,7 +32,7 @@ _STOP_LIMIT_S = 10.0
 class ControlPlane(Service):
     """What the API works with, and the orchestrator beside it."""
 
-    orchestrator: Orchestrator
+    orchestrator: Orchestrator = field(kw_only=True)
 
 
 def control_plane_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
@@ -81,6 +81,7 @@ async def run_control_plane(
             cluster=watcher,
             logs=LogReader(cluster),
             wake=orchestrator.wake,
+            problem=lambda: orchestrator.pulse.problem,
             orchestrator=orchestrator,
         )
 

@@ -6,6 +6,7 @@ whole or not at all, the manifest last: without it a folder is no checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -55,7 +56,8 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
     content = io.BytesIO()
     torch.save({"step": step, "shard": shard, "state": _own_memory(dict(state))}, content)
     names = sorted({name for part in _BY_NAME for name in state.get(part) or ()})
-    _write(files, _names_path(folder, shard), json.dumps(names).encode())
+    told = {"names": names, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
+    _write(files, _names_path(folder, shard), json.dumps(told).encode())
     _write(files, _shard_path(folder, shard), content.getbuffer())
 
 
@@ -76,10 +78,9 @@ def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
                 f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
             ) from None
     manifest = {"format": FORMAT, "step": step, "shards": sizes}
-    with suppress(FileNotFoundError):  # a shard that an older version wrote does not say what it holds
-        manifest["names"] = {
-            shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards
-        }
+    told = {shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards}
+    manifest["names"] = {shard: said["names"] for shard, said in told.items()}
+    manifest["sha256"] = {shard: said["sha256"] for shard, said in told.items()}
     _write(files, f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
     try:
         _remove_old(files, folder, step, keep)
@@ -113,14 +114,15 @@ def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any]
     """The state of all meshes in one, on the CPU, and the step after which it was taken.
 
     With `names` only these parameters and buffers are kept, and only the shards that have some are read.
-    Raises CheckpointError for a folder without a manifest, a missing or damaged shard, or shards of another step.
+    Raises CheckpointError for a folder without a manifest, a missing shard, one that is not, bit for bit, what was
+    saved, or shards of another step.
     """
     files, folder = fsspec.core.url_to_fs(uri)
     manifest = _read_manifest(files, folder, uri)
     whole: dict[str, Any] = {}
     for shard in _needed_shards(manifest, names):
         size = manifest["shards"][shard]
-        content = _read_shard(files, _shard_path(folder, shard), size)
+        content = _read_shard(files, _shard_path(folder, shard), size, manifest.get("sha256", {}).get(shard))
         if content["step"] != manifest["step"]:
             raise CheckpointError(
                 f"shard {shard!r} of {uri} is of step {content['step']}, the manifest of step {manifest['step']}"
@@ -186,20 +188,32 @@ def _read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str
     return manifest
 
 
-def _read_shard(files: AbstractFileSystem, path: str, size: int) -> dict[str, Any]:
+def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | None) -> dict[str, Any]:
+    """The content of a shard of `size` bytes; `sha256` is None where an older version saved it."""
     try:
         found = files.size(path)
         if found != size:
             raise CheckpointError(f"shard {path} has {found} bytes, the manifest says {size}: it is damaged")
         if isinstance(files, LocalFileSystem):
+            with open(path, "rb") as file:
+                _check_sum(path, sha256, lambda: hashlib.file_digest(file, "sha256").hexdigest())
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return torch.load(io.BytesIO(files.cat_file(path)), map_location="cpu", weights_only=True)
+        content = files.cat_file(path)
+        _check_sum(path, sha256, lambda: hashlib.sha256(content).hexdigest())
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"shard {path} is missing") from None
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"shard {path} cannot be read: {error}") from error
+
+
+def _check_sum(path: str, expected: str | None, digest: Callable[[], str]) -> None:
+    if expected is not None and (found := digest()) != expected:
+        raise CheckpointError(
+            f"shard {path} has the SHA-256 {found[:16]}..., the manifest says {expected[:16]}...: it is damaged"
+        )
 
 
 def _steps(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, str]]:

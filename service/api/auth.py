@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 from service.api.context import Current, Service
 from service.api.errors import ProblemError
 from service.store.attempts import find_attempt
+from service.store.database import utc_now
 from service.store.tables import Attempt
 from service.store.tokens import find_token, token_digest
 
@@ -60,7 +61,7 @@ DriverAttempt = Annotated[Attempt, Depends(driver)]
 
 async def _is_known(service: Service, token: str) -> bool:
     async with service.database.read() as session:
-        return await find_token(session, token_digest(token))
+        return await find_token(session, token_digest(token), at=utc_now())
 
 
 def _bearer(request: Request) -> str | None:

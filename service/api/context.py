@@ -20,7 +20,8 @@ from service.store.database import Database
 
 @dataclass
 class Service:
-    """What routes work with. `wake` tells the orchestrator that a job changed, if it is in this process."""
+    """What routes work with. `wake` tells the orchestrator that a job changed, if it is in this process;
+    `problem` says why that one does not go on."""
 
     settings: Settings
     database: Database
@@ -29,6 +30,7 @@ class Service:
     cluster: ClusterWatcher
     logs: LogReader
     wake: Callable[[], None]
+    problem: Callable[[], str | None] = lambda: None
 
     @property
     def backoff(self) -> Backoff:

@@ -121,7 +121,7 @@ def install(app: FastAPI) -> None:
         return problem_response(503, str(error), headers={"Retry-After": "5"})
 
     async def no_database(request: Request, error: DBAPIError) -> Response:
-        logger.error("%s %s: the database does not answer: %s", request.method, request.url.path, error.orig)
+        request.app.state.service.database.outage.away(error.orig or error)
         return problem_response(503, "the database does not answer: try again", headers={"Retry-After": "5"})
 
     async def no_connection(request: Request, _: PoolTimeoutError) -> Response:

@@ -25,12 +25,14 @@ async def healthy() -> Health:
 
 @router.get("/readyz", responses=responses(503))
 async def ready(service: Current) -> Health:
-    """The database and the cluster answer."""
+    """The database answers and takes writes, the orchestrator's rounds turn, the cluster answers."""
     try:
         async with asyncio.timeout(_READY_LIMIT_S), service.database.read() as session:
             await session.execute(text("SELECT 1"))
     except (SQLAlchemyError, OSError, TimeoutError) as error:
         raise ProblemError(503, f"the database does not answer: {type(error).__name__}") from None
+    if (problem := service.problem()) is not None:
+        raise ProblemError(503, problem)
     if service.cluster.snapshot.error is not None:
         raise ProblemError(503, f"the cluster is not there: {service.cluster.snapshot.error}")
     return Health(status="ok")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Annotated, TypeVar
 
 import typer
@@ -23,30 +24,45 @@ T = TypeVar("T")
 
 
 @app.command("create")
-def create_token(name: TokenName, as_json: Json = False) -> None:
+def create_token(
+    name: TokenName,
+    days: Annotated[
+        float | None, typer.Option(min=0, max=36500, help="So long it is valid; for ever when not given")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Make a token and show it, this once; the store keeps only its digest."""
     token = new_token()
+    expires_at = None if days is None else utc_now() + timedelta(days=days)
 
     async def work(session: AsyncSession) -> None:
-        store_token(session, name, token_digest(token), at=utc_now())
+        store_token(session, name, token_digest(token), at=utc_now(), expires_at=expires_at)
 
     try:
         asyncio.run(_in_store(work))
     except IntegrityError:
         raise CliError(f"there is a token named {name} already: choose another name, or revoke it") from None
-    print(json.dumps({"name": name, "token": token}) if as_json else token)
+    shown = {"name": name, "token": token, "expires_at": expires_at and expires_at.isoformat()}
+    print(json.dumps(shown) if as_json else token)
 
 
 @app.command("list")
 def list_all_tokens(as_json: Json = False) -> None:
-    """Names of the tokens that are valid."""
+    """Names of the tokens, when they were made and until when they are valid."""
     found = asyncio.run(_in_store(list_tokens))
-    rows = [{"name": token.name, "created_at": token.created_at.isoformat()} for token in found]
+    rows = [
+        {
+            "name": token.name,
+            "created_at": token.created_at.isoformat(),
+            "expires_at": token.expires_at and token.expires_at.isoformat(),
+        }
+        for token in found
+    ]
     if as_json:
         print(json.dumps(rows))
     else:
         for row in rows:
-            print(row["name"], row["created_at"])
+            print(row["name"], row["created_at"], f"until {row['expires_at'] or 'it is revoked'}")
 
 
 @app.command("revoke")

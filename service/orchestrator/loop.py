@@ -10,19 +10,21 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Coroutine
 from typing import Any
 
 from service.orchestrator.admission import Admission
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.logs import LogKeeper
+from service.orchestrator.pulse import Pulse
 from service.orchestrator.ray_jobs import Cluster
 from service.orchestrator.submission import Submitter
 from service.orchestrator.tidying import Tidier
 from service.orchestrator.watching import AttemptWatcher
 from service.settings import Settings
 from service.store.attempts import active_attempts
-from service.store.database import Database
+from service.store.database import AWAY, Database
 from service.store.jobs import waiting_jobs
 from service.store.leader import Leadership
 
@@ -47,6 +49,7 @@ class Orchestrator:
     ) -> None:
         self._settings, self._database = settings, database
         self._leadership = Leadership(database)
+        self.pulse = Pulse(database, tick_s=settings.tick_s)
         self._wake = asyncio.Event()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,6 +62,7 @@ class Orchestrator:
             cluster,
             submitter=self.submitter,
             logs=self.logs,
+            hearing=self.pulse.hearing,
             ended=self.wake,
         )
         self._admission = Admission(database, watcher, quotas=settings.queues, started=self.wake)
@@ -79,8 +83,12 @@ class Orchestrator:
             while not self._stopping:
                 self._wake.clear()
                 try:
+                    self._beat()
                     if await self._leadership.held():
                         await self.round()
+                    self.pulse.turned()
+                except AWAY as error:
+                    self._database.outage.away(error)  # one line an outage, not one a round
                 except Exception:
                     logger.exception("a round of the orchestrator failed; the next one tries again")
                 if self._stopping:
@@ -97,18 +105,24 @@ class Orchestrator:
 
     async def round(self) -> None:
         """One pass over active attempts and waiting jobs; slow calls go on in tasks of their own."""
+        self._beat()
+        now = time.time()  # before the reports are read: what came since is not taken for silence
         async with self._database.read() as session:
             active = await active_attempts(session)
             waiting = await waiting_jobs(session)
         self.attempts.forget_all_but([attempt.id for attempt, _ in active])
         for attempt, job in active:
-            self._spawn(self.attempts.look_after(attempt, job))
+            self._spawn(self.attempts.look_after(attempt, job, now))
         if waiting:
             await self._admission.admit(waiting, active)
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
         if self._tidier.due:
             self._spawn(self._tidier.tidy())
+
+    def _beat(self) -> None:
+        if self.pulse.due:
+            self._spawn(self.pulse.beat())
 
     async def settle(self) -> None:
         """Wait for the calls that rounds have begun (tests)."""
@@ -122,5 +136,9 @@ class Orchestrator:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, AWAY):
+            self._database.outage.away(error)
+        else:
             logger.error("a task of the orchestrator failed", exc_info=error)

@@ -124,7 +124,11 @@ async def end_attempt(
     number = attempt.number
     if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
         state, reason = AttemptState.FAILED, Reason.DRIVER_LOST
-        message = "the driver was told to end by somebody else than Slotline"
+        message = (
+            "the driver was told to end by somebody else than Slotline"
+            if attempt.stopped_because is None
+            else f"Slotline stopped the driver: {attempt.stopped_because}"
+        )
     if state is AttemptState.FAILED:
         reason, message = reason or Reason.INTERNAL, message or "no message was given"
     move_attempt(attempt, state, at=at, reason=reason, message=message)

@@ -15,13 +15,16 @@ from service.jobspec import AttemptState
 from service.orchestrator.decide import End, RayJob, Stop, Submit, WatchedAttempt, WatchLimits, watch
 from service.orchestrator.logs import LogKeeper
 from service.orchestrator.outcome import Backoff, end_attempt
+from service.orchestrator.pulse import Hearing
 from service.orchestrator.ray_jobs import Cluster, ClusterError
 from service.orchestrator.submission import Submitter
+from service.outage import Outage
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Job
+from worker.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class AttemptWatcher:
         *,
         submitter: Submitter,
         logs: LogKeeper,
+        hearing: Hearing,
         ended: Callable[[], None],
     ) -> None:
         self.limits = WatchLimits(
@@ -58,11 +62,12 @@ class AttemptWatcher:
             start_timeout_s=settings.start_timeout_s,
             cancel_grace_s=settings.cancel_grace_s,
         )
-        self.since = time.time()
+        self.hearing = hearing
         self._heartbeat_timeout_s = settings.heartbeat_timeout_s
         self._backoff = Backoff(settings.retry_backoff_s, settings.retry_backoff_limit_s)
         self._database, self._cluster = database, cluster
         self._submitter, self._logs, self._ended = submitter, logs, ended
+        self._outage = Outage("the cluster, asked about attempts,", logger)
         self._watched: dict[str, _Watched] = {}
 
     def forget_all_but(self, attempt_ids: Collection[str]) -> None:
@@ -73,8 +78,11 @@ class AttemptWatcher:
         for watched in self._watched.values():
             watched.asked_at = 0.0
 
-    async def look_after(self, attempt: Attempt, job: Job) -> None:
-        """Ask Ray when it is time, decide, act; never twice at once for one attempt."""
+    async def look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
+        """Ask Ray when it is time, decide, act; never twice at once for one attempt.
+
+        `read_at` is a time just before `attempt` was read: what the driver has said since is not known here.
+        """
         watched = self._watched.setdefault(attempt.id, _Watched())
         if watched.busy:
             return
@@ -83,33 +91,64 @@ class AttemptWatcher:
             now = time.time()
             if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
                 watched.asked_at = now
-                watched.ray = await self._ask(attempt.id, watched.ray)
+                watched.ray = await self._ask(attempt.id, watched.ray, read_at)
             decision = watch(
                 _watched_attempt(attempt, job, watched.ray),
-                watching_since=self.since,
-                now=time.time(),
+                watching_since=read_at - self._listened(attempt, read_at),
+                now=read_at,
                 limits=self.limits,
             )
             if isinstance(decision, Submit):
                 if refusal := await self._submitter.submit(attempt, job):
-                    await self._end(attempt.id, refusal)
+                    await self._end(attempt, refusal)
             elif isinstance(decision, Stop) and time.time() - watched.stopped_at >= _STOP_EVERY_S:
                 watched.stopped_at = time.time()
-                logger.info("stopping the driver of attempt %s: %s", attempt.id, decision.why)
-                await self._cluster.stop(attempt.id)
+                if await self._note_stop(attempt, decision.why):
+                    await self._cluster.stop(attempt.id)
             elif isinstance(decision, End):
-                await self._end(attempt.id, decision)
+                await self._end(attempt, decision)
             else:
-                await self._report_silence(attempt, watched)
+                await self._report_silence(attempt, watched, read_at)
+            self._outage.back()
         except ClusterError as error:
-            logger.warning("attempt %s: %s", attempt.id, error)
+            self._outage.away(f"attempt {attempt.id}: {error}")
         finally:
             watched.busy = False
 
-    async def _report_silence(self, attempt: Attempt, watched: _Watched) -> None:
+    def _listened(self, attempt: Attempt, until: float) -> float:
+        """Seconds since the driver's last word, or its making, in which it could have been heard."""
+        last = attempt.heartbeat_at or attempt.created_at
+        return self.hearing.listened(last.timestamp(), until)
+
+    async def _note_stop(self, attempt: Attempt, why: str) -> bool:
+        """Say first that and why Slotline stops the driver; False where it has been heard of since, or is over."""
+        async with self._database.write() as session:
+            job = await lock_job(session, attempt.job_id)
+            fresh = await find_attempt(session, attempt.id)
+            if job is None or fresh is None:
+                return False
+            await session.refresh(fresh)
+            heard = job.cancel_requested_at is None and fresh.heartbeat_at != attempt.heartbeat_at
+            if fresh.attempt_state.final or heard:
+                return False
+            if fresh.stopped_because is None:
+                fresh.stopped_because = why
+                add_event(
+                    session,
+                    job,
+                    "stopped",
+                    f"Slotline stops the driver: {why}",
+                    at=utc_now(),
+                    attempt=attempt.number,
+                )
+        logger.info("stopping the driver of attempt %s: %s", attempt.id, why)
+        return True
+
+    async def _report_silence(self, attempt: Attempt, watched: _Watched, read_at: float) -> None:
         """One event when a driver falls silent, long before it is given up."""
-        last = max(_seconds(attempt.heartbeat_at) or time.time(), self.since)
-        silent = time.time() - last >= self._heartbeat_timeout_s
+        silent = (
+            attempt.heartbeat_at is not None and self._listened(attempt, read_at) >= self._heartbeat_timeout_s
+        )
         if silent and not watched.silence_reported:
             ray_says = "nothing" if watched.ray is None else str(watched.ray.state)
             message = f"no report for {self._heartbeat_timeout_s:g} s; Ray says: {ray_says}"
@@ -118,28 +157,33 @@ class AttemptWatcher:
                     add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
         watched.silence_reported = silent
 
-    async def _ask(self, attempt_id: str, before: RayJob | None) -> RayJob | None:
+    async def _ask(self, attempt_id: str, before: RayJob | None, read_at: float) -> RayJob | None:
         try:
             ray = await self._cluster.job(attempt_id)
         except ClusterError:
             return None
         if not ray.state.ended:
             return ray
-        seen = before.ended_seen_at if before is not None and before.ended_seen_at else time.time()
+        seen = before.ended_seen_at if before is not None and before.ended_seen_at else read_at
         return replace(ray, ended_seen_at=seen)
 
-    async def _end(self, attempt_id: str, end: End) -> None:
+    async def _end(self, judged: Attempt, end: End) -> None:
+        """End an attempt that nothing has been heard of since it was judged."""
         message = end.message
-        log = await self._logs.last_log(attempt_id)
-        if end.state is AttemptState.FAILED and log is not None and (tail := _tail(log.text)):
-            message = f"{message}; its log ends: {tail}"
+        log = await self._logs.last_log(judged.id)
         async with self._database.write() as session:
-            attempt = await find_attempt(session, attempt_id)
-            assert attempt is not None, attempt_id
+            attempt = await find_attempt(session, judged.id)
+            assert attempt is not None, judged.id
             job = await lock_job(session, attempt.job_id)
             await session.refresh(attempt)
-            if job is None or job.current_attempt != attempt_id or attempt.attempt_state.final:
+            if job is None or job.current_attempt != judged.id or attempt.attempt_state.final:
                 return
+            if attempt.heartbeat_at != judged.heartbeat_at:
+                return
+            if attempt.stopped_because is not None and end.reason is Reason.DRIVER_LOST:
+                message = f"Slotline stopped the driver: {attempt.stopped_because}"
+            if end.state is AttemptState.FAILED and log is not None and (tail := _tail(log.text)):
+                message = f"{message}; its log ends: {tail}"
             if log is not None:
                 attempt.log_first_line, attempt.log = log
             await end_attempt(

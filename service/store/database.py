@@ -6,6 +6,7 @@ SQLite (a thread inside aiosqlite) as on PostgreSQL (psycopg). No network call i
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +18,15 @@ import tenacity
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, event, make_url, text
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
+from service.outage import Outage
+
+logger = logging.getLogger(__name__)
+AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
+"""What a database that is away, full or too busy raises."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
 _BUSY_TIMEOUT_S = 30
@@ -55,6 +63,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = make_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self.outage = Outage("the database", logger)
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
 
     async def start(self) -> None:

@@ -131,6 +131,8 @@ class Attempt(Base):
     log: Mapped[str | None] = mapped_column(Text)
     """The driver's log, kept when the attempt is over; when it is long, from `log_first_line` on."""
     log_first_line: Mapped[int] = mapped_column(default=1)
+    stopped_because: Mapped[str | None] = mapped_column(Text)
+    """Why Slotline had Ray stop the driver, where it did."""
 
     @property
     def attempt_state(self) -> AttemptState:
@@ -228,3 +230,11 @@ class ApiToken(Base):
     name: Mapped[str] = mapped_column(String(100), primary_key=True)
     digest: Mapped[str] = mapped_column(String(64), unique=True)
     created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+
+
+class Pulse(Base):
+    __tablename__ = "pulses"
+
+    name: Mapped[str] = mapped_column(String(100), primary_key=True)
+    at: Mapped[datetime]

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.tables import ApiToken
@@ -22,16 +22,21 @@ def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-async def find_token(session: AsyncSession, digest: str) -> bool:
-    return (await session.execute(select(ApiToken.name).where(ApiToken.digest == digest))).first() is not None
+async def find_token(session: AsyncSession, digest: str, *, at: datetime) -> bool:
+    """Whether there is one that is valid at this time."""
+    lasts = or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > at)
+    query = select(ApiToken.name).where(ApiToken.digest == digest, lasts)
+    return (await session.execute(query)).first() is not None
 
 
 async def list_tokens(session: AsyncSession) -> Sequence[ApiToken]:
     return (await session.execute(select(ApiToken).order_by(ApiToken.name))).scalars().all()
 
 
-def store_token(session: AsyncSession, name: str, digest: str, *, at: datetime) -> None:
-    session.add(ApiToken(name=name, digest=digest, created_at=at))
+def store_token(
+    session: AsyncSession, name: str, digest: str, *, at: datetime, expires_at: datetime | None = None
+) -> None:
+    session.add(ApiToken(name=name, digest=digest, created_at=at, expires_at=expires_at))
 
 
 async def delete_token(session: AsyncSession, name: str) -> bool:

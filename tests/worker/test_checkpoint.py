@@ -1,6 +1,7 @@
 """Checkpoints: a run that goes on from one, with other stages, equals a run that never stopped."""
 
 import copy
+import hashlib
 import json
 import os
 import uuid
@@ -80,7 +81,7 @@ def test_only_the_shards_that_hold_a_name_asked_for_are_opened(base, monkeypatch
     opened = []
     read = checkpoint._read_shard
     monkeypatch.setattr(
-        checkpoint, "_read_shard", lambda files, path, size: opened.append(path) or read(files, path, size)
+        checkpoint, "_read_shard", lambda files, path, *sums: opened.append(path) or read(files, path, *sums)
     )
 
     def shards(names):
@@ -163,6 +164,7 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path):
         load(uri)
     with open(path, "wb") as file:
         file.write(b"x" * len(content))
+    save_manifest_sizes(uri)
     with pytest.raises(CheckpointError, match=r"m1\.pt cannot be read"):
         load(uri)
     torch.save({"step": 5, "state": print}, path)  # what no state holds, and reading would run
@@ -174,11 +176,31 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path):
         load(uri)
 
 
+def test_a_bit_that_flipped_in_a_tensor_is_found_wherever_the_checkpoint_lies(base):
+    uri = save(base, 5)
+    files, folder = fsspec.core.url_to_fs(uri)
+    content = bytearray(files.cat_file(f"{folder}/m1.pt"))
+    place = content.index(torch.full((3,), 6.0).numpy().tobytes())
+    content[place + 2] ^= 1
+    files.pipe_file(f"{folder}/m1.pt", bytes(content))
+    with pytest.raises(CheckpointError, match=r"m1\.pt has the SHA-256 .* it is damaged"):
+        load(uri)
+    assert set(load(uri, names={"p0"})[0]["parameters"]) == {"p0"}, "the other shard is whole"
+    manifest = json.loads(files.cat_file(f"{folder}/manifest.json"))
+    del manifest["sha256"]  # as an older version wrote it
+    files.pipe_file(f"{folder}/manifest.json", json.dumps(manifest).encode())
+    assert set(load(uri)[0]["parameters"]) == {"p0", "p1"}
+
+
 def save_manifest_sizes(uri):
     manifest = Path(uri, "manifest.json")
     content = json.loads(manifest.read_text())
     content["shards"] = {
         shard: os.path.getsize(os.path.join(uri, f"{shard}.pt")) for shard in content["shards"]
+    }
+    content["sha256"] = {
+        shard: hashlib.sha256(Path(uri, f"{shard}.pt").read_bytes()).hexdigest()
+        for shard in content["shards"]
     }
     manifest.write_text(json.dumps(content))
 

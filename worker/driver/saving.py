@@ -58,7 +58,9 @@ class Checkpoints:
             candidates.append(reported)
         for position, uri in enumerate(candidates):
             try:
-                return self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
+                step = self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
+                self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
+                return step
             except AttemptFailure as failure:
                 older = candidates[position + 1 :]
                 if failure.reason != Reason.CHECKPOINT_FAILED or not older:

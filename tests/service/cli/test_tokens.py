@@ -26,3 +26,18 @@ def test_tokens_are_made_listed_and_revoked(run: Run, monkeypatch: pytest.Monkey
         assert run("token", "revoke", "me").code == 0
         assert run("jobs").code == 1
         assert run("token", "revoke", "me").code == 1
+
+
+def test_a_token_expires_when_it_was_made_to(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("SLOTLINE_DATA_DIR", str(tmp_path / "tokens"))
+    short = run("token", "create", "short", "--days", "0", "--json").json
+    long = run("token", "create", "long", "--days", "30", "--json").json
+    assert run("token", "create", "ever", "--json").json["expires_at"] is None
+    listed = {one["name"]: one["expires_at"] for one in run("token", "list", "--json").json}
+    assert listed == {"ever": None, "long": long["expires_at"], "short": short["expires_at"]}
+    with serve(Settings(data_dir=tmp_path / "tokens", require_token=True)) as served:
+        monkeypatch.setenv("SLOTLINE_URL", served.url)
+        monkeypatch.setenv("SLOTLINE_API_TOKEN", long["token"])
+        assert run("jobs", "--json").json == []
+        monkeypatch.setenv("SLOTLINE_API_TOKEN", short["token"])
+        assert run("jobs").code == 1

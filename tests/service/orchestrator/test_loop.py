@@ -426,7 +426,7 @@ async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_l
     job_id = await world.start(retry={"infrastructure": 0})
     async with world.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=60)
-    world.orchestrator.attempts.since -= 1000
+    world.orchestrator.pulse.hearing.since -= 1000
     await world.rounds(3)
     async with world.database.read() as session:
         kinds = [event.kind for event in await events_of(session, job_id)]

@@ -24,7 +24,7 @@ async def test_older_jobs_get_their_columns_from_their_specifications(
         config = Config()
         config.set_main_option("script_location", str(room._MIGRATIONS))
         config.attributes["connection"] = connection
-        (command.downgrade if to == "-1" else command.upgrade)(config, to)
+        (command.downgrade if to == "back to 0002" else command.upgrade)(config, to[-4:])
 
     older = Database(database_url)
     with monkeypatch.context() as patched:
@@ -59,5 +59,5 @@ async def test_older_jobs_get_their_columns_from_their_specifications(
         async with older.engine.connect() as connection:
             connection = await connection.execution_options(slotline_write=True)
             async with connection.begin():
-                await connection.run_sync(go, "-1")
+                await connection.run_sync(go, "back to 0002")
     await older.close()

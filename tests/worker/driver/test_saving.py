@@ -102,10 +102,11 @@ def test_a_checkpoint_that_was_never_reported_is_found(make):
     reported = checkpoint.complete(kept._policy.uri, "job")[-1]
     assert kept.restore(reported) == 6
     assert [worker.restored for worker in gang.plain] == [[6], [6]]
-    assert reports.events == []
+    newest = checkpoint.complete(kept._policy.uri, "job")[0]
+    assert reports.events == [f"resumed after step 6 from checkpoint {newest}"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "missing", "no manifest", "broken manifest"])
+@pytest.mark.parametrize("damage", ["cut short", "missing", "no manifest", "broken manifest", "one bit"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage):
     train(make()[0], 6)
     kept, gang, reports = make()
@@ -116,14 +117,27 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage)
             os.truncate(shard, shard.stat().st_size // 2)
         case "missing":
             shard.unlink()
+        case "one bit":
+            flip_a_bit_of_a_tensor(shard)
         case "no manifest":
             Path(newest, "manifest.json").unlink()
         case "broken manifest":
             Path(newest, "manifest.json").write_text(json.dumps({"format": 1})[:-3])
     assert kept.restore(newest) == 4
     assert [worker.restored for worker in gang.plain] == [[4], [4]]
-    if damage != "no manifest":
-        assert len(reports.events) == 1 and newest in reports.events[0]
+    *passed_over, resumed = reports.events
+    assert resumed.startswith("resumed after step 4 from checkpoint ") and newest not in resumed
+    assert len(passed_over) == (damage != "no manifest")
+    assert all(newest in event for event in passed_over)
+
+
+def flip_a_bit_of_a_tensor(shard):
+    """The file can still be read as it could before: only a number in it is another."""
+    content = bytearray(shard.read_bytes())
+    numbers = torch.ones(6).numpy().tobytes()
+    content[content.index(numbers) + 2] ^= 0x40
+    shard.write_bytes(content)
+    assert not torch.equal(torch.load(shard)["state"]["parameters"]["p"], torch.ones(6))
 
 
 def test_when_none_can_be_read_the_oldest_is_named(make):

@@ -1,0 +1,42 @@
+"""Readiness: ready is a control plane whose rounds turn and whose database takes writes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from tests.service.api.conftest import Api, ApiMaker
+
+
+async def _answer(api: Api) -> tuple[int, str]:
+    response = await api.client.get("/readyz")
+    return response.status_code, response.json().get("detail", "")
+
+
+async def test_rounds_that_do_not_turn_and_writes_that_fail_are_not_ready(
+    make_api: ApiMaker, monkeypatch: pytest.MonkeyPatch
+):
+    async with make_api(tick_s=0.5) as api:
+        pulse = api.service.orchestrator.pulse
+        await api.service.cluster.refresh()
+        assert (await _answer(api))[0] == 200, "it has just begun"
+        began = time.time()
+        monkeypatch.setattr(time, "time", lambda: began + 60)
+        status, detail = await _answer(api)
+        assert status == 503 and "no round for 60 s" in detail
+        pulse.turned()
+        status, detail = await _answer(api)
+        assert status == 503 and "no write for 60 s" in detail
+
+        def full():
+            raise OperationalError("INSERT", {}, Exception("database or disk is full"))
+
+        write = api.service.database.write
+        monkeypatch.setattr(api.service.database, "write", full)
+        await pulse.beat()
+        assert "no write" in (await _answer(api))[1]
+        monkeypatch.setattr(api.service.database, "write", write)
+        await pulse.beat()
+        assert (await _answer(api))[0] == 200
