@@ -45,12 +45,18 @@ _LESS_MEMORY_SHARE = 0.05
 _WHOLE_WORTH_S = 0.3
 _WHOLE_SEARCHED = 4
 
+# What programs, their proof and the slots of a plan take for each task, and how much of it the budget does not count.
+_WRITING_SECONDS = 3e-5
+_UNCOUNTED_S = 1.0
+
 Expired = Callable[[], bool] | None
 
 
 def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
     """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits."""
     names, always = may_recompute(spec), must_recompute(spec)
+    writing_s = _WRITING_SECONDS * problem_with_whole(spec).tasks
+    budget_s = max(0.0, budget_s - max(0.0, writing_s - _UNCOUNTED_S))
 
     def plan(choice: Choice, seconds: float) -> Found:
         decided = with_choice(spec, choice)

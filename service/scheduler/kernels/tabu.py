@@ -19,10 +19,12 @@ _LIST = 1 << 18  # places of the tabu list; pairs that share one only forbid eac
 
 TASK = np.dtype(
     [
-        ("exists", np.int64),
-        ("missing", np.int64),  # how many others it waits for
+        ("exists", np.int32),
+        ("missing", np.int32),  # how many others it waits for
         ("duration", np.float64),
         ("change", np.int64),  # bytes that it takes (or gives back) on its lane
+        ("release", np.float64),  # it begins no earlier
+        ("behind", np.float64),  # the least time from its end to the end of everything
     ]
 )
 
@@ -94,7 +96,8 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
         _set_tails(problem, orders, times, order, count)
         makespan = 0.0
         for index in range(count):
-            makespan = max(makespan, times[order[index]].start + problem.tasks[order[index]].duration)
+            last = problem.tasks[order[index]]
+            makespan = max(makespan, times[order[index]].start + last.duration + last.behind)
         tolerance = _EPSILON * makespan
         if makespan < best - tolerance:
             best = makespan
@@ -154,7 +157,7 @@ def _set_starts(problem, orders, times, missing, order):
     for task in range(tasks.shape[0]):
         if not tasks[task].exists:
             continue
-        times[task].start = 0.0
+        times[task].start = tasks[task].release
         missing[task] = tasks[task].missing
         for side in range(2):
             if orders[task, _BEFORE, side] >= 0:
@@ -191,7 +194,7 @@ def _set_tails(problem, orders, times, order, count):
     tasks = problem.tasks
     for index in range(count - 1, -1, -1):
         task = order[index]
-        longest = 0.0
+        longest = tasks[task].behind
         for position in range(pointer[task], pointer[task + 1]):
             other = successors[position]
             longest = max(longest, tasks[other].duration + times[other].tail)
@@ -228,10 +231,11 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
     pointer, needs = problem.needs
     task, choices = -1, 0
     for index in range(count):
-        if times[order[index]].start + tasks[order[index]].duration >= makespan - tolerance:
+        last = order[index]
+        if times[last].start + tasks[last].duration + tasks[last].behind >= makespan - tolerance:
             choices += 1
             if np.random.randint(choices) == 0:
-                task = order[index]
+                task = last
     found = 0
     while task >= 0:
         cause, choices = -1, 0
@@ -255,7 +259,7 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
                 moves.second[found] = task
                 moves.side[found] = side
                 found += 1
-        if times[task].start <= tolerance:
+        if times[task].start <= tasks[task].release + tolerance:
             break
         task = cause
     return found
@@ -339,6 +343,7 @@ def _longest_ahead(problem, orders, times, task, without, least):
     """The longest path to a task, at least `least`; its neighbour `without` left out."""
     pointer, needs = problem.needs
     tasks = problem.tasks
+    least = max(least, tasks[task].release)
     for position in range(pointer[task], pointer[task + 1]):
         other = needs[position]
         least = max(least, times[other].start + tasks[other].duration)
@@ -354,6 +359,7 @@ def _longest_behind(problem, orders, times, task, without, least):
     """The longest path from the end of a task, at least `least`; its neighbour `without` left out."""
     pointer, successors = problem.dependents
     tasks = problem.tasks
+    least = max(least, tasks[task].behind)
     for position in range(pointer[task], pointer[task + 1]):
         other = successors[position]
         least = max(least, times[other].tail + tasks[other].duration)

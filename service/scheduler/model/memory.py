@@ -172,12 +172,17 @@ def _peaks(timeline: Timeline, *, activations: bool) -> np.ndarray:
     if not times:
         return peaks
     when, where, change = np.concatenate(times), np.concatenate(meshes), np.concatenate(changes)
-    instant = _instants(when)
-    order = np.lexsort((change, instant, where))  # at one instant ends come before starts
-    where, change = where[order], change[order]
-    for mesh in range(problem.meshes):
-        here = change[where == mesh]
-        peaks[mesh] = np.cumsum(here).max(initial=0)
+    order = np.argsort(when)  # whatever the order inside an instant
+    instant = _instants(when[order])
+    # mesh by mesh, and of each instant what holds at its end: ends come before starts, and only starts take
+    by_mesh = np.argsort(where[order].astype(np.int32), kind="stable")
+    where, instant = where[order][by_mesh], instant[by_mesh]
+    held = np.cumsum(change[order][by_mesh])
+    last = np.append((where[1:] != where[:-1]) | (instant[1:] != instant[:-1]), True)
+    begin = np.searchsorted(where, np.arange(problem.meshes))
+    for mesh, (first, end) in enumerate(zip(begin, np.append(begin[1:], len(where)), strict=True)):
+        before = held[first - 1] if first else 0
+        peaks[mesh] = (held[first:end][last[first:end]] - before).max(initial=0)
     return peaks
 
 
@@ -207,14 +212,9 @@ def _buffer_changes(timeline: Timeline) -> tuple[list[np.ndarray], list[np.ndarr
     return times, meshes, changes
 
 
-def _instants(times: np.ndarray) -> np.ndarray:
-    """A number for each time; times that are equal within the tolerance share one."""
-    order = np.argsort(times, kind="stable")
-    ordered = times[order]
-    later = np.diff(ordered, prepend=ordered[:1]) > TOLERANCE * np.abs(ordered)
-    instant = np.empty(len(times), dtype=np.int64)
-    instant[order] = np.cumsum(later)
-    return instant
+def _instants(ordered: np.ndarray) -> np.ndarray:
+    """A number for each of ascending times; times that are equal within the tolerance share one."""
+    return np.cumsum(np.diff(ordered, prepend=ordered[:1]) > TOLERANCE * np.abs(ordered))
 
 
 def last_use(problem: Problem, received: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -100,6 +100,18 @@ def lane_edges(lanes: Sequence[np.ndarray]) -> Edges:
     return np.concatenate([lane[:-1] for lane in lanes]), np.concatenate([lane[1:] for lane in lanes])
 
 
+def resource_edges(problem: Problem, sequence: np.ndarray) -> Edges:
+    """Each task before the next of `sequence` that occupies the same resource, resource by resource."""
+    resources = problem.resources[sequence // problem.microbatches].reshape(-1)
+    # the same as one row for each resource, which takes as many passes over all tasks as there are resources
+    tasks = np.repeat(sequence, 2)[resources >= 0]
+    resources = resources[resources >= 0]
+    order = np.argsort(resources, kind="stable")
+    tasks, resources = tasks[order], resources[order]
+    same = resources[1:] == resources[:-1]
+    return tasks[:-1][same], tasks[1:][same]
+
+
 def simulate(problem: Problem, lanes: Sequence[np.ndarray]) -> Timeline:
     """The timeline of given compute orders (tasks for each mesh), transfers going by urgency.
 
@@ -128,9 +140,8 @@ def retime(problem: Problem, sequence: np.ndarray, *waits: Edges) -> Timeline:
 
     Raises OrderError when that, the dependencies and `waits` contradict each other.
     """
-    kinds = sequence // problem.microbatches
-    resources = lane_edges([sequence[problem.kinds_on(r)[kinds]] for r in problem.exclusive_resources])
-    times = earliest_times(problem, problem.dependency_edges, *waits, resources)
+    orders = resource_edges(problem, sequence)
+    times = earliest_times(problem, problem.dependency_edges, *waits, orders)
     if not times.complete:
         raise OrderError("the resource orders wait for each other for ever")
     return make_timeline(problem, times.start, times.topological)

@@ -24,7 +24,7 @@ from service.scheduler.model.memory import (
 )
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import OrderError, Timeline, retime, simulate
-from service.scheduler.search import exact, exact_model, rules
+from service.scheduler.search import exact, exact_model, rules, short
 from service.scheduler.search.bounds import lower_bounds, settle
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from service.scheduler.search.origin import FIRST_RUN_SEED
@@ -39,6 +39,10 @@ _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
 _MEMORY_TRIES = 6  # how often a rule is run again with less room for activations
+_LONG = 30_000  # tasks; above, the standard rules are compared on a short step, and only the best run here
+_RUN_HERE = 4  # how many rules that a short step says are good
+_RULE_SECONDS = 1e-6  # what a constructive plan takes for each task: dispatched, and its memory counted,
+_UNCOUNTED_S = 1.0  # and how much of that the budget does not count
 _MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
 _SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time takes longer, in proportion
 
@@ -62,6 +66,11 @@ class Found:
     searched: Problem | None = None
 
 
+def _runs(problem: Problem, budget_s: float) -> int:
+    """How often a rule runs in so many seconds."""
+    return int(budget_s * _TASK_RUNS_PER_SECOND / (_TASKS_OF_AN_EMPTY_RUN + int(problem.exists.sum())))
+
+
 def attains(makespan: float, bound: float) -> bool:
     """Whether a makespan equals a lower bound, within the tolerance of times."""
     return makespan <= bound * (1 + TOLERANCE)
@@ -77,10 +86,12 @@ def search(
     """The shortest timeline found, never longer than any seed; None when nothing fits the limits."""
     search = _Search(problem, seeds, expired)
     search.guarded(search.try_standard_rules)
+    budget_s = max(0.0, budget_s - search.spent_s)
     # small problems are solved at once; larger ones need a good plan first
     steps = (
         (search.exact_search, 0.1),
         (search.rule_search, 0.03),
+        (search.short_search, 0.07),
         (search.tabu_search, 0.1),
         (search.large_neighbourhood_search, 0.1),
         (search.tabu_search, 0.07),
@@ -117,6 +128,7 @@ class _Search:
         self._expired = expired
         self._limited = bool((problem.memory_limit >= 0).any())
         self._runner = rules.RuleRunner(problem)
+        self._short = short.shorten(problem)
         for name, timeline in seeds:
             self._offer(timeline, name)
 
@@ -163,20 +175,32 @@ class _Search:
         if timeline.problem.spec is not self.problem.spec:  # found under tighter limits
             timeline = replace(timeline, problem=replace(timeline.problem, spec=self.problem.spec))
         limited = bool((self.problem.receive_limit >= 0).any())
+        again = timeline
         try:
             if not limited:
-                timeline = retime(self.problem, timeline.sequence)
+                again = retime(self.problem, timeline.sequence)
             elif not keeps_receive_limits(timeline):
-                timeline = simulate(self.problem, timeline.lanes)
+                again = simulate(self.problem, timeline.lanes)
         except OrderError:
             return
-        # actions without length may have changed places, and buffers are counted only here
-        if keeps_limits(self.problem, timeline.lanes) and keeps_memory(timeline):
-            self._offer(timeline, SEARCHED)
+        # actions without length may have changed places, and transfers that waited for room may have lost it
+        for one in dict.fromkeys((again, timeline) if self._limited else (again,)):
+            if keeps_limits(self.problem, one.lanes) and keeps_memory(one) and keeps_receive_limits(one):
+                self._offer(one, SEARCHED)
+                return
+
+    @property
+    def spent_s(self) -> float:
+        """What the constructive plans of a large problem cost, in seconds of the budget."""
+        runs_s = _RULE_SECONDS * self._runner.runs * int(self.problem.exists.sum())
+        return max(0.0, runs_s - _UNCOUNTED_S)
 
     def try_standard_rules(self) -> None:
-        """The standard rules, each once."""
-        for rule in rules.standard_rules(self.problem):
+        """The standard rules, each once; of a long step those that are the best on a short one."""
+        chosen = rules.standard_rules(self.problem)
+        if self._short is not None and self.problem.tasks > _LONG:
+            chosen = short.ranked_rules(self.problem, self._short, _RUN_HERE)
+        for rule in chosen:
             if self.best is not None and self.done:
                 return
             self._offer_starts(self._follow(rule))
@@ -186,7 +210,7 @@ class _Search:
         limit = self.problem.activation_limit
         for _ in range(_MEMORY_TRIES if self._limited else 1):
             timeline = self._runner.timeline(rule, limit)
-            if timeline is None or not self._limited:
+            if timeline is None or not self._limited or self._hopeless(timeline):
                 return timeline
             over = np.where(
                 self.problem.memory_limit < 0, 0, peak_memory(timeline) - self.problem.memory_limit
@@ -195,6 +219,11 @@ class _Search:
                 return timeline
             limit = np.where(over > 0, np.maximum(limit - over, 0), limit)
         return None
+
+    def _hopeless(self, timeline: Timeline) -> bool:
+        """Of a large problem: so long that the same rule within memory is not worth a run."""
+        large = self.problem.tasks > _LONG and self.best is not None
+        return large and timeline.makespan > _SLACK * self.best.makespan
 
     def _tighter(self) -> Problem:
         """The problem with what the buffers of the incumbent take left free; the incumbent itself fits."""
@@ -215,20 +244,37 @@ class _Search:
         return replace(problem, spec=problem.spec.model_copy(update={"meshes": meshes}))
 
     def rule_search(self, budget_s: float) -> None:
-        cost = _TASKS_OF_AN_EMPTY_RUN + int(self.problem.exists.sum())
-        runs = int(budget_s * _TASK_RUNS_PER_SECOND / cost)
+        """Random rules and changes of the best; where a step is long as many as fit on a short one, too."""
+        goal_s = self.bound * (1 + TOLERANCE)
         found = rules.search_rules(
-            self._runner, runs=runs, goal_s=self.bound * (1 + TOLERANCE), stop=self._stop
+            self._runner, runs=_runs(self.problem, budget_s), goal_s=goal_s, stop=self._stop
         )
         if found is not None:
-            self._offer_starts(self._follow(found[1]))
+            self._offer_starts(self._follow(found[1][0]))
+        if self._short is None or self.done:
+            return
+        runner = rules.RuleRunner(self._short)
+        tuned = rules.search_rules(runner, runs=_runs(self._short, budget_s), goal_s=0.0, stop=self._stop)
+        for rule in tuned[1][:_RUN_HERE] if tuned is not None else ():
+            self._offer_starts(self._follow(short.lengthened(rule, self._short, self.problem)))
+
+    def short_search(self, budget_s: float) -> None:
+        """A short step, searched with all of this; what repeats in its plan repeats more often in a long one."""
+        if self._short is None or self._short.tasks > _LONG:
+            return
+        found = search(self._short, [], budget_s=budget_s, expired=self._expired)
+        if found is None or not np.array_equal(found.timeline.problem.fused, self._short.fused):
+            return
+        for timeline in short.extended(found.timeline, self.problem):
+            self._offer_starts(timeline)
 
     def exact_search(self, budget_s: float) -> None:
         """The exact solver on the whole problem, in two ways at once; both answers count, so nothing depends on speed."""
         if self._incumbent is None:
             return
         if not self._affords_model(budget_s):
-            self.tabu_search(budget_s)
+            self.tabu_search(budget_s / 2)
+            self.large_neighbourhood_search(budget_s / 2)
             return
 
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
@@ -286,13 +332,10 @@ class _Search:
         """The exact solver on parts of the best plan, two random choices of parts at once."""
         if self._incumbent is None:
             return
-        if not self._affords_model(budget_s):
-            self.tabu_search(budget_s)
-            return
 
         incumbent, bound = self._incumbent, self.bound
 
-        problem = self._tighter()
+        problem = self.problem
 
         def run(seed: int) -> Timeline:
             return large_neighbourhood_search(

@@ -18,6 +18,8 @@ from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline
 from service.scheduler.search.exact_model import ExactModel
 from service.scheduler.search.origin import SOLVER_SEED
+from service.scheduler.search.window_model import WindowModel
+from service.scheduler.search.windows import Window
 
 NAME = "exact solver"
 _LARGEST_HORIZON = 2**40
@@ -68,6 +70,22 @@ def rearrange(
     solver.parameters.cp_model_presolve = False
     status = solver.solve(model.model)
     found = model.read(solver, scale) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return found, solver.response_proto.deterministic_time
+
+
+def rearrange_window(
+    window: Window, fixed: np.ndarray, lengths: np.ndarray, scale: float, *, deterministic_limit: float
+) -> tuple[Timeline | None, float]:
+    """(a shorter timeline or None, deterministic time spent): only the window's tasks that are not `fixed` change order.
+
+    The timeline that comes back was replayed from its orders. Its memory is for the caller to check: only the
+    window's was seen.
+    """
+    model = WindowModel(window, fixed, lengths, scale, _LEAST_GAIN)
+    solver = _new_solver(deterministic_limit)
+    solver.parameters.cp_model_presolve = False  # see `rearrange`
+    status = solver.solve(model.model)
+    found = model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     return found, solver.response_proto.deterministic_time
 
 

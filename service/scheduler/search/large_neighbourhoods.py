@@ -1,6 +1,7 @@
 """Large neighbourhood search: keep most of a plan's orders, let the solver rearrange the rest, repeat.
 
-For problems too large to solve at once. Deterministic: one seeded generator, the solver's own time.
+Each part is a window of the timeline: a model of its own, of the size of the window. For problems too large to
+solve at once. Deterministic: one seeded generator, the solver's own time.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+from service.scheduler.model.memory import keeps_limits, keeps_memory, keeps_receive_limits
 from service.scheduler.model.problem import OPS, WEIGHT, Problem
 from service.scheduler.model.timeline import Timeline
-from service.scheduler.search import exact, exact_model
+from service.scheduler.search import exact
+from service.scheduler.search.windows import Paths, Window
 
 _STEP = 0.04  # deterministic time of one neighbourhood
 _PLAIN = 2.0  # without presolve the solver takes longer for a unit of its time
-_BUILD = 2e-6  # what building the model costs, for each of its literals
+_BUILD = 2e-6  # what building the model costs, for each task of the window,
+_CUT = 1e-8  # cutting the window out, for each task of the timeline,
+_REPLAY = 1.5e-7  # and playing all of them again where the solver found something
+_WIDEST = 4_000  # tasks of a window where few meshes are free, and where W is
+_FREE = 900  # tasks of a window where all are
 
 
 def large_neighbourhood_search(
@@ -27,39 +34,54 @@ def large_neighbourhood_search(
     seed: int,
     stop: Callable[[], bool],
 ) -> Timeline:
-    """A timeline at least as short, found by freeing random windows of time, groups of meshes, or all W."""
+    """A timeline at least as short within all limits, found by freeing random windows of time, groups of meshes, or W."""
     generator = np.random.default_rng(seed)
-    build = _BUILD * exact_model.model_size(problem)
+    scale, lengths = exact.integer_durations(problem)
+    paths = Paths(timeline)
     spent = 0.0
     while spent < deterministic_limit and timeline.makespan > lower_bound_s * (1 + 1e-9) and not stop():
-        fixed = ~_free_tasks(problem, timeline, generator)
-        better, cost = exact.rearrange(
-            problem, timeline, fixed, lower_bound_s=lower_bound_s, deterministic_limit=_STEP
-        )
-        spent += _PLAIN * cost + build + 0.002
-        if better is not None and better.makespan < timeline.makespan:
+        window, free = _choose(paths, generator)
+        better, cost = exact.rearrange_window(window, ~free, lengths, scale, deterministic_limit=_STEP)
+        spent += _PLAIN * cost + _BUILD * len(window.tasks) + _CUT * len(timeline.sequence) + 0.002
+        if better is not None:
+            spent += _REPLAY * len(timeline.sequence)
+        if better is not None and better.makespan < timeline.makespan and _keeps(better):
             timeline = better
+            paths = Paths(timeline)
     return timeline
 
 
-def _free_tasks(problem: Problem, timeline: Timeline, generator: np.random.Generator) -> np.ndarray:
+def _keeps(timeline: Timeline) -> bool:
+    within = keeps_limits(timeline.problem, timeline.lanes) and keeps_receive_limits(timeline)
+    return within and keeps_memory(timeline)
+
+
+def _choose(paths: Paths, generator: np.random.Generator) -> tuple[Window, np.ndarray]:
+    """A window, and which of its tasks may change places."""
+    problem, tasks = paths.timeline.problem, len(paths.timeline.sequence)
     choice = int(generator.integers(3))
     if choice == 0:
-        return _window(timeline, generator, 0.15, 0.45)
+        window = _random_window(paths, generator, min(_FREE, tasks * generator.uniform(0.15, 0.45)))
+        return window, np.ones(len(window.tasks), dtype=bool)
+    window = _random_window(paths, generator, min(_WIDEST, tasks))
+    kinds = window.tasks // problem.microbatches
     if choice == 1:
         count = int(generator.integers(1, max(2, problem.meshes // 2) + 1))
         if generator.random() < 0.5:
             meshes = generator.permutation(problem.meshes)[:count]
         else:
             meshes = (np.arange(count) + generator.integers(problem.meshes)) % problem.meshes
-        kinds = np.isin(problem.sender_of_kind, meshes) | np.isin(problem.receiver_of_kind, meshes)
-        return np.repeat(kinds, problem.microbatches)
-    free = np.zeros((problem.kinds, problem.microbatches), dtype=bool)
-    free[WEIGHT : problem.compute_kinds : OPS] = True
-    return free.reshape(-1) | _window(timeline, generator, 0.1, 0.3)
+        free = np.isin(problem.sender_of_kind, meshes) | np.isin(problem.receiver_of_kind, meshes)
+        return window, free[kinds]
+    weights = (kinds < problem.compute_kinds) & (kinds % OPS == WEIGHT)
+    width = min(_FREE, tasks * generator.uniform(0.1, 0.3))
+    begin = int(generator.integers(-int(width / 2), len(window.tasks)))
+    place = np.arange(len(window.tasks))
+    return window, weights | ((place >= begin) & (place < begin + width))
 
 
-def _window(timeline: Timeline, generator: np.random.Generator, least: float, most: float) -> np.ndarray:
-    width = timeline.makespan * generator.uniform(least, most)
-    begin = generator.uniform(-width / 2, timeline.makespan - width / 2)
-    return (timeline.end > begin) & (timeline.start < begin + width)
+def _random_window(paths: Paths, generator: np.random.Generator, width: float) -> Window:
+    """As many tasks as `width` somewhere; fewer at the beginning and at the end."""
+    tasks = len(paths.timeline.sequence)
+    first = int(generator.uniform(-width / 2, tasks - width / 2)) if width < tasks else 0
+    return paths.window(max(first, 0), min(max(first + int(width), 1), tasks))

@@ -106,8 +106,8 @@ def search_rules(
     runs: int,
     goal_s: float,
     stop: Callable[[], bool],
-) -> tuple[float, Rule] | None:
-    """The best (makespan, rule) after `runs` runs; ends early at `goal_s` or when `stop` says so."""
+) -> tuple[float, list[Rule]] | None:
+    """The best makespan after `runs` runs and the rules, best first; ends early at `goal_s` or when `stop` says so."""
     generator = np.random.default_rng(RULES_SEED)
     pool: list[tuple[float, int, Rule]] = []
     number = 0
@@ -131,7 +131,7 @@ def search_rules(
         del pool[_POOL:]
         if pool[0][0] <= goal_s:
             break
-    return (pool[0][0], pool[0][2]) if pool else None
+    return (pool[0][0], [rule for _, _, rule in pool]) if pool else None
 
 
 def _random_rule(problem: Problem, generator: np.random.Generator) -> Rule:

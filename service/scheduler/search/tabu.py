@@ -14,9 +14,15 @@ from service.scheduler import kernels
 from service.scheduler.model.memory import activation_changes
 from service.scheduler.model.problem import FORWARD, Problem
 from service.scheduler.model.timeline import Timeline, compress_edges, make_timeline
+from service.scheduler.search.windows import Paths, Window
 
 _PATIENCE = 20_000  # iterations without gain after which a round ends
 _ROUND_TASKS = 50_000_000  # iterations times tasks of a round at most: between two looks at the deadline
+_LARGEST = 12_000  # tasks; more do not fit into the caches, and a round looks at windows of them
+_WINDOW = 6_000  # tasks
+_WINDOW_ITERATIONS = 3_000
+_CUT = 5  # iterations over a task take as long as cutting a window out of all tasks, for each of these,
+_REPLAY = 40  # and as playing all of them again
 _TENURES = (20, 40, 80)  # iterations for which a move may not be taken back; each round draws one
 
 
@@ -35,8 +41,10 @@ def tabu_search(
     Keeps the activation limits and max_in_flight, not the limits of receive buffers. Ends at `goal_s`, when
     `stop` says so, or after `iterations`. With `keep_compute` the compute orders stay and only transfers move.
     """
-    disjunctive = _disjunctive(problem, keep_compute)
     generator = np.random.default_rng(seed)
+    if len(timeline.sequence) > _LARGEST and not keep_compute:
+        return _by_windows(timeline, goal_s, iterations, generator, stop)
+    disjunctive = _disjunctive(problem, keep_compute)
     while iterations > 0 and timeline.makespan > goal_s and not stop():
         start, order, used = kernels.tabu_round(
             disjunctive,
@@ -54,9 +62,79 @@ def tabu_search(
     return timeline
 
 
-def _disjunctive(problem: Problem, keep_compute: bool) -> kernels.Disjunctive:
-    causes, effects = problem.dependency_edges
-    exists = problem.exists.reshape(-1)
+def _by_windows(
+    timeline: Timeline,
+    goal_s: float,
+    iterations: int,
+    generator: np.random.Generator,
+    stop: Callable[[], bool],
+) -> Timeline:
+    """The same budget (iterations over all tasks) spent on one window after the other, at random places."""
+    left = iterations * len(timeline.sequence)
+    paths = Paths(timeline)
+    while left > 0 and timeline.makespan > goal_s and not stop():
+        first = int(generator.integers(len(timeline.sequence) - _WINDOW))
+        window = paths.window(first, first + _WINDOW)
+        tasks, base, width = _numbering(window)
+        disjunctive = _of_window(window, tasks, base, width)
+        start, order, used = kernels.tabu_round(
+            disjunctive,
+            tasks,
+            goal_s,
+            min(_WINDOW_ITERATIONS, 1 + left // _WINDOW),
+            _WINDOW_ITERATIONS,
+            int(generator.choice(_TENURES)),
+            int(generator.integers(2**31)),
+        )
+        left -= used * _WINDOW + _CUT * len(timeline.sequence)
+        ends = start[order] + disjunctive.tasks["duration"][order] + disjunctive.tasks["behind"][order]
+        if ends.max() >= window.makespan * (1 - kernels.TOLERANCE):
+            continue
+        kinds, numbers = np.divmod(order[np.argsort(start[order], kind="stable")], width)
+        found = window.replay(kinds * timeline.problem.microbatches + numbers + base, np.sort(start[order]))
+        left -= _REPLAY * len(timeline.sequence)
+        if found.makespan < timeline.makespan:
+            timeline = found
+            paths = Paths(timeline)
+    return timeline
+
+
+def _numbering(window: Window) -> tuple[np.ndarray, int, int]:
+    """(the window's tasks as if there were no other microbatches, the first of these, how many)."""
+    kinds, numbers = np.divmod(window.tasks, window.timeline.problem.microbatches)
+    base, width = int(numbers.min()), int(np.ptp(numbers)) + 1
+    return kinds * width + numbers - base, base, width
+
+
+def _of_window(window: Window, local: np.ndarray, base: int, width: int) -> kernels.Disjunctive:
+    problem = window.timeline.problem
+    whole = problem.microbatches
+    tasks = np.zeros(problem.kinds * width, dtype=kernels.TASK)
+    causes, effects = ((task // whole) * width + task % whole - base for task in window.dependencies)
+    tasks["exists"][local] = True
+    tasks["missing"] = np.bincount(effects, minlength=len(tasks))
+    tasks["duration"][local] = problem.duration.reshape(-1)[window.tasks]
+    tasks["release"][local], tasks["behind"][local] = window.release, window.tail
+    compute = window.tasks < problem.compute_tasks
+    tasks["change"][local[compute]] = activation_changes(problem, window.tasks[compute]).sum(axis=1)
+    limit, lead = _limits(problem)
+    limit[: problem.meshes] -= np.where(limit[: problem.meshes] < 0, 0, window.held)
+    return kernels.Disjunctive(
+        microbatches=width,
+        resource_count=problem.resource_count,
+        fixed_kinds=0,
+        tasks=tasks,
+        dependents=compress_edges(len(tasks), causes, effects),
+        needs=compress_edges(len(tasks), effects, causes),
+        resources=np.where(tasks["exists"][:, None], np.repeat(problem.resources, width, axis=0), -1),
+        precedes=problem.precedes,
+        limit=limit,
+        lead=lead,
+    )
+
+
+def _limits(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes of each resource, microbatches that each kind may be ahead), −1 where there is no limit."""
     limit = np.full(problem.resource_count, -1, dtype=np.int64)
     lead = np.full(problem.kinds, -1, dtype=np.int64)
     if not problem.inference:
@@ -64,6 +142,13 @@ def _disjunctive(problem: Problem, keep_compute: bool) -> kernels.Disjunctive:
         if problem.spec.max_in_flight is not None:
             sources = [stage for stage in range(problem.stages) if not problem.sources[stage]]
             lead[problem.kind(np.array(sources), FORWARD)] = problem.spec.max_in_flight
+    return limit, lead
+
+
+def _disjunctive(problem: Problem, keep_compute: bool) -> kernels.Disjunctive:
+    causes, effects = problem.dependency_edges
+    exists = problem.exists.reshape(-1)
+    limit, lead = _limits(problem)
     tasks = np.zeros(problem.tasks, dtype=kernels.TASK)
     tasks["exists"], tasks["missing"], tasks["duration"] = (
         exists,
