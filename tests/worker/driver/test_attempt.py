@@ -174,6 +174,9 @@ def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action_and_l
     assert_nothing_held()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_job_that_leaves_its_numbers_open_trains_with_the_chosen_ones_as_a_plain_loop(attempt):
     spec, profiles = job("cosine"), {}
     spec["training"] |= {"steps": 4, "microbatches": "auto"}
@@ -183,7 +186,10 @@ def test_a_job_that_leaves_its_numbers_open_trains_with_the_chosen_ones_as_a_pla
     assert first.states == ["RUNNING", "SUCCEEDED"]
     (request,), (answer,) = first.plan_requests, first.plan_answers
     assert [one["microbatches"] for one in request["profiles"]] == [1, 2, 4, 8] == request["tried"]
-    assert len(profiles) == 4, "each number has a profile of its own, kept for later attempts"
+    layers = [key for key in profiles if "links" not in key]
+    assert len(layers) == 4, "each number has a profile of its own, kept for later attempts"
+    assert len(profiles) == 5, "and the links between the nodes"
+    assert 0.0 < request["action_s"] < 0.1
     links = {(link["source"], link["target"]) for link in request["network"]["links"]}
     assert links == {("m0", "m1"), ("m1", "m0")}
     assert request["update"]["step"]["per_tensor_s"] + request["update"]["step"]["fixed_s"] > 0
@@ -197,7 +203,8 @@ def test_a_job_that_leaves_its_numbers_open_trains_with_the_chosen_ones_as_a_pla
     again, process = attempt(spec, number=2, profiles=profiles)
     again.wait_for_steps(1)
     kinds = [event["kind"] for report in again.reports for event in report["events"]]
-    assert "planned" in kinds and "profiled" not in kinds
+    assert "planned" in kinds and "links_known" in kinds
+    assert not {"profiled", "links_measured"} & set(kinds)
     assert again.plan_requests[0]["microbatches"] == chosen
 
 
