@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from worker.driver.planning import PlannedJob
@@ -88,6 +87,11 @@ def prove(
         proof.notes += gang.notes
         plain = PlainModel(job, planned.microbatches, calls, probes)
         run = _Run(gang, plain, job, planned, proof, probes)
+        if job.training.transfers == "bf16":
+            proof.notes.append(
+                "tensors travel in bf16, and in the plain model they do not: only differences of a fifth of a gradient "
+                "are told from rounding; with training.transfers: auto, of 1/10,000"
+            )
         try:
             compare_initial(plain.parameters, plain.buffers[0], run.holders, proof.worst)
             for step in range(1, steps + 1):
@@ -105,10 +109,14 @@ def prove(
 _FULL = Tolerance(values=1e-5, gradients=1e-4)
 
 
+# What travels in bf16 has 8 bits, and a rectifier or a norm behind it makes more of that.
+_ROUNDED_ON_THE_WAY = Tolerance(values=5e-2, gradients=2e-1)
+
+
 def _tolerance(plain: PlainModel, job: Job) -> Tolerance:
-    """`transfers: bf16` rounds what travels, which the plain model does not."""
-    rounded = torch.bfloat16 if job.training.transfers == "bf16" else plain.autocast
-    found = tolerance_of(plain.model, rounded, "cpu")
+    if job.training.transfers == "bf16":
+        return _ROUNDED_ON_THE_WAY
+    found = tolerance_of(plain.model, plain.autocast, "cpu")
     return _FULL if found == FULL else found
 
 
