@@ -71,6 +71,9 @@ class Exchange:
 class Observer(Protocol):
     """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
 
+    def made(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
+        """A stage's forward made an output."""
+
     def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
         """A stage left `tensor` to be sent."""
 
@@ -254,6 +257,8 @@ class StageRunner:
 
     def _hand_on(self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
         exchange, settings = self._exchange, self._settings
+        if self.observer is not None:
+            self.observer.made(self._stage, wiring.tensor, microbatch, output)
         if wiring.is_model_output and exchange.targets is None:
             exchange.outputs[microbatch] = output.detach()
         if wiring.local_consumers:

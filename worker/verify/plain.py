@@ -70,6 +70,10 @@ class PlainModel:
         """Of each worker: a data-parallel worker's statistics are of its own rows."""
 
     @property
+    def seed(self) -> int:
+        return self._job.training.seed
+
+    @property
     def autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self._job.training.precision == "bf16" else None
 
@@ -109,7 +113,7 @@ class PlainModel:
             self._schedule.step()
 
     def _run(self, step: int, worker: int, microbatch: int) -> Tensor:
-        inputs, target = self._rows(step, worker, microbatch)
+        inputs, target = self.rows(step, worker, microbatch)
         where = {"seed": self._job.training.seed, "worker": worker, "step": step, "microbatch": microbatch}
         autocast = contextlib.nullcontext()
         if self.autocast is not None:
@@ -119,7 +123,7 @@ class PlainModel:
                 output = self.model(*inputs)
             return self._loss(output, target)
 
-    def _rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """A worker's rows: a block of those of the microbatch."""
         indices = self._sampler.indices(step, microbatch)
         share = len(indices) // self._workers

@@ -27,6 +27,7 @@ from worker.verify.compare import (
     compare_initial,
     named,
 )
+from worker.verify.forwards import first_forward
 from worker.verify.plain import PlainModel
 from worker.verify.random_calls import OtherRandomCallsError, random_calls
 from worker.verify.record import Probes, Recorder, StepRecord
@@ -128,7 +129,7 @@ class _Run:
     ) -> None:
         self._gang, self._plain, self._job, self._proof = gang, plain, job, proof
         self._probes = probes
-        self._microbatches = planned.microbatches
+        self._planned = planned
         self._tolerance = _tolerance(plain)
         self.holders = [_holder(worker) for worker in gang.workers]
         self._recorders = [Recorder(w.mesh, w.index, w.stages, probes) for w in gang.workers]
@@ -142,14 +143,18 @@ class _Run:
         before = {name: p.detach().clone() for name, p in plain.parameters.items()}
         pipeline = self._pipeline_step(step)
         expected = plain.forward_and_backward(step)
-        sink = next(
-            (
-                h
-                for h, w in zip(self.holders, self._gang.workers, strict=True)
-                if any("output" in stage.outputs for stage in w.stages.values())
-            ),
-            None,
-        )
+
+        def located(worker: int, microbatch: int) -> str:
+            return first_forward(
+                plain,
+                pipeline.record,
+                self._probes,
+                begins=self._planned.begins,
+                mesh_of_stage=self._planned.mesh_of_stage,
+                at=(worker, step, microbatch),
+                tolerance=self._tolerance.values,
+            )
+
         compared = StepComparison(
             step,
             expected,
@@ -158,7 +163,7 @@ class _Run:
             self._tolerance,
             self._proof.worst,
             clip=self._job.training.clip_grad_norm,
-            loss_stage=sink,
+            first_forward=located,
         )
         compared.check_transfers()
         compared.check_losses()

@@ -118,7 +118,7 @@ def dropout_repeats(monkeypatch):
         "forward",
         lambda original: lambda self, step, microbatch, stage: original(self, step, 0, stage),
     )
-    return gpt(dropout=0.2), r"loss of microbatch 1 is .* in the pipeline .*random numbers"
+    return gpt(dropout=0.2), r"loss of microbatch 1 is .*made by 0F1 on m0, whose inputs are equal"
 
 
 def optimizer_group_lost(monkeypatch):
@@ -227,6 +227,20 @@ def overwritten_before_it_is_sent(monkeypatch):
     return gpt(), r"sent is not what was used: SEND_F on m0 to RECV_F on m1 of microbatch 3"
 
 
+def forward_differs(monkeypatch):
+    """Stage 1 computes a little beside."""
+
+    def make(original):
+        def accept(self, results):
+            made = original(self, results)
+            return [one * 1.01 for one in made] if self._stage == 1 else made
+
+        return accept
+
+    around(monkeypatch, StageRunner, "_accept", make)
+    return gpt(), r"loss of microbatch 0 is .*made by 1F0 on m1, whose inputs are equal and whose output '"
+
+
 def weight_backward_skipped(monkeypatch):
     """Stage 1 leaves out W of microbatch 3."""
 
@@ -264,7 +278,7 @@ def target_of_another(monkeypatch):
         return self._settings.loss(output, self._exchange.targets[{0: 1, 1: 0}.get(microbatch, microbatch)])
 
     monkeypatch.setattr(StageRunner, "_loss", loss)
-    return gpt(), r"step 1: the loss of microbatch 0 is .*made on m2"
+    return gpt(), r"step 1: the loss of microbatch 0 is .*made by the loss of 2F0 on m2, since .*target"
 
 
 def backward_of_another(monkeypatch):
@@ -309,7 +323,7 @@ def recomputed_differently(monkeypatch):
     around(monkeypatch, StageRunner, "_run_again", make)
     spec = gpt(dropout=0.2)
     spec["pipeline"]["recompute"] = "all"
-    return spec, r"loss of microbatch 0 is .*made on m2"
+    return spec, r"loss of microbatch 0 is .*made by the loss of 2F0 on m2"
 
 
 def step_fails(monkeypatch):
@@ -345,6 +359,7 @@ DEFECTS = [
     target_of_another,
     tied_on_one_mesh,
     backward_of_another,
+    forward_differs,
     summed_over_workers,
     recomputed_differently,
     step_fails,
