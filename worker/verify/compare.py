@@ -68,7 +68,7 @@ class PipelineStep:
 def compare_initial(
     plain: Mapping[str, Tensor], buffers: Mapping[str, Tensor], holders: Sequence[Holder], worst: Worst
 ) -> None:
-    """Initial values are equal, bit for bit, and every parameter of the model is somewhere."""
+    """Initial values are equal, bit for bit."""
     for holder in holders:
         for kind, expected, found in (
             ("initial parameters", plain, holder.parameters),
@@ -144,6 +144,12 @@ class StepComparison:
                 + (f", nor {len(left) - 1} more" if len(left) > 1 else "")
             )
         plain = self._plain.gradients
+        held = {name for holder in self._holders for name in holder.parameters}
+        if lost := [name for name in self._plain.order if name in plain and name not in held]:
+            raise self._different(
+                f"{lost[0]!r} is in no stage, and in the plain model it has a gradient"
+                + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
+            )
         least = least_size(plain.values())
         coefficient = self._coefficient(self._pipeline.norm)
         for name, at in self._backwards():

@@ -326,6 +326,26 @@ def recomputed_differently(monkeypatch):
     return spec, r"loss of microbatch 0 is .*made by the loss of 2F0 on m2"
 
 
+def parameter_lost(monkeypatch):
+    """A weight of stage 1 is a constant there: nobody trains it."""
+
+    def make(original):
+        def stage(self, index):
+            made = original(self, index)
+            if index == 1 and len(self._members) == 3:
+                name, weight = next((n, p) for n, p in made.body.named_parameters() if "expand" in n)
+                del made.body._parameters[name], made.original_names[f"body.{name}"]
+                made.body.register_buffer(name, weight.detach(), persistent=False)
+            return made
+
+        return stage
+
+    around(monkeypatch, StageBuilder, "stage", make)
+    spec = gpt()
+    spec["training"]["check_trace"] = False
+    return spec, r"step 1: 'blocks\.1\.expand\..*' is in no stage, and in the plain model it has a gradient"
+
+
 def step_fails(monkeypatch):
     """A stage raises in the second step."""
 
@@ -360,6 +380,7 @@ DEFECTS = [
     tied_on_one_mesh,
     backward_of_another,
     forward_differs,
+    parameter_lost,
     summed_over_workers,
     recomputed_differently,
     step_fails,
@@ -374,6 +395,27 @@ def test_a_planted_defect_is_found_with_what_differs_first_and_where(defect, mon
     assert proof.difference is not None, "not found"
     assert re.search(message, proof.difference), proof.difference
     assert proof.to_json()["equal"] is False
+
+
+class NotANumber(torch.nn.Module):
+    """Cross entropy, but no number where the targets' sum is even."""
+
+    def forward(self, output, target):
+        loss = torch.nn.functional.cross_entropy(output, target)
+        return loss * (1.0 if target.sum() % 2 else float("nan"))
+
+
+def test_a_step_that_both_leave_out_is_equal_and_one_that_both_stop_at_is_told_as_that():
+    spec = pictures()
+    spec["loss"] = {"factory": f"{__name__}:NotANumber"}
+    spec["training"] |= {"microbatches": 1, "non_finite": "skip"}
+    proof = proof_of(spec, steps=6)
+    assert (proof.difference, proof.steps) == (None, 6)
+    assert proof.worst.kinds["gradients"][0] < 6 * proof.worst.kinds["initial parameters"][0], "some left out"
+    spec["training"]["non_finite"] = "stop"
+    assert re.search(
+        r"the pipeline failed: NonFinite.*gradients are not finite either", proof_of(spec, 6).difference
+    )
 
 
 @pytest.mark.parametrize(
