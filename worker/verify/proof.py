@@ -29,7 +29,7 @@ from worker.verify.compare import (
 )
 from worker.verify.forwards import first_forward
 from worker.verify.plain import PlainModel
-from worker.verify.random_calls import OtherRandomCallsError, random_calls
+from worker.verify.random_calls import OtherRandomCallsError, RandomCall, random_calls
 from worker.verify.record import Probes, Recorder, StepRecord
 from worker.verify.workers import LocalWorkers, OpenWorker, make_workers
 
@@ -87,9 +87,8 @@ def prove(
     for worker in workers:  # one after the other: torch seeds for a whole process
         worker.prepare(job.resources.workers_per_mesh)
     planned = plan(workers)
-    workers[0].trace(planned.microbatches)
-    calls = random_calls(workers[0].traced)
-    with LocalWorkers(workers, planned) as gang:
+    calls: list[RandomCall] = []
+    with LocalWorkers(workers, planned, look=lambda traced: calls.extend(random_calls(traced))) as gang:
         proof.notes += gang.notes
         plain = PlainModel(job, planned.microbatches, calls, probes)
         run = _Run(gang, plain, job, planned, proof, probes)
