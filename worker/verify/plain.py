@@ -16,6 +16,7 @@ from torch import Tensor
 
 from worker.data.sampler import BatchSampler, collate, input_names, read_sample
 from worker.job import Job
+from worker.last_action import doing
 from worker.model import build_model, call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
@@ -79,6 +80,7 @@ class PlainModel:
 
     def forward_and_backward(self, step: int) -> PlainStep:
         """Losses and gradients of a step; parameters stay, buffers are updated."""
+        doing(f"step {step} of the plain model")
         for parameter in self.trained.values():
             parameter.grad = None
         losses, added = {}, {}
@@ -106,6 +108,7 @@ class PlainModel:
         }
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
         norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
+        doing("")
         rate = float(self.optimizer.param_groups[0]["lr"])
         return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters))
 
