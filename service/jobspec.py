@@ -202,6 +202,11 @@ class Training(_Part):
         default="stop",
         description="What a loss or gradient norm does that is NaN or infinite: skip leaves out the step",
     )
+    loss_reduction: Literal["mean", "tokens"] = Field(
+        default="mean",
+        description="How microbatches count: all alike, or by how many of their targets the loss does not ignore "
+        "(ignore_index in loss.args, -100 where it is not there), as if the batch were one",
+    )
     check_trace: bool = Field(
         default=True,
         description="Before the first step, compare the traced model with the model itself on one microbatch: output, "
@@ -329,6 +334,20 @@ class JobSpec(_Part):
         if not isinstance(stages, int) or stages < 1:
             return data  # refused where it stands, once
         return {**data, "resources": {**resources, "meshes": stages}}
+
+    @model_validator(mode="after")
+    def _tokens_can_be_counted(self) -> Self:
+        if self.training.loss_reduction == "tokens":
+            if self.loss is None:
+                raise ValueError(
+                    "training.loss_reduction is tokens, and the model's own loss tells no targets to count: give `loss`"
+                )
+            if self.loss.args.get("reduction", "mean") != "mean":
+                raise ValueError(
+                    f"training.loss_reduction is tokens, which weighs means of microbatches, and loss.args.reduction is "
+                    f"{self.loss.args['reduction']!r}: leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _meshes_and_workers_fit(self) -> Self:

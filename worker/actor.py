@@ -38,6 +38,7 @@ from worker.program import program_from_json
 from worker.reasons import Reason
 from worker.traced_model import JobModel
 from worker.training import (
+    ignored_target,
     learning_rate,
     make_loss,
     make_optimizer,
@@ -253,6 +254,7 @@ class Worker:
                     transfers=training.transfers,
                     clip_grad_norm=training.clip_grad_norm,
                     non_finite=training.non_finite,
+                    ignored_target=ignored_target(self._job),
                     seed=training.seed,
                     limits=slot_limits,
                     device=self._device,

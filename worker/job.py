@@ -50,7 +50,7 @@ class Optimizer(Factory):
 class Training:
     """`precision` is fp32 or bf16, `transfers` auto (tensors travel as they are) or bf16 (rounded, half the bytes);
     `non_finite` stop or skip: what a step does whose loss is no number. `check_trace`: compare the
-    traced model with the model itself before the first step.
+    traced model with the model itself before the first step. `loss_reduction` mean (microbatches count alike) or tokens.
 
     `microbatches` is a number, or auto: planning chooses it (worker/choices.py).
     """
@@ -64,6 +64,7 @@ class Training:
     clip_grad_norm: float | None = None
     non_finite: str = "stop"
     check_trace: bool = True
+    loss_reduction: str = "mean"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from worker.failure import attributed_to
-from worker.job import Factory
+from worker.job import Factory, Job
 from worker.model.errors import FactoryError
 from worker.model.factory import call_factory, resolve
 from worker.model.profile import OptimizerState
@@ -54,6 +54,13 @@ def make_loss(spec: Factory | None, device: str = "cpu") -> Loss:
             )
         loss = loss.to(device)
     return functools.partial(_one_number, path, loss)
+
+
+def ignored_target(job: Job) -> int | None:
+    """The target that is no token, where microbatches count by their tokens; None where they count alike."""
+    if job.training.loss_reduction != "tokens":
+        return None
+    return int((job.loss.args if job.loss else {}).get("ignore_index", -100))
 
 
 def _one_number(

@@ -64,12 +64,9 @@ def verify_job(
 
     Raises ValueError where the job is wrong, cannot be measured or planned, or where it cannot be run at all.
     """
-    resources = spec.get("resources")
-    given = {
-        **spec,
-        "resources": {**(resources if isinstance(resources, Mapping) else {}), "device": "cpu"},
-    }
-    checked, folder = checked_job(given, file)
+    resources = spec.get("resources") or {}
+    on_cpu = {**resources, "device": "cpu"} if isinstance(resources, Mapping) else resources
+    checked, folder = checked_job({**spec, "resources": on_cpu}, file)
     planned = plan_by_costs(checked, job_costs_here(checked, folder), budget_s)
     proof = _run({"job": checked, "planned": planned, "steps": steps}, folder, limit_s)
     pipeline = planned["spec"]

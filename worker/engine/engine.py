@@ -30,6 +30,7 @@ from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtyp
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, Exchange, Observer, StageRunner
+from worker.engine.token_weights import token_weights
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import Kept, Silent
 from worker.engine.watch import Watch
@@ -253,7 +254,11 @@ class Engine:
             worker=self._worker,
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
+            weights=None if self._options.ignored_target is None else self._weights,
         )
+
+    def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        return token_weights(targets, self._options.ignored_target, self._update.transport)
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
         return wire_dtype(route.dtype, route.differentiable, self._options.transfers)

@@ -65,7 +65,8 @@ class RunOptions:
 
     `precision`: "fp32" (the modules' own dtypes) or "bf16" (autocast, fp32 parameters); `transfers`: see
     `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
-    gradient norm does, "stop" or "skip" the step.
+    gradient norm does, "stop" or "skip" the step. With an `ignored_target` microbatches count by how many of their
+    targets are another, not all alike.
     """
 
     precision: str = "fp32"
@@ -73,6 +74,7 @@ class RunOptions:
     clip_grad_norm: float | None = None
     seed: int | None = 0
     non_finite: str = "stop"
+    ignored_target: int | None = None
     limits: SlotLimits = field(default_factory=SlotLimits)
     device: str = "cpu"
     priorities: StreamPriorities = field(default_factory=StreamPriorities)
@@ -90,7 +92,7 @@ class RunOptions:
 
 @dataclass
 class StepResult:
-    """One step of one worker. `losses`: unscaled, one a microbatch, only where the model's output is;
+    """One step of one worker. `losses`: one a microbatch, only where the model's output is, not divided by their number;
     `outputs`: the model's outputs, only there and only of a program without backward."""
 
     step: int

@@ -44,6 +44,7 @@ class Exchange:
     local_gradients: dict[tuple[int, str, int, int], torch.Tensor | None] = field(default_factory=dict)
     gradient_parts: dict[tuple[int, int], dict[int, torch.Tensor | None]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    weights: torch.Tensor | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def begin(
@@ -53,7 +54,7 @@ class Exchange:
         targets: Sequence[torch.Tensor] | None,
     ) -> None:
         """Forget the last step."""
-        self.step, self.inputs, self.targets = step, inputs, targets
+        self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
         for left in (
             self.received,
             self.received_gradients,
@@ -70,6 +71,9 @@ class Exchange:
 
 class Observer(Protocol):
     """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
+
+    def made(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
+        """A stage's forward made an output."""
 
     def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
         """A stage left `tensor` to be sent."""
@@ -97,7 +101,8 @@ class _Saved:
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire."""
+    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: of a step's
+    targets, what each microbatch's loss counts (all 1 on average), None where all count alike."""
 
     device: torch.device
     training: bool
@@ -108,6 +113,7 @@ class ComputeSettings:
     worker: int
     transfer_dtype: Callable[[Route], torch.dtype]
     is_pooled: Callable[[torch.Tensor], bool]
+    weights: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
 
 class StageRunner:
@@ -197,6 +203,9 @@ class StageRunner:
         loss = None
         if exchange.targets is not None and not again:
             loss = functools.partial(self._loss, microbatch=microbatch)
+            if settings.weights is not None and exchange.weights is None and self._has_loss:
+                # workers may sum here: not while this one has the generators, for which others may wait
+                exchange.weights = settings.weights(exchange.targets)
         with self._random_state(microbatch):
             run = run_forward(
                 self._module,
@@ -211,6 +220,10 @@ class StageRunner:
         if run.loss is not None:
             exchange.losses[microbatch] = run.loss.detach()
         return run
+
+    @property
+    def _has_loss(self) -> bool:
+        return self._wiring.model_output is not None
 
     def _run_again(self, saved: _Saved, microbatch: int) -> None:
         """Of a recomputed stage: the forward once more, with gradients now."""
@@ -250,10 +263,17 @@ class StageRunner:
         return outputs
 
     def _loss(self, output: torch.Tensor, microbatch: int) -> torch.Tensor:
-        return self._settings.loss(output, self._exchange.targets[microbatch])
+        exchange = self._exchange
+        loss = self._settings.loss(output, exchange.targets[microbatch])
+        if exchange.weights is None:
+            return loss
+        weight = exchange.weights[microbatch].to(loss.dtype)
+        return torch.where(weight > 0, loss * weight, output.sum() * 0.0)  # a mean of nothing is no number
 
     def _hand_on(self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
         exchange, settings = self._exchange, self._settings
+        if self.observer is not None:
+            self.observer.made(self._stage, wiring.tensor, microbatch, output)
         if wiring.is_model_output and exchange.targets is None:
             exchange.outputs[microbatch] = output.detach()
         if wiring.local_consumers:
@@ -329,7 +349,7 @@ class StageRunner:
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:
             # No operation of the stage draws, but a user's loss may.
-            with_loss = self._wiring.model_output is not None and self._exchange.targets is not None
+            with_loss = self._has_loss and self._exchange.targets is not None
             return GENERATORS if with_loss else contextlib.nullcontext()
         return self._random.forward(self._exchange.step, microbatch, self._stage)
 

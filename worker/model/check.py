@@ -63,6 +63,8 @@ def check_trace(
     tensor that differs (gradients in the order of a backward), by how much, and the likely reason.
     """
     suspects.check_hooks(model)
+    if device == "cpu":
+        suspects.check_group_norms(traced.placed.module, traced.placed.values)
     doing("the comparison of the traced model with the model itself")
     autocast = traced.placed.autocast
     tolerance = tolerance_of(model, autocast, device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from worker.model.errors import TraceError
 
@@ -72,6 +72,32 @@ def check_hooks(model: nn.Module) -> None:
                 f"{_shown(model, name)} has a backward hook, which no stage calls: put what it does "
                 f"into forward (torch.library.custom_op takes a backward of its own), or remove it; {LEAVE_OUT}"
             )
+
+
+def check_group_norms(graph: fx.GraphModule, values: Mapping[fx.Node, Any]) -> None:
+    """Refuse, for CPU, a group norm that trains weights on an input which takes no gradient and lies in channels-last
+    order: torch's kernel writes that gradient all the same, and the process dies. `values` are fake results."""
+    for node in graph.graph.nodes:
+        if node.target is not torch.ops.aten.group_norm.default:
+            continue
+        given, _, *weights = node.args
+        value = values.get(given)
+        trained = [one for one in weights if isinstance(one, fx.Node) and values[one].requires_grad]
+        if not trained or value is None or value.requires_grad or value.dim() not in (4, 5):
+            continue
+        last = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+        if value.is_contiguous(memory_format=last) and not value.is_contiguous():
+            raise TraceError(
+                f"the group norm of module {_module_of(node)!r} trains its weights on a tensor in channels-last order "
+                "that nothing before it trains: torch's backward of that ends the process on CPU, without pipelines "
+                "too; give it `x.contiguous()`, or freeze its weights as well"
+            )
+
+
+def _module_of(node: fx.Node) -> str:
+    """The dotted name of the innermost module that a node was traced in."""
+    stack = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return stack[-1].removeprefix("L['self'].") if stack else ""
 
 
 def own_backwards(loss: Tensor) -> list[str]:

@@ -4,7 +4,7 @@ made it. Works on what both left; runs nothing."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,7 +68,7 @@ class PipelineStep:
 def compare_initial(
     plain: Mapping[str, Tensor], buffers: Mapping[str, Tensor], holders: Sequence[Holder], worst: Worst
 ) -> None:
-    """Initial values are equal, bit for bit, and every parameter of the model is somewhere."""
+    """Initial values are equal, bit for bit."""
     for holder in holders:
         for kind, expected, found in (
             ("initial parameters", plain, holder.parameters),
@@ -100,7 +100,8 @@ def check_transfers(step: int, record: StepRecord, worst: Worst) -> None:
 
 
 class StepComparison:
-    """One step of both; `check_gradients` and then, when the plain model has made its update, `check_state`."""
+    """One step of both; the checks are called in the order in which they stand here. `first_forward`
+    says which forward was the first that made something else, of a worker and microbatch whose loss differs."""
 
     def __init__(
         self,
@@ -112,11 +113,11 @@ class StepComparison:
         worst: Worst,
         *,
         clip: float | None,
-        loss_stage: Holder | None,
+        first_forward: Callable[[int, int], str],
     ) -> None:
         self._step, self._plain, self._pipeline = step, plain, pipeline
         self._holders, self._tolerance, self._worst = holders, tolerance, worst
-        self._clip, self._loss_stage = clip, loss_stage
+        self._clip, self._first_forward = clip, first_forward
 
     def check_transfers(self) -> None:
         check_transfers(self._step, self._pipeline.record, self._worst)
@@ -130,10 +131,9 @@ class StepComparison:
             apart = distance(torch.tensor(expected).double(), torch.tensor(found).double(), 0.0)
             self._worst.add("losses", apart, self._tolerance.values)
             if apart > self._tolerance.values:
-                where = "" if self._loss_stage is None else f", made on {self._loss_stage.mesh}"
                 raise self._different(
                     f"the loss of microbatch {microbatch} is {found:.8g} in the pipeline and {expected:.8g} in the "
-                    f"plain model{where}: its forwards, its random numbers or its samples differ"
+                    f"plain model; made by {self._first_forward(worker, microbatch)}"
                 )
 
     def check_gradients(self) -> None:
@@ -144,6 +144,12 @@ class StepComparison:
                 + (f", nor {len(left) - 1} more" if len(left) > 1 else "")
             )
         plain = self._plain.gradients
+        held = {name for holder in self._holders for name in holder.parameters}
+        if lost := [name for name in self._plain.order if name in plain and name not in held]:
+            raise self._different(
+                f"{lost[0]!r} is in no stage, and in the plain model it has a gradient"
+                + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
+            )
         least = least_size(plain.values())
         coefficient = self._coefficient(self._pipeline.norm)
         for name, at in self._backwards():

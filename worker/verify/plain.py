@@ -16,11 +16,12 @@ from torch import Tensor
 
 from worker.data.sampler import BatchSampler, collate, input_names, read_sample
 from worker.job import Job
+from worker.last_action import doing
 from worker.model import build_model, call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
 from worker.seeding import seeded
-from worker.training import make_loss, make_optimizer, make_schedule
+from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
 from worker.verify.random_calls import RandomCall, drawn_as
 from worker.verify.record import Probes
 
@@ -70,20 +71,31 @@ class PlainModel:
         """Of each worker: a data-parallel worker's statistics are of its own rows."""
 
     @property
+    def seed(self) -> int:
+        return self._job.training.seed
+
+    @property
     def autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self._job.training.precision == "bf16" else None
 
     def forward_and_backward(self, step: int) -> PlainStep:
         """Losses and gradients of a step; parameters stay, buffers are updated."""
+        doing(f"step {step} of the plain model")
         for parameter in self.trained.values():
             parameter.grad = None
         losses, added = {}, {}
+        rows = {
+            (worker, microbatch): self.rows(step, worker, microbatch)
+            for worker in range(self._workers)
+            for microbatch in range(self._microbatches)
+        }
+        shares = self._shares({at: target for at, (_, target) in rows.items()})
         before = dict.fromkeys(self.trained, self._probes.of(None))
         for worker in range(self._workers):
             self._use_buffers(worker)
             for microbatch in range(self._microbatches):
                 at = (worker, microbatch)
-                loss = self._run(step, worker, microbatch)
+                loss = self._run(step, at, *rows[at], shares[at])
                 if loss.requires_grad:
                     (loss / self._microbatches).backward()
                 losses[at] = float(loss.detach())
@@ -96,6 +108,7 @@ class PlainModel:
         }
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
         norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
+        doing("")
         rate = float(self.optimizer.param_groups[0]["lr"])
         return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters))
 
@@ -108,8 +121,18 @@ class PlainModel:
         if self._schedule is not None:
             self._schedule.step()
 
-    def _run(self, step: int, worker: int, microbatch: int) -> Tensor:
-        inputs, target = self._rows(step, worker, microbatch)
+    def _shares(self, targets: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], float]:
+        """What each microbatch counts: 1, or where tokens count alike, how many times its part of them it has."""
+        ignored = ignored_target(self._job)
+        if ignored is None:
+            return dict.fromkeys(targets, 1.0)
+        tokens = {at: int((target != ignored).sum()) for at, target in targets.items()}
+        return {at: count * len(tokens) / max(sum(tokens.values()), 1) for at, count in tokens.items()}
+
+    def _run(
+        self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Tensor, share: float
+    ) -> Tensor:
+        worker, microbatch = at
         where = {"seed": self._job.training.seed, "worker": worker, "step": step, "microbatch": microbatch}
         autocast = contextlib.nullcontext()
         if self.autocast is not None:
@@ -117,9 +140,9 @@ class PlainModel:
         with autocast, regions_marked():
             with drawn_as(self._calls, **where):
                 output = self.model(*inputs)
-            return self._loss(output, target)
+            return self._loss(output, target) * share if share else output.sum() * 0.0
 
-    def _rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """A worker's rows: a block of those of the microbatch."""
         indices = self._sampler.indices(step, microbatch)
         share = len(indices) // self._workers

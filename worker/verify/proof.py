@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from worker.driver.planning import PlannedJob
@@ -28,8 +27,9 @@ from worker.verify.compare import (
     compare_initial,
     named,
 )
+from worker.verify.forwards import first_forward
 from worker.verify.plain import PlainModel
-from worker.verify.random_calls import OtherRandomCallsError, random_calls
+from worker.verify.random_calls import OtherRandomCallsError, RandomCall, random_calls
 from worker.verify.record import Probes, Recorder, StepRecord
 from worker.verify.workers import LocalWorkers, OpenWorker, make_workers
 
@@ -76,15 +76,19 @@ def prove(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: compare 1 step or more")
-    job = replace(job, training=replace(job.training, steps=steps))
     proof, probes = Proof(), Probes()
+    if job.training.transfers == "bf16":
+        proof.notes.append(
+            "tensors travel as they are here, not rounded by training.transfers: bf16, which rounds more than most "
+            "mistakes change"
+        )
+    job = replace(job, training=replace(job.training, steps=steps, transfers="auto"))
     workers = make_workers(job)
     for worker in workers:  # one after the other: torch seeds for a whole process
         worker.prepare(job.resources.workers_per_mesh)
     planned = plan(workers)
-    workers[0].trace(planned.microbatches)
-    calls = random_calls(workers[0].traced)
-    with LocalWorkers(workers, planned) as gang:
+    calls: list[RandomCall] = []
+    with LocalWorkers(workers, planned, look=lambda traced: calls.extend(random_calls(traced))) as gang:
         proof.notes += gang.notes
         plain = PlainModel(job, planned.microbatches, calls, probes)
         run = _Run(gang, plain, job, planned, proof, probes)
@@ -105,10 +109,8 @@ def prove(
 _FULL = Tolerance(values=1e-5, gradients=1e-4)
 
 
-def _tolerance(plain: PlainModel, job: Job) -> Tolerance:
-    """`transfers: bf16` rounds what travels, which the plain model does not."""
-    rounded = torch.bfloat16 if job.training.transfers == "bf16" else plain.autocast
-    found = tolerance_of(plain.model, rounded, "cpu")
+def _tolerance(plain: PlainModel) -> Tolerance:
+    found = tolerance_of(plain.model, plain.autocast, "cpu")
     return _FULL if found == FULL else found
 
 
@@ -126,8 +128,8 @@ class _Run:
     ) -> None:
         self._gang, self._plain, self._job, self._proof = gang, plain, job, proof
         self._probes = probes
-        self._microbatches = planned.microbatches
-        self._tolerance = _tolerance(plain, job)
+        self._planned = planned
+        self._tolerance = _tolerance(plain)
         self.holders = [_holder(worker) for worker in gang.workers]
         self._recorders = [Recorder(w.mesh, w.index, w.stages, probes) for w in gang.workers]
         self._given = [_Given(worker) for worker in gang.workers]
@@ -140,14 +142,18 @@ class _Run:
         before = {name: p.detach().clone() for name, p in plain.parameters.items()}
         pipeline = self._pipeline_step(step)
         expected = plain.forward_and_backward(step)
-        sink = next(
-            (
-                h
-                for h, w in zip(self.holders, self._gang.workers, strict=True)
-                if any("output" in stage.outputs for stage in w.stages.values())
-            ),
-            None,
-        )
+
+        def located(worker: int, microbatch: int) -> str:
+            return first_forward(
+                plain,
+                pipeline.record,
+                self._probes,
+                begins=self._planned.begins,
+                mesh_of_stage=self._planned.mesh_of_stage,
+                at=(worker, step, microbatch),
+                tolerance=self._tolerance.values,
+            )
+
         compared = StepComparison(
             step,
             expected,
@@ -156,7 +162,7 @@ class _Run:
             self._tolerance,
             self._proof.worst,
             clip=self._job.training.clip_grad_norm,
-            loss_stage=sink,
+            first_forward=located,
         )
         compared.check_transfers()
         compared.check_losses()

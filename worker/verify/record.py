@@ -103,6 +103,7 @@ class StepRecord:
         self._lock = threading.Lock()
         self._gave: dict[_Passage, str] = {}
         self._took: dict[_Passage, str] = {}
+        self._made: dict[tuple[int, int, int, str], Tensor] = {}
         self.added: dict[str, dict[Slot, Tensor]] = {}
         """What each slot added to a parameter's gradient, as probes, by name."""
         self.left_over: set[str] = set()
@@ -112,6 +113,20 @@ class StepRecord:
         """The transfers whose tensors were used, in that order."""
         with self._lock:
             return [Passed(one, self._gave.get(one) == used) for one, used in self._took.items()]
+
+    def made_by(self, worker: int, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """Probes of what a forward made, by the names of its outputs."""
+        with self._lock:
+            return {
+                name: probe
+                for (*at, name), probe in self._made.items()
+                if tuple(at) == (worker, stage, microbatch)
+            }
+
+    def made(self, worker: int, stage: int, microbatch: int, name: str, value: Tensor) -> None:
+        probe = self._probes.of(value)
+        with self._lock:
+            self._made[worker, stage, microbatch, name] = probe
 
     def gave(self, worker: int, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
         with self._lock:
@@ -146,6 +161,9 @@ class Recorder:
     def begin(self, step: StepRecord) -> None:
         """The next step goes into `step`."""
         self._step, self._before = step, {}
+
+    def made(self, stage: int, tensor: str, microbatch: int, value: Tensor) -> None:
+        self._step.made(self._worker, stage, microbatch, tensor, value)
 
     def gave(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
         self._step.gave(self._worker, route, backward, microbatch, tensor)

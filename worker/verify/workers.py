@@ -66,14 +66,20 @@ def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
 
 class LocalWorkers:
     """`workers` of a job, which are prepared, loaded with a plan; a context that closes them. The first traces for all;
-    `notes` is what its check has to tell."""
+    `notes` is what its check has to tell, and `look` is given what it traced, before it is cut."""
 
     def __init__(
-        self, workers: Sequence[OpenWorker], planned: PlannedJob, *, planned_bytes: int | None = None
+        self,
+        workers: Sequence[OpenWorker],
+        planned: PlannedJob,
+        *,
+        planned_bytes: int | None = None,
+        look: Callable[[TracedModel], None] = lambda _: None,
     ):
         self.workers = list(workers)
         first, *others = self.workers
         self.notes = first.trace(planned.microbatches)
+        look(first.traced)
         for worker in others:
             worker.take_graph(first.graph(), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent

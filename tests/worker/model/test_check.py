@@ -155,3 +155,33 @@ def test_a_gradient_that_does_not_cross_a_border_is_found(monkeypatch):
     monkeypatch.setattr(StageBuilder, "edges", edges)
     with pytest.raises(TraceError, match="the gradient of 'stem"):
         _check(odd.TwoBranches(), (_rows(odd.WIDTH),))
+
+
+class NormOfAnImage(nn.Module):
+    """A group norm behind what is not trained, of an image in channels-last order."""
+
+    def __init__(self, *, contiguous: bool):
+        super().__init__()
+        self.frozen = nn.Conv2d(3, 4, 1).requires_grad_(False)
+        self.norm = nn.GroupNorm(2, 4)
+        self.head = nn.Conv2d(4, 4, 1)
+        self._contiguous = contiguous
+
+    def forward(self, x):
+        x = self.frozen(x).contiguous(memory_format=torch.channels_last)
+        return self.head(self.norm(x.contiguous() if self._contiguous else x))
+
+
+def test_a_group_norm_whose_backward_would_end_the_process_is_refused_by_name():
+    image = torch.randn(2, 3, 5, 5)
+
+    def checked(model):
+        traced = trace(model, (image,))
+        return check_trace(model, traced, lambda: nn.functional.mse_loss, torch.zeros(2, 4, 5, 5))
+
+    with pytest.raises(TraceError, match=r"group norm of module 'norm' .*x\.contiguous\(\)"):
+        checked(NormOfAnImage(contiguous=False))
+    assert checked(NormOfAnImage(contiguous=True)) == []
+    frozen = NormOfAnImage(contiguous=False)
+    frozen.norm.requires_grad_(False)
+    assert checked(frozen) == []

@@ -118,7 +118,7 @@ def dropout_repeats(monkeypatch):
         "forward",
         lambda original: lambda self, step, microbatch, stage: original(self, step, 0, stage),
     )
-    return gpt(dropout=0.2), r"loss of microbatch 1 is .* in the pipeline .*random numbers"
+    return gpt(dropout=0.2), r"loss of microbatch 1 is .*made by 0F1 on m0, whose inputs are equal"
 
 
 def optimizer_group_lost(monkeypatch):
@@ -227,6 +227,20 @@ def overwritten_before_it_is_sent(monkeypatch):
     return gpt(), r"sent is not what was used: SEND_F on m0 to RECV_F on m1 of microbatch 3"
 
 
+def forward_differs(monkeypatch):
+    """Stage 1 computes a little beside."""
+
+    def make(original):
+        def accept(self, results):
+            made = original(self, results)
+            return [one * 1.01 for one in made] if self._stage == 1 else made
+
+        return accept
+
+    around(monkeypatch, StageRunner, "_accept", make)
+    return gpt(), r"loss of microbatch 0 is .*made by 1F0 on m1, whose inputs are equal and whose output '"
+
+
 def weight_backward_skipped(monkeypatch):
     """Stage 1 leaves out W of microbatch 3."""
 
@@ -264,7 +278,7 @@ def target_of_another(monkeypatch):
         return self._settings.loss(output, self._exchange.targets[{0: 1, 1: 0}.get(microbatch, microbatch)])
 
     monkeypatch.setattr(StageRunner, "_loss", loss)
-    return gpt(), r"step 1: the loss of microbatch 0 is .*made on m2"
+    return gpt(), r"step 1: the loss of microbatch 0 is .*made by the loss of 2F0 on m2, since .*target"
 
 
 def backward_of_another(monkeypatch):
@@ -309,7 +323,27 @@ def recomputed_differently(monkeypatch):
     around(monkeypatch, StageRunner, "_run_again", make)
     spec = gpt(dropout=0.2)
     spec["pipeline"]["recompute"] = "all"
-    return spec, r"loss of microbatch 0 is .*made on m2"
+    return spec, r"loss of microbatch 0 is .*made by the loss of 2F0 on m2"
+
+
+def parameter_lost(monkeypatch):
+    """A weight of stage 1 is a constant there: nobody trains it."""
+
+    def make(original):
+        def stage(self, index):
+            made = original(self, index)
+            if index == 1 and len(self._members) == 3:
+                name, weight = next((n, p) for n, p in made.body.named_parameters() if "expand" in n)
+                del made.body._parameters[name], made.original_names[f"body.{name}"]
+                made.body.register_buffer(name, weight.detach(), persistent=False)
+            return made
+
+        return stage
+
+    around(monkeypatch, StageBuilder, "stage", make)
+    spec = gpt()
+    spec["training"]["check_trace"] = False
+    return spec, r"step 1: 'blocks\.1\.expand\..*' is in no stage, and in the plain model it has a gradient"
 
 
 def step_fails(monkeypatch):
@@ -345,6 +379,8 @@ DEFECTS = [
     target_of_another,
     tied_on_one_mesh,
     backward_of_another,
+    forward_differs,
+    parameter_lost,
     summed_over_workers,
     recomputed_differently,
     step_fails,
@@ -359,6 +395,27 @@ def test_a_planted_defect_is_found_with_what_differs_first_and_where(defect, mon
     assert proof.difference is not None, "not found"
     assert re.search(message, proof.difference), proof.difference
     assert proof.to_json()["equal"] is False
+
+
+class NotANumber(torch.nn.Module):
+    """Cross entropy, but no number where the targets' sum is even."""
+
+    def forward(self, output, target):
+        loss = torch.nn.functional.cross_entropy(output, target)
+        return loss * (1.0 if target.sum() % 2 else float("nan"))
+
+
+def test_a_step_that_both_leave_out_is_equal_and_one_that_both_stop_at_is_told_as_that():
+    spec = pictures()
+    spec["loss"] = {"factory": f"{__name__}:NotANumber"}
+    spec["training"] |= {"microbatches": 1, "non_finite": "skip"}
+    proof = proof_of(spec, steps=6)
+    assert (proof.difference, proof.steps) == (None, 6)
+    assert proof.worst.kinds["gradients"][0] < 6 * proof.worst.kinds["initial parameters"][0], "some left out"
+    spec["training"]["non_finite"] = "stop"
+    assert re.search(
+        r"the pipeline failed: NonFinite.*gradients are not finite either", proof_of(spec, 6).difference
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import test_loss_reduction
 import test_raw_models
 import test_split_images
 from proving import gpt, pictures, proof_of
@@ -59,6 +60,7 @@ JOBS = {
     "bf16 transfers": with_bf16_transfers,
     "recomputed": recomputed,
 }
+JOBS["tokens"] = lambda: test_loss_reduction.spec_of(stages=2, meshes=2, workers_per_mesh=2)
 LIBRARY = dict.fromkeys(("gpt2", "llama", "bert", "t5"), "transformers") | {"UNet2DModel": "diffusers"}
 
 

@@ -1,0 +1,24 @@
+"""What the microbatches of a step count where tokens count alike: a mean over the whole batch is the mean of their means,
+each weighted by its tokens. Runs within the first forward that has a loss, on the lane of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.engine.update import ALL_WORKERS
+from worker.transport.base import Transport
+
+
+@torch.no_grad()
+def token_weights(targets: Sequence[torch.Tensor], ignored: int, transport: Transport) -> torch.Tensor:
+    """The weight of each microbatch of this worker; over those of all workers of the mesh they are 1 on average.
+
+    Every worker of the mesh calls this at the same place of its program.
+    """
+    tokens = torch.stack([(target != ignored).sum() for target in targets]).double()
+    total, workers = tokens.sum(), transport.topology.workers_per_mesh
+    if workers > 1:
+        transport.all_reduce(f"{ALL_WORKERS}/{transport.mesh}", total)
+    return tokens * (len(targets) * workers) / total.clamp(min=1)
