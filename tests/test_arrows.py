@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LINE_LIMIT = 400
 REASON = "One file because"
 SCHEDULER = "service.scheduler"
-MIDDLE = tuple(f"{SCHEDULER}.{room}" for room in ("schedules", "search", "programs", "views"))
+MIDDLE = tuple(f"{SCHEDULER}.{room}" for room in ("schedules", "search", "programs", "views", "resharding"))
 DOORS = tuple(f"{SCHEDULER}.{door}" for door in ("planner", "plan", "compare", "partition"))
 OUTSIDE = (
     *("ray", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "httpx", "requests", "typer"),
@@ -81,7 +81,13 @@ def test_the_api_needs_no_orchestrator_in_its_process():
 
 
 def test_the_client_and_the_values_that_it_shares_know_no_other_room():
-    light = ("service.client", "service.jobspec", "service.job_meshes", "service.settings", "service.api.schemas")
+    light = (
+        "service.client",
+        "service.jobspec",
+        "service.job_meshes",
+        "service.settings",
+        "service.api.schemas",
+    )
     assert _reached_by(*light) == set(light)
 
 
