@@ -30,7 +30,8 @@ def lower_bound_s(problem: Problem) -> float:
     Of each tile, both of these take one message at least, with its latency.
 
     *Both ways in.* What the workers of a host need arrives there over its cards or over their local links: the sum of their
-    boxes is at most the bytes that all of these can carry. The bound is the largest of the three.
+    boxes is at most the bytes that all of these can carry, after the latency of a first message. The bound is the
+    largest of the three.
 
     It is reached but for latencies and the fill of pipelines: least shares at the sources, every tile in a chain
     through its target hosts (a card there sends no more than it has received), and an order in which the busiest card
@@ -58,10 +59,11 @@ def _weight(problem: Problem, tile: Tile, fine: int) -> int:
 
 
 def _inside_s(problem: Problem) -> float:
-    """Seconds in which each host's needers can have got everything, over all their links at once."""
+    """Seconds in which each host's needers can have got everything, over all their links at once; or one message."""
     local = problem.links.local_bytes_per_s
+    once = min(problem.links.latency_s, problem.links.local_latency_s)
     if local is None:
-        return 0.0
+        return once
     arriving: dict[str, int] = {}
     workers: dict[str, set[int]] = {}
     for tile in problem.tiles:
@@ -74,7 +76,7 @@ def _inside_s(problem: Problem) -> float:
         + len({problem.workers[w].card for w in group}) * problem.links.card_bytes_per_s
         for host, group in workers.items()
     }
-    return max(arriving[host] / rates[host] for host in rates)
+    return once + max(arriving[host] / rates[host] for host in rates)
 
 
 def _distinct(cards: Iterable[int]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from service.scheduler.resharding import (
     plan_resharding,
     plan_send_and_receive,
 )
+from service.scheduler.resharding.text import summary
 from tests.service.scheduler.resharding.cases import (
     CUBE,
     LITERATURE,
@@ -164,6 +165,12 @@ def test_a_mesh_on_the_same_hosts_uses_no_card():
     target = layout("target", mesh=(2, 2), split=(0, 1), hosts=hosts)
     plan = plan_resharding(CUBE, source, target, UNIT)
     assert plan.messages and all(message.local for message in plan.messages)
+    assert plan.makespan_s == plan.lower_bound_s == 0.0
+    links = replace(UNIT, latency_s=0.1, local_latency_s=0.01)
+    late = plan_resharding(CUBE, source, target, links)
+    assert late.lower_bound_s == 0.01 <= late.makespan_s
+    assert "above the optimum" in summary(late) or late.proven_optimal
+    assert "nothing crosses a card" in summary(late)
 
 
 def test_latency_limits_how_finely_a_chain_is_cut():
