@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LINE_LIMIT = 400
 REASON = "One file because"
 SCHEDULER = "service.scheduler"
-MIDDLE = tuple(f"{SCHEDULER}.{room}" for room in ("schedules", "search", "programs", "views"))
+MIDDLE = tuple(f"{SCHEDULER}.{room}" for room in ("schedules", "search", "programs", "views", "resharding"))
 DOORS = tuple(f"{SCHEDULER}.{door}" for door in ("planner", "plan", "compare", "partition"))
 OUTSIDE = (
     *("ray", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "httpx", "requests", "typer"),

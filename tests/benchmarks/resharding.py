@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -132,7 +133,8 @@ def _start(net: Network, host: int, job: dict) -> subprocess.Popen:
         "tests.benchmarks.resharding_worker",
         json.dumps({**job, "address": net.addresses[host]}),
     ]
-    return net.run(host, command, cwd=Path(__file__).parents[2])
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # namespaces have no names of hosts
+    return net.run(host, command, cwd=Path(__file__).parents[2], env=environment)
 
 
 def _links(size: int, seconds: list[float]) -> Links:

@@ -17,8 +17,7 @@ def lower_bound_s(problem: Problem) -> float:
 
     The model: a message moves elements of one tile from a worker that has them (it held them, or received them before)
     to one that needs them. Between hosts it occupies the sender's card outwards and the receiver's card inwards, inside
-    a host the sender's and the receiver's own local link, for its length; nothing else is exclusive. Each element
-    crosses into a host at most once, and not at all where the host has it.
+    a host the sender's and the receiver's own local link, for its length; nothing else is exclusive.
 
     *Outwards.* Each element of a tile that is needed on a host without a holder leaves the hosts that have it from
     the start at least once. Its first such message is sent by a holder, or by a needer beside a holder: by one of their
@@ -28,10 +27,11 @@ def lower_bound_s(problem: Problem) -> float:
     *Inwards.* For each (tile, host without a holder) each element enters through the card of one of the tile's needers
     there: the same argument, over all such pairs at once.
 
-    *Inside.* A tile with k needers on a host (k > 0) enters it at one of them at most, so at least k - 1 times its
-    elements arrive over local links (k times, where a holder is on the host). The host's needing workers share that sum.
+    Of each tile, both of these take one message at least, with its latency.
 
-    Of each tile, each of these takes one message at least, with its latency. The bound is the largest of the three.
+    *Both ways in.* What the workers of a host need arrives there over its cards or over their local links: the sum of their
+    boxes is at most the bytes that all of these can carry, after the latency of a first message. The bound is the
+    largest of the three.
 
     It is reached but for latencies and the fill of pipelines: least shares at the sources, every tile in a chain
     through its target hosts (a card there sends no more than it has received), and an order in which the busiest card
@@ -59,16 +59,24 @@ def _weight(problem: Problem, tile: Tile, fine: int) -> int:
 
 
 def _inside_s(problem: Problem) -> float:
-    arriving: dict[str, float] = {}
+    """Seconds in which each host's needers can have got everything, over all their links at once; or one message."""
+    local = problem.links.local_bytes_per_s
+    once = min(problem.links.latency_s, problem.links.local_latency_s)
+    if local is None:
+        return once
+    arriving: dict[str, int] = {}
     workers: dict[str, set[int]] = {}
     for tile in problem.tiles:
-        seconds = problem.local_s(tile.elements) + problem.links.local_latency_s
-        groups = [(host, group, 1) for host, group in problem.remote_hosts(tile).items()]
-        groups += [(host, group, 0) for host, group in problem.near_hosts(tile).items()]
-        for host, group, first in groups:
-            arriving[host] = arriving.get(host, 0.0) + (len(group) - first) * seconds
-            workers.setdefault(host, set()).update(group)
-    return max((seconds / len(workers[host]) for host, seconds in arriving.items()), default=0.0)
+        for w in tile.needers:
+            host = problem.workers[w].host
+            arriving[host] = arriving.get(host, 0) + tile.elements * problem.tensor.element_bytes
+            workers.setdefault(host, set()).add(w)
+    rates = {
+        host: len(group) * local
+        + len({problem.workers[w].card for w in group}) * problem.links.card_bytes_per_s
+        for host, group in workers.items()
+    }
+    return once + max(arriving[host] / rates[host] for host in rates)
 
 
 def _distinct(cards: Iterable[int]) -> tuple[int, ...]:

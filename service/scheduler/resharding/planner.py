@@ -15,7 +15,7 @@ from service.scheduler.resharding.layout import Layout, Links, Problem, Tensor, 
 from service.scheduler.resharding.matchings import in_matchings
 from service.scheduler.resharding.order import Timed, cut_into_messages, in_given_order, listed, message_count
 from service.scheduler.resharding.plan import TOLERANCE, ReshardingPlan, plan_of
-from service.scheduler.resharding.routes import STYLES, Part, routes
+from service.scheduler.resharding.routes import STYLES, STYLES_OF_SLOW_HOSTS, Part, routes
 
 MESSAGES = 1024
 _LARGEST_CHUNKS = 64
@@ -90,7 +90,9 @@ def _best(given: Problem, route: _Route, counts: list[int]) -> _Found:
 
 def _distinct_routes(given: Problem) -> Iterator[_Route]:
     seen = set()
-    for style in STYLES:
+    links = given.links
+    slow_hosts = links.local_bytes_per_s is not None and links.local_bytes_per_s < links.card_bytes_per_s
+    for style in STYLES_OF_SLOW_HOSTS if slow_hosts else STYLES:
         parts = routes(given, style)
         if parts not in seen:
             seen.add(parts)

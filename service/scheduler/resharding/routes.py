@@ -50,19 +50,22 @@ class Style:
     `divided`: tiles may be shared out among several senders, to the least largest load. `chains`: a tile that
     several hosts need is sent to so many of them, which pass it on from host to host (with 1, Alpa's pipelined
     broadcast); None: to each of them. `gathered`: each worker of a host that needs a tile receives a part of it and they
-    pass the parts round (all-gather); else one receives it and it is passed on (broadcast).
+    pass the parts round (all-gather); else one receives it and it is passed on (broadcast). `apart`: no copies inside a
+    host, every worker gets its own over a card, for hosts whose own links are slower.
     """
 
     divided: bool
     chains: int | None
     gathered: bool
+    apart: bool = False
 
     def __str__(self) -> str:
         ways = (
             "direct" if self.chains is None else "one chain" if self.chains == 1 else f"{self.chains} chains"
         )
         words = ["divided" if self.divided else "whole tiles", ways]
-        return ", ".join([*words, "all-gather" if self.gathered else "broadcast"])
+        inside = "each worker apart" if self.apart else "all-gather" if self.gathered else "broadcast"
+        return ", ".join([*words, inside])
 
 
 STYLES = tuple(
@@ -72,6 +75,7 @@ STYLES = tuple(
     for gathered in (False, True)
 )
 """In the order in which they are tried: of equally good ones the first wins."""
+STYLES_OF_SLOW_HOSTS = (*STYLES, Style(False, None, False, apart=True), Style(True, None, False, apart=True))
 
 
 def routes(problem: Problem, style: Style) -> tuple[Part, ...]:
@@ -111,8 +115,7 @@ class _Router:
         """(tile, its groups of needers that are reached together, range and card of the sender)."""
         wanted = []
         for number, tile in enumerate(self._problem.tiles):
-            groups = tuple(self._problem.remote_hosts(tile).values())
-            if groups:
+            if groups := self._groups(tile):
                 count = min(self._style.chains or len(groups), len(groups))
                 wanted += [(number, groups[k::count]) for k in range(count)]
         items = [
@@ -121,6 +124,11 @@ class _Router:
         ]
         shares = least_shares(items) if self._style.divided else whole_shares(items)
         return [(*one, share) for one, of_item in zip(wanted, shares, strict=True) for share in of_item]
+
+    def _groups(self, tile: Tile) -> tuple[tuple[int, ...], ...]:
+        """The needers that get the tile over a card, those together among whom it then goes on."""
+        groups = tuple(self._problem.remote_hosts(tile).values())
+        return tuple((w,) for group in groups for w in group) if self._style.apart else groups
 
     def _cards(self, workers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self._problem.workers[w].card for w in workers))
@@ -141,9 +149,7 @@ class _Router:
     def _all_entries(self) -> dict[tuple[int, tuple[int, ...]], _Entry]:
         """Where each tile enters each host: by which cards, to the least largest load, and at which of their workers."""
         wanted = [
-            (number, group)
-            for number, tile in enumerate(self._problem.tiles)
-            for group in self._problem.remote_hosts(tile).values()
+            (number, group) for number, tile in enumerate(self._problem.tiles) for group in self._groups(tile)
         ]
         items = [Item(self._problem.tiles[number].elements, self._cards(group)) for number, group in wanted]
         entries = {}

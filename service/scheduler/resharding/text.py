@@ -27,6 +27,8 @@ def summary(plan: ReshardingPlan, others: Sequence[ReshardingPlan] = ()) -> str:
 def _quality(plan: ReshardingPlan) -> str:
     if plan.proven_optimal:
         return "proven optimal"
+    if not plan.lower_bound_s:
+        return "no bound"
     return f"at most {plan.makespan_s / plan.lower_bound_s - 1:.2%} above the optimum"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from service.scheduler.resharding import (
     plan_send_and_receive,
 )
 from tests.service.scheduler.resharding.cases import LITERATURE, random_case
-from tests.worker.resharding.cases import trial
+from tests.worker.resharding.cases import part_of, trial
 from worker.resharding import Resharder
 from worker.resharding_plan import ReshardingPlan
 from worker.transport import EngineError, PeerLostError, Topology
@@ -149,3 +150,67 @@ def test_a_worker_of_no_such_plan_is_refused():
         match=r"m7/0 is no worker of this resharding: its workers are source/0, target/0, target/1",
     ):
         Resharder(ReshardingPlan.from_json(_changed()), "m7/0", transport=None)
+
+
+class _Slowed:
+    """A transport whose transfers begin late, by a draw of its own."""
+
+    def __init__(self, transport: LocalTransport, seed: int):
+        self._transport, self._draw, self._lock = transport, random.Random(seed), threading.Lock()
+
+    def send(self, peer, tag, tensor):
+        self._wait()
+        return self._transport.send(peer, tag, tensor)
+
+    def receive(self, peer, tag, out):
+        self._wait()
+        return self._transport.receive(peer, tag, out)
+
+    def abort(self):
+        self._transport.abort()
+
+    def _wait(self) -> None:
+        with self._lock:
+            seconds = self._draw.random() * 0.004
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_ends_and_is_right_whoever_is_late(seed):
+    source, target = LITERATURE[(2, 3, 5, 6)[seed % 4]].layouts()
+    plan = plan_resharding(Tensor((8, 8, 6), 4), source, target, Links(1.0, 8.0), messages=200)
+    names = [worker.name for worker in plan.workers]
+    ends = LocalTransport.group(Topology(tuple(names)))
+    data, layouts = plan.to_json(), {"source": source, "target": target}
+
+    def run(k: int) -> bool:
+        slowed = _Slowed(ends[names[k], 0], seed * 100 + k)
+        return trial(names[k], layouts, data, seed, slowed, 0)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert all(pool.map(run, range(len(names))))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_tensor_comes_back_the_other_way(seed):
+    """Forward through an edge and back, as activations and their gradients go."""
+    tensor, source, target, links = random_case(seed, largest=7)
+    there = plan_resharding(tensor, source, target, links, messages=60)
+    back = plan_resharding(tensor, target, source, links, messages=60)
+    names = [worker.name for worker in there.workers]
+    ends = LocalTransport.group(Topology(tuple(names)))
+    whole = torch.arange(tensor.elements).to(torch.int64).view(tensor.shape)
+    plans = [ReshardingPlan.from_json({**one.to_json(), "element_bytes": 8}) for one in (there, back)]
+
+    def run(name: str) -> bool:
+        side, _, worker = name.partition("/")
+        right = part_of(whole, source if side == "source" else target, int(worker))
+        got = right.clone() if side == "source" else torch.zeros_like(right)
+        Resharder(plans[0], name, ends[name, 0]).run(got)
+        if side == "source":
+            got = torch.zeros_like(right)
+        Resharder(plans[1], name, ends[name, 0]).run(got, first_tag=len(there.messages))
+        return torch.equal(got, right)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert all(pool.map(run, names))
