@@ -64,6 +64,8 @@ async def run_control_plane(
         watcher = ClusterWatcher(
             cluster, refresh_s=settings.cluster_refresh_s, workers_per_gpu=settings.workers_per_gpu
         )
+        logs = LogReader(database, cluster, limit_bytes=settings.log_limit_bytes)
+        stack.push_async_callback(logs.close)
         orchestrator = Orchestrator(settings, database, cluster, watcher, local=local)
         profiler = JobProfiler(
             database, cluster, watcher, orchestrator.submitter, limit_s=settings.profile_timeout_s
@@ -79,7 +81,7 @@ async def run_control_plane(
             planner=planner,
             profiler=profiler,
             cluster=watcher,
-            logs=LogReader(cluster),
+            logs=logs,
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
             orchestrator=orchestrator,

@@ -6,7 +6,7 @@ call and imports all of Ray into the control plane. Nothing here touches the dat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,12 @@ from service.orchestrator.decide import RayJob, RayState
 
 _NOT_NOW = ("No available agent", "ClientConnectorError", "ServerDisconnectedError")
 """What Ray's head answers (with status 500) while the agent of its node is not there: nobody's failure."""
+
+
+_LOG_LIMIT_BYTES = 16 << 20
+_PIECE_BYTES = 65536
+_QUIET_S = 120.0
+"""So long a log that is followed may say nothing: a connection that is gone says nothing either."""
 
 
 class ClusterError(Exception):
@@ -59,7 +65,11 @@ class Cluster(Protocol):
     async def stop(self, submission_id: str) -> None:
         """Ask Ray to end a driver: SIGTERM, then SIGKILL. Unknown or ended ones are fine."""
 
-    async def log(self, submission_id: str) -> str: ...
+    async def log(self, submission_id: str) -> str:
+        """The last 16 MiB of what a driver has printed; empty where there is nothing."""
+
+    def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+        """What a driver has printed, in pieces; with `follow` also what it prints from now on."""
 
     async def nodes(self) -> list[Node]: ...
 
@@ -74,7 +84,7 @@ class RayCluster:
 
     def __init__(self, address: str, *, timeout_s: float = 20.0, token: str | None = None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self.address = address
+        self.address, self._timeout_s = address, timeout_s
         self._client = httpx.AsyncClient(
             base_url=address, timeout=timeout_s, headers=headers, trust_env=False
         )
@@ -117,8 +127,36 @@ class RayCluster:
         await self._call("POST", f"/api/jobs/{submission_id}/stop", accept=(400, 404, 500))
 
     async def log(self, submission_id: str) -> str:
-        response = await self._call("GET", f"/api/jobs/{submission_id}/logs", accept=(404,))
-        return "" if response.status_code == 404 else response.json().get("logs") or ""
+        text = bytearray()
+        async for piece in self.read_log(submission_id):
+            text += piece
+            del text[:-_LOG_LIMIT_BYTES]
+        return text.decode("utf-8", "replace")
+
+    async def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+        # Not the route of the Jobs API, which answers with the whole log in one JSON text.
+        answer = await self._call("GET", f"/api/jobs/{submission_id}", accept=(404,))
+        node = None if answer.status_code == 404 else answer.json().get("driver_node_id")
+        if node is None:
+            return  # unknown, or not started: nothing was printed
+        path = f"/api/v0/logs/{'stream' if follow else 'file'}"
+        wanted = {"node_id": node, "filename": f"job-driver-{submission_id}.log", "lines": "-1"}
+        timeout = httpx.Timeout(self._timeout_s, read=_QUIET_S if follow else self._timeout_s)
+        try:
+            async with self._client.stream("GET", path, params=wanted, timeout=timeout) as response:
+                if not response.is_success:
+                    await response.aread()
+                    if "not found" in response.text or "No such file" in response.text:
+                        return
+                    raise ClusterUnreachableError(
+                        f"Ray at {self.address} does not give out the log: {_reason(response)}"
+                    )
+                async for piece in response.aiter_bytes(_PIECE_BYTES):
+                    yield piece
+        except httpx.HTTPError as error:
+            raise ClusterUnreachableError(
+                f"Ray at {self.address} does not give out the log: {error or type(error).__name__}"
+            ) from error
 
     async def nodes(self) -> list[Node]:
         response = await self._call("GET", "/api/v0/nodes", params={"detail": "1", "limit": "10000"})

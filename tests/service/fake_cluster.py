@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Node, Submission
 
@@ -21,6 +24,8 @@ class FakeCluster:
         self.refusal: str | None = None
         self.not_now: str | None = None
         self.lost_logs: set[str] = set()
+        self.log_readers: dict[str, int] = {}
+        self.log_bytes_read = 0
 
     async def submit(self, submission: Submission) -> None:
         self._answer()
@@ -45,10 +50,28 @@ class FakeCluster:
             self.states[submission_id] = RayJob(RayState.STOPPED)
 
     async def log(self, submission_id: str) -> str:
+        return b"".join([piece async for piece in self.read_log(submission_id)]).decode("utf-8", "replace")
+
+    async def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
         self._answer()
         if submission_id in self.lost_logs:
             raise ClusterUnreachableError("its node is gone")
-        return self.logs.get(submission_id, "")
+        self.log_readers[submission_id] = self.log_readers.get(submission_id, 0) + 1
+        known, text, content = 0, "", b""
+        while True:
+            if self.logs.get(submission_id, "") is not text:
+                text = self.logs.get(submission_id, "")
+                content = text.encode()
+            while known < len(content):
+                piece = content[known : known + 65536]
+                known += len(piece)
+                self.log_bytes_read += len(piece)
+                yield piece
+                await asyncio.sleep(0)
+            if not follow:
+                return
+            await asyncio.sleep(0.002)
+            self._answer()
 
     async def nodes(self) -> list[Node]:
         self._answer()

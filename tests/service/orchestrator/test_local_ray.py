@@ -87,6 +87,20 @@ async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
         assert (await ended(cluster, "first")).state is RayState.SUCCEEDED
         assert (await cluster.log("first")).count("hello 42") == 1
 
+        talker = "import time; print('x' * 200_000); time.sleep(2); print('late', 'words'); time.sleep(1000)"
+        await cluster.submit(Submission("talker", f"{PYTHON} -u -c {talker!r}", {}, {}))
+        while (await cluster.job("talker")).state is RayState.PENDING:
+            await asyncio.sleep(0.1)
+        heard = bytearray()
+        async with asyncio.timeout(60):
+            async for piece in cluster.read_log("talker", follow=True):  # in pieces, and on while it prints
+                heard += piece
+                if b"late words" in heard:
+                    break
+        assert heard.count(b"x" * 200_000) == 1
+        assert "late words" in await cluster.log("talker")
+        await cluster.stop("talker")
+
         secrets = "import os; print('secrets:', [k for k, v in os.environ.items() if 'of-the-control' in v])"
         await cluster.submit(submission("curious", secrets))
         assert (await ended(cluster, "curious")).state is RayState.SUCCEEDED
