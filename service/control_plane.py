@@ -56,7 +56,10 @@ async def run_control_plane(
             cluster = await _cluster(settings, stack)
         stack.push_async_callback(cluster.close)
         planner = Planner(
-            processes=settings.plan_processes, queue=settings.plan_queue, timeout_s=settings.plan_timeout_s
+            processes=settings.plan_processes,
+            queue=settings.plan_queue,
+            timeout_s=settings.plan_timeout_s,
+            memory_bytes=settings.plan_memory_bytes,
         )
         stack.callback(planner.close)
         if served_for_real:

@@ -116,6 +116,9 @@ class Settings(BaseSettings):
     plan_queue: Annotated[int, Field(ge=0)] = Field(
         default=4, description="Plans that may wait for a process"
     )
+    plan_memory_bytes: Annotated[int, Field(ge=512 * MEBIBYTE)] = Field(
+        default=8192 * MEBIBYTE, description="Memory that one planning process may use"
+    )
     plan_budget_s: Annotated[float, Field(ge=0)] = 10.0
     plan_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     profile_timeout_s: Annotated[float, Field(gt=0)] = Field(
@@ -123,7 +126,8 @@ class Settings(BaseSettings):
         description="So long one worker may take to measure a job that is planned without training",
     )
     plan_action_limit: Annotated[int, Field(ge=1)] = Field(
-        default=200_000, description="Largest microbatches x (stages + edges) of POST /api/v1/plans"
+        default=200_000,
+        description="Largest microbatches x (stages + edges) of POST /api/v1/plans, and of a job",
     )
 
     @field_validator("keep_timelines_days", "keep_history_days", "keep_packages_days")

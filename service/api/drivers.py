@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from service.api.auth import DriverAttempt
+from service.api.callers import while_connected
 from service.api.context import Current, Service
 from service.api.driver_schemas import (
     AttemptGiven,
@@ -84,19 +85,23 @@ async def write_profile(
 
 
 @router.post("/plan", response_model=JobPlanView, responses=responses(503))
-async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -> Response:
+async def plan(
+    attempt: DriverAttempt, service: Current, request: PlanRequest, connection: Request
+) -> Response:
     """Partition the profiled layers and schedule them; the plan becomes the job's plan."""
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
         earlier = await find_plan(session, attempt.job_id)
     costs = request.model_dump()
     try:
-        planned = await service.planner.plan_job(
+        planning = service.planner.plan_job(
             job.spec,
             costs,
             earlier=None if earlier is None else earlier.body,
             budget_s=service.settings.plan_budget_s,
+            attempt=attempt.id,
         )
+        planned = await while_connected(connection, planning)
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
     async with service.database.write() as session:

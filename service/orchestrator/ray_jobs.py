@@ -19,7 +19,6 @@ _NOT_NOW = ("No available agent", "ClientConnectorError", "ServerDisconnectedErr
 
 
 _LOG_LIMIT_BYTES = 16 << 20
-_PIECE_BYTES = 65536
 _QUIET_S = 120.0
 """So long a log that is followed may say nothing: a connection that is gone says nothing either."""
 
@@ -151,7 +150,9 @@ class RayCluster:
                     raise ClusterUnreachableError(
                         f"Ray at {self.address} does not give out the log: {_reason(response)}"
                     )
-                async for piece in response.aiter_bytes(_PIECE_BYTES):
+                async for (
+                    piece
+                ) in response.aiter_bytes():  # as it comes: a size would wait until it is reached
                     yield piece
         except httpx.HTTPError as error:
             raise ClusterUnreachableError(
