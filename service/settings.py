@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     body_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0, description="So long a body may take, and a second more for each 64 KiB"
     )
+    profile_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=16 * MEBIBYTE, description="What a driver may store of one measurement"
+    )
     package_limit_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
     package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = 512 * MEBIBYTE
     log_limit_bytes: Annotated[int, Field(ge=1024)] = 1 * MEBIBYTE
