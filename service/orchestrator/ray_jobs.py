@@ -6,7 +6,7 @@ call and imports all of Ray into the control plane. Nothing here touches the dat
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,14 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What somebody holds of the cluster, by Ray resource name; `name` is that of a placement group, else empty."""
+
+    name: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Submission:
     """A driver to start: `env` are its environment variables, `resources` (by Ray's names) what it holds itself."""
 
@@ -71,6 +79,9 @@ class Cluster(Protocol):
         """What a driver has printed, in pieces; with `follow` also what it prints from now on."""
 
     async def nodes(self) -> list[Node]: ...
+
+    async def held(self) -> list[Held]:
+        """What placement groups, and actors outside of them, hold now."""
 
     async def upload_package(self, name: str, content: bytes) -> str:
         """Make a zip available to drivers; the URI for `working_dir`."""
@@ -168,6 +179,25 @@ class RayCluster:
             if row["state"] == "ALIVE"
         ]
 
+    async def held(self) -> list[Held]:
+        groups = await self._listed("placement_groups", "CREATED")
+        actors = await self._listed("actors", "ALIVE")
+        return [
+            Held(group.get("name") or "", _sum(bundle["unit_resources"] for bundle in group["bundles"]))
+            for group in groups
+        ] + [
+            Held("", actor["required_resources"])
+            for actor in actors
+            if actor["required_resources"] and not actor["placement_group_id"]
+        ]
+
+    async def _listed(self, what: str, state: str) -> list[dict[str, Any]]:
+        chosen = {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
+        response = await self._call(
+            "GET", f"/api/v0/{what}", params={"detail": "1", "limit": "10000", **chosen}
+        )
+        return response.json()["data"]["result"]["result"]
+
     async def upload_package(self, name: str, content: bytes) -> str:
         path = f"/api/packages/gcs/{name}"
         if not (await self._call("GET", path, accept=(404,))).is_success:
@@ -196,6 +226,14 @@ class RayCluster:
         if response.status_code >= 500:
             raise ClusterUnreachableError(f"Ray at {self.address} fails: {_reason(response)}")
         raise ClusterError(f"Ray at {self.address} answered {response.status_code}: {_reason(response)}")
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
 
 
 def _reason(response: httpx.Response) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Node, Submission
+from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Held, Node, Submission
 
 
 class FakeCluster:
@@ -23,6 +23,7 @@ class FakeCluster:
         self.loses_answers = False
         self.refusal: str | None = None
         self.not_now: str | None = None
+        self.others: list[Held] = []
         self.lost_logs: set[str] = set()
         self.log_readers: dict[str, int] = {}
         self.log_bytes_read = 0
@@ -76,6 +77,10 @@ class FakeCluster:
     async def nodes(self) -> list[Node]:
         self._answer()
         return [Node("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
+
+    async def held(self) -> list[Held]:
+        self._answer()
+        return list(self.others)
 
     async def upload_package(self, name: str, content: bytes) -> str:
         self._answer()
