@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -185,13 +186,20 @@ class Client:
         attempt: int | None = None,
         after: LogLine | None = None,
         follow: bool = False,
+        tail: int | None = None,
+        since: datetime | None = None,
+        search: str | None = None,
     ) -> Iterator[LogLine]:
-        """Lines of the drivers' logs behind `after`, of one attempt or of all; `follow` as with `events`."""
+        """Lines of the drivers' logs behind `after`, of one attempt or of all; `follow` as with `events`.
+
+        Only the last `tail` of them, those written `since` a time (with its zone), those with the text `search`.
+        """
+        wanted = {"attempt": attempt, "tail": tail, "since": since and since.isoformat(), "search": search}
         path = f"/api/v1/jobs/{job_id}/logs"
         last = None if after is None else f"{after.attempt}:{after.number}"
         if follow:
-            return self._follow(LogLine, path, last, attempt=attempt)
-        return self._pages(LogPage, path, last, attempt=attempt)
+            return self._follow(LogLine, path, last, **wanted)
+        return self._pages(LogPage, path, last, **wanted)
 
     def steps(self, job_id: str, *, after: int | None = None) -> Iterator[StepView]:
         """Loss and times of the steps above `after`, by attempt, then step; each step once, as it was last done."""

@@ -56,7 +56,10 @@ async def run_control_plane(
             cluster = await _cluster(settings, stack)
         stack.push_async_callback(cluster.close)
         planner = Planner(
-            processes=settings.plan_processes, queue=settings.plan_queue, timeout_s=settings.plan_timeout_s
+            processes=settings.plan_processes,
+            queue=settings.plan_queue,
+            timeout_s=settings.plan_timeout_s,
+            memory_bytes=settings.plan_memory_bytes,
         )
         stack.callback(planner.close)
         if served_for_real:
@@ -64,6 +67,8 @@ async def run_control_plane(
         watcher = ClusterWatcher(
             cluster, refresh_s=settings.cluster_refresh_s, workers_per_gpu=settings.workers_per_gpu
         )
+        logs = LogReader(database, cluster, limit_bytes=settings.log_limit_bytes)
+        stack.push_async_callback(logs.close)
         orchestrator = Orchestrator(settings, database, cluster, watcher, local=local)
         profiler = JobProfiler(
             database, cluster, watcher, orchestrator.submitter, limit_s=settings.profile_timeout_s
@@ -79,7 +84,7 @@ async def run_control_plane(
             planner=planner,
             profiler=profiler,
             cluster=watcher,
-            logs=LogReader(cluster),
+            logs=logs,
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
             orchestrator=orchestrator,

@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     body_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0, description="So long a body may take, and a second more for each 64 KiB"
     )
+    profile_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=16 * MEBIBYTE, description="What a driver may store of one measurement"
+    )
     package_limit_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
     package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = 512 * MEBIBYTE
     log_limit_bytes: Annotated[int, Field(ge=1024)] = 1 * MEBIBYTE
@@ -116,6 +119,9 @@ class Settings(BaseSettings):
     plan_queue: Annotated[int, Field(ge=0)] = Field(
         default=4, description="Plans that may wait for a process"
     )
+    plan_memory_bytes: Annotated[int, Field(ge=512 * MEBIBYTE)] = Field(
+        default=8192 * MEBIBYTE, description="Memory that one planning process may use"
+    )
     plan_budget_s: Annotated[float, Field(ge=0)] = 10.0
     plan_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     profile_timeout_s: Annotated[float, Field(gt=0)] = Field(
@@ -123,7 +129,8 @@ class Settings(BaseSettings):
         description="So long one worker may take to measure a job that is planned without training",
     )
     plan_action_limit: Annotated[int, Field(ge=1)] = Field(
-        default=200_000, description="Largest microbatches x (stages + edges) of POST /api/v1/plans"
+        default=200_000,
+        description="Largest microbatches x (stages + edges) of POST /api/v1/plans, and of a job",
     )
 
     @field_validator("keep_timelines_days", "keep_history_days", "keep_packages_days")

@@ -69,6 +69,11 @@ class Reason(StrEnum):
     )
     INTERNAL = "INTERNAL", Cause.INFRASTRUCTURE, "Slotline failed in a way that it has no other code for"
 
+    ACCELERATORS_TAKEN = (
+        "ACCELERATORS_TAKEN",
+        Cause.PREEMPTION,  # no failure of the job: it waits again, now with a look at who has them
+        "the cluster did not give the accelerators that seemed free: something else took them",
+    )
     PREEMPTED = "PREEMPTED", Cause.PREEMPTION, "the accelerators were taken for something else"
 
     # Nothing failed.

@@ -39,6 +39,7 @@ async def read_cluster(service: Current) -> ClusterView:
     used = {
         device: sum(a.accelerators for a, _ in active if a.device == device) for device in ("cpu", "cuda")
     }
+    others = service.cluster.others([attempt.id for attempt, _ in active])
     accelerators = (
         []
         if capacity is None
@@ -48,7 +49,7 @@ async def read_cluster(service: Current) -> ClusterView:
                 resource=RESOURCES[device],
                 total=total,
                 used=used[device],
-                free=max(total - used[device], 0),
+                free=max(total - used[device] - others[device], 0),
             )
             for device, total in capacity.total.items()
         ]

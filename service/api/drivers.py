@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from service.api.auth import DriverAttempt
+from service.api.callers import while_connected
 from service.api.context import Current, Service
 from service.api.driver_schemas import (
     AttemptGiven,
@@ -30,7 +33,7 @@ from service.orchestrator.planning import PlanTimeoutError
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.plans import find_plan, record_plan
-from service.store.profiles import GANG, find_profile, record_costs, record_profile
+from service.store.profiles import GANG, find_profile, record_costs, record_drivers_profile, scoped_key
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
@@ -43,7 +46,7 @@ router = APIRouter(
     responses=responses(401, 409, 422),
     route_class=DriverRoute,
 )
-ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,300}$")]
+ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,200}$")]
 
 
 @router.get("")
@@ -64,39 +67,50 @@ async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
 @router.get("/profile", responses=responses(404))
 async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey) -> dict[str, Any]:
     """The layer profile that an earlier attempt stored under `key`."""
-    await _current_job(service, attempt)
+    job = await _current_job(service, attempt)
     async with service.database.read() as session:
-        profile = await find_profile(session, key)
+        profile = await find_profile(session, scoped_key(job.spec, key))
     if profile is None:
         raise ProblemError(404, f"no profile is stored under {key}: measure one and PUT it here")
     return profile
 
 
-@router.put("/profile", status_code=204)
+@router.put("/profile", status_code=204, responses=responses(413))
 async def write_profile(
     attempt: DriverAttempt, service: Current, key: ProfileKey, profile: Arguments
 ) -> Response:
-    """Store a layer profile for later attempts."""
-    await _current_job(service, attempt)
+    """Store a layer profile for later attempts of jobs with the same model and code, or what links cost, for all."""
+    job = await _current_job(service, attempt)
+    size = len(await asyncio.to_thread(json.dumps, profile))
+    limit = service.settings.profile_limit_bytes
+    if size > limit:
+        raise ProblemError(
+            413,
+            f"the profile is JSON of {size} bytes, the limit is {limit}: raise SLOTLINE_PROFILE_LIMIT_BYTES",
+        )
     async with service.database.write() as session:
-        await record_profile(session, key, profile, at=utc_now())
+        await record_drivers_profile(session, job.spec, key, profile, at=utc_now())
     return Response(status_code=204)
 
 
 @router.post("/plan", response_model=JobPlanView, responses=responses(503))
-async def plan(attempt: DriverAttempt, service: Current, request: PlanRequest) -> Response:
+async def plan(
+    attempt: DriverAttempt, service: Current, request: PlanRequest, connection: Request
+) -> Response:
     """Partition the profiled layers and schedule them; the plan becomes the job's plan."""
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
         earlier = await find_plan(session, attempt.job_id)
     costs = request.model_dump()
     try:
-        planned = await service.planner.plan_job(
+        planning = service.planner.plan_job(
             job.spec,
             costs,
             earlier=None if earlier is None else earlier.body,
             budget_s=service.settings.plan_budget_s,
+            attempt=attempt.id,
         )
+        planned = await while_connected(connection, planning)
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
     async with service.database.write() as session:

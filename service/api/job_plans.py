@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
+from service.api.callers import while_connected
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
@@ -31,6 +32,7 @@ _AGAIN_S = "1"
     },
 )
 async def plan(
+    request: Request,
     spec: JobSpec,
     service: Current,
     budget_s: Annotated[float | None, Query(ge=0, le=600, description="Search time of auto")] = None,
@@ -56,7 +58,8 @@ async def plan(
     settings = service.settings
     budget = settings.plan_budget_s if budget_s is None else min(budget_s, settings.plan_budget_s)
     try:
-        text = await service.planner.plan_job(job, known.costs, budget_s=budget)
+        planning = service.planner.plan_job(job, known.costs, budget_s=budget)
+        text = await while_connected(request, planning)
     except PlanTimeoutError as error:
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
     told = {"measured_by": known.measured_by, "notes": known.costs.get("notes") or []}

@@ -115,7 +115,20 @@ async def _view(service: Service, job: Job) -> JobView:
 
 
 async def check_references(service: Service, spec: JobSpec) -> None:
-    """What a specification names must exist: its queue, its uploaded code, one place of its checkpoints."""
+    """What a specification names must exist: its queue, its uploaded code, one place of its checkpoints.
+
+    And it must be small enough to be planned.
+    """
+    stages, microbatches = spec.pipeline.stages, spec.training.microbatches
+    least = stages if stages != "auto" else spec.resources.meshes or 1
+    actions = (1 if microbatches == "auto" else microbatches) * (2 * least - 1)  # a chain has an edge less
+    if actions > (limit := service.settings.plan_action_limit):
+        raise _field_problem(
+            "training.microbatches",
+            str(microbatches),
+            f"with {least} stages that is {actions} actions to plan, the limit is {limit}: "
+            "set fewer microbatches, or fewer pipeline.stages",
+        )
     queues = service.settings.queues
     if spec.queue not in queues:
         raise _field_problem(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import AwareDatetime
 
 from service.api import streams
 from service.api.context import Current, Service
@@ -76,18 +78,30 @@ async def logs(
     request: Request,
     service: Current,
     attempt: Annotated[int | None, Query(ge=1, lt=2**31, description="Only this attempt")] = None,
+    tail: Annotated[int | None, Query(ge=1, le=5000, description="Only the last lines, so many")] = None,
+    since: Annotated[AwareDatetime | None, Query(description="Only lines written from this time on")] = None,
+    search: Annotated[
+        str | None, Query(min_length=1, max_length=200, description="Only lines with this text, in any case")
+    ] = None,
     limit: Limit = 1000,
     page_token: LogToken = None,
     last_event_id: LastEventId = None,
 ) -> Any:
-    """The drivers' logs, line by line; with `Accept: text/event-stream` until the job ends."""
+    """The drivers' logs, line by line; with `Accept: text/event-stream` until the job ends.
+
+    Of each log its last SLOTLINE_LOG_LIMIT_BYTES; the numbers of the lines say how many came before.
+    """
+    wanted = streams.LogFilter(attempt=attempt, search=search, since=since, tail=tail)
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     if streams.wanted(request):
-        return streams.logs(
-            service, job, attempt=attempt, after=streams.last_line(last_event_id or page_token)
-        )
-    lines = await streams.log_lines(service, job_id, attempt=attempt, after=streams.last_line(page_token))
+        if last_event_id:  # a stream that goes on: the last lines were sent before it broke
+            wanted = replace(wanted, tail=None)
+        return streams.logs(service, job, wanted, after=streams.last_line(last_event_id or page_token))
+    after = streams.last_line(page_token)
+    lines = await streams.log_lines(service, job_id, wanted, after=after, limit=limit + 1)
+    if tail is not None:
+        return LogPage(items=lines, next_page_token=None)
     token = f"{lines[limit - 1].attempt}:{lines[limit - 1].number}" if len(lines) > limit else None
     return LogPage(items=lines[:limit], next_page_token=token)
 

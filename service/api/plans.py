@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from service.api.callers import while_connected
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
 from service.api.guarded import PlanRoute
@@ -41,6 +42,7 @@ _FORMATS: dict[int | str, dict[str, Any]] = {
 
 @router.post("", response_class=Response, responses={**_FORMATS, **responses(413, 422, 503)})
 async def make(
+    request: Request,
     spec: PlanSpec,
     service: Current,
     format: Literal["json", "csv", "table", "events", "chrome", "svg", "text"] = "json",
@@ -55,5 +57,6 @@ async def make(
             "send a smaller spec, or use `slotline plan`, which has no limit",
         )
     budget = settings.plan_budget_s if budget_s is None else min(budget_s, settings.plan_budget_s)
-    text = await service.planner.plan_spec(spec.model_dump_json(), budget_s=budget, format=format)
+    planning = service.planner.plan_spec(spec.model_dump_json(), budget_s=budget, format=format)
+    text = await while_connected(request, planning)
     return Response(text, media_type=PLAN_FORMATS[format])

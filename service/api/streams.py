@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
 
 from fastapi import Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -17,7 +20,7 @@ from service.api.context import Service
 from service.api.schemas import LogLine
 from service.api.views import event_view
 from service.orchestrator.ray_jobs import ClusterError
-from service.store.attempts import attempts_of
+from service.store.attempts import log_places
 from service.store.events import events_of
 from service.store.jobs import find_job
 from service.store.tables import Job
@@ -27,6 +30,8 @@ _LOOK_EVERY_S = 0.4
 _LOG_LOOK_EVERY_S = 1.0
 _PING_S = 15
 _MISSED_LOOKS = 30
+_LINES_A_LOOK = 500
+_LINES_A_TURN = 50
 
 LinePlace = tuple[int, int]
 """Number of the attempt, number of the line."""
@@ -53,29 +58,77 @@ def events(service: Service, job: Job, *, after: int) -> Response:
     return _stream(_events(service, job.id, after))
 
 
-def logs(service: Service, job: Job, *, attempt: int | None, after: LinePlace) -> Response:
-    return _stream(_logs(service, job.id, attempt, after))
+def logs(service: Service, job: Job, wanted: LogFilter, *, after: LinePlace) -> Response:
+    return _stream(_logs(service, job.id, wanted, after))
 
 
-async def log_lines(service: Service, job_id: str, *, attempt: int | None, after: LinePlace) -> list[LogLine]:
-    """Lines of the drivers' logs behind `after`. Raises ClusterError when Ray is needed and away."""
+@dataclass(frozen=True)
+class LogFilter:
+    """Which lines are wanted: of one attempt, with a text in them, written since a time, the last ones only."""
+
+    attempt: int | None = None
+    search: str | None = None
+    since: datetime | None = None
+    tail: int | None = None
+
+
+async def log_lines(
+    service: Service,
+    job_id: str,
+    wanted: LogFilter,
+    *,
+    after: LinePlace,
+    limit: int | None = None,
+    follow: bool = False,
+    read: set[str] | None = None,
+) -> list[LogLine]:
+    """Lines of the drivers' logs behind `after`, `limit` at most. Raises ClusterError when Ray is needed and away.
+
+    Attempts in `read` are passed over; those whose log is kept and has been gone through are added to it.
+    """
     async with service.database.read() as session:
-        attempts = await attempts_of(session, job_id)
-    lines: list[LogLine] = []
-    for one in attempts:
-        if one.number < after[0] or attempt not in (None, one.number):
+        places = await log_places(session, job_id)
+    lines: deque[LogLine] = deque(maxlen=wanted.tail)
+    for place in places:
+        if (
+            place.number < after[0]
+            or wanted.attempt not in (None, place.number)
+            or place.attempt_id in (read or ())
+        ):
             continue
-        first, text = await service.logs.read(one)
-        skip = max(after[1] + 1 - first, 0) if one.number == after[0] else 0
-        for number, line in enumerate(_lines(text, ended=one.attempt_state.final)[skip:], first + skip):
-            lines.append(LogLine(attempt=one.number, number=number, text=line))
-    return lines
+        behind = after[1] if place.number == after[0] else 0
+        found = await service.logs.lines(place, behind, follow=follow)
+        for number, text in _filtered(found, wanted, place.created_at):
+            lines.append(LogLine(attempt=place.number, number=number, text=text))
+            if wanted.tail is None and limit is not None and len(lines) >= limit:
+                return list(lines)
+        if place.kept and read is not None:
+            read.add(place.attempt_id)
+    return list(lines)
 
 
-def _lines(text: str, *, ended: bool) -> list[str]:
-    """Lines of a log; the last one only when it is complete, or nothing will be added to it."""
-    *lines, rest = text.split("\n")
-    return [*lines, rest] if rest and ended else lines
+def _filtered(
+    lines: Iterator[tuple[int, str]], wanted: LogFilter, begin: datetime
+) -> Iterator[tuple[int, str]]:
+    """A line without a time of its own is as old as the one before it."""
+    written, search = begin, None if wanted.search is None else wanted.search.casefold()
+    for number, text in lines:
+        if wanted.since is not None:
+            written = _written_at(text) or written
+            if written < wanted.since:
+                continue
+        if search is None or search in text.casefold():
+            yield number, text
+
+
+def _written_at(line: str) -> datetime | None:
+    """The UTC time at the begin of a line of a driver, as worker/driver/__main__.py writes it."""
+    if not line[:1].isdigit() or line[19:20] != "." or line[23:24] != "Z":
+        return None
+    try:
+        return datetime.fromisoformat(line[:24])
+    except ValueError:
+        return None
 
 
 async def _events(service: Service, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
@@ -94,21 +147,29 @@ async def _events(service: Service, job_id: str, after: int) -> AsyncIterator[Se
 
 
 async def _logs(
-    service: Service, job_id: str, attempt: int | None, after: LinePlace
+    service: Service, job_id: str, wanted: LogFilter, after: LinePlace
 ) -> AsyncIterator[ServerSentEvent]:
-    missed = 0
+    missed, read = 0, set[str]()
     while True:
         async with service.database.read() as session:
             job = await find_job(session, job_id)
         try:
-            lines, missed = await log_lines(service, job_id, attempt=attempt, after=after), 0
+            running = job is not None and not job.job_state.final
+            lines = await log_lines(
+                service, job_id, wanted, after=after, limit=_LINES_A_LOOK, follow=running, read=read
+            )
+            missed, wanted = 0, replace(wanted, tail=None)  # the last ones, and then all that come
         except ClusterError:
             lines, missed = [], missed + 1
-        for line in lines:
+        for count, line in enumerate(lines):
+            if count % _LINES_A_TURN == 0:
+                await asyncio.sleep(0)  # sending does not wait while the connection takes it: others do
             after = (line.attempt, line.number)
             yield ServerSentEvent(
                 data=line.model_dump_json(), event="line", id=f"{line.attempt}:{line.number}"
             )
+        if len(lines) >= _LINES_A_LOOK:
+            continue
         if job is None or (job.job_state.final and not 0 < missed < _MISSED_LOOKS):
             yield _end(job)
             return

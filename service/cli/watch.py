@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,10 +63,15 @@ def logs(
     job: JobArgument,
     follow: Follow = False,
     attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, max=5000, help="Only the last lines, so many")] = None,
+    since: Annotated[float | None, typer.Option(min=0, help="Only lines of the last so many minutes")] = None,
+    search: Annotated[str | None, typer.Option(help="Only lines with this text, in any case")] = None,
     as_json: Json = False,
 ) -> None:
     """The logs of the job's drivers; --json prints one line as one object."""
-    for line in Client().logs(job, attempt=attempt, follow=follow):
+    begin = None if since is None else datetime.now(UTC) - timedelta(minutes=since)
+    found = Client().logs(job, attempt=attempt, follow=follow, tail=tail, since=begin, search=search)
+    for line in found:
         print(json.dumps(line.model_dump(mode="json")) if as_json else line.text, flush=True)
 
 

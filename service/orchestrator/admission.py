@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from service.jobspec import JobState
@@ -35,10 +36,13 @@ class Admission:
 
     async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
         """Start or explain every waiting job."""
+        capacity = self._watcher.capacity
+        if capacity is not None:
+            capacity = replace(capacity, others=self._watcher.others([a.id for a, _ in active]))
         answers = admit(
             [_waiting_job(job) for job in waiting],
             [Holder(job.id, job.queue, a.accelerators, a.device) for a, job in active],
-            capacity=self._watcher.capacity,
+            capacity=capacity,
             quotas=self._quotas,
             now=time.time(),
         )

@@ -6,7 +6,7 @@ Pure functions from values to values: no clock, no database, no Ray. Times are U
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -49,9 +49,10 @@ RESOURCES = {"cpu": "slotline_worker", "cuda": "GPU"}
 
 @dataclass(frozen=True)
 class Capacity:
-    """Accelerators of all living nodes by device."""
+    """Accelerators of all living nodes by device, and those of them that others than our attempts hold."""
 
     total: Mapping[str, int]
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,12 @@ def _answer(
             f"or submit with {'fewer resources.meshes' if total else 'another resources.device'}",
         )
     users = [holder for holder in running if holder.device == device]
-    free = total - sum(holder.accelerators for holder in users)
+    others = capacity.others.get(device, 0)
+    free = total - others - sum(holder.accelerators for holder in users)
     wanted = f"waits for {job.accelerators} accelerators of {resource}; {max(free, 0)} of {total} free"
     if free < job.accelerators:
-        return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + _used_by(users))
+        taken = f"; others than Slotline's running jobs hold {others}" if others else ""
+        return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + _used_by(users) + taken)
     if device in first_in_line:
         return Wait(
             job.id, Reason.WAITS_BEHIND, f"{wanted}, kept for job {first_in_line[device]}, which is before it"

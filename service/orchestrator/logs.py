@@ -1,19 +1,30 @@
-"""Drivers' logs: read from the store or asked of Ray, and kept in the store before Ray forgets them."""
+"""Drivers' logs: read from the store or from Ray, piece by piece, and kept in the store before Ray forgets them.
+
+Of a log only the last `limit_bytes` are held and shown, in whole lines under their numbers. However many follow an
+attempt, one reader asks Ray for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.log_window import LogWindow
 from service.orchestrator.ray_jobs import Cluster, ClusterError
-from service.store.attempts import attempts_without_log, find_attempt
+from service.store.attempts import LogPlace, attempts_without_log, find_attempt, stored_log
 from service.store.database import Database, utc_now
 from service.store.tables import Attempt
 
+MEBIBYTE = 1 << 20
 _LOG_SETTLES_S = 2.0
 _LOG_GIVEN_UP_S = 600.0
+_FRESH_S = 0.3
+_UNUSED_S = 30.0
+_READERS = 64
 
 
 class DriverLog(NamedTuple):
@@ -24,16 +35,92 @@ class DriverLog(NamedTuple):
 
 
 class LogReader:
-    """Reads the log of any attempt, whether it runs or is over."""
+    """Reads the lines of any attempt's log, whether it runs or is over."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, database: Database, cluster: Cluster, *, limit_bytes: int = MEBIBYTE) -> None:
+        self._database, self._cluster, self._limit_bytes = database, cluster, limit_bytes
+        self._readers: dict[str, _Reader] = {}
 
-    async def read(self, attempt: Attempt) -> DriverLog:
-        """What the store keeps, else what Ray has. Raises ClusterError when Ray is needed and away."""
-        if attempt.log is not None:
-            return DriverLog(attempt.log_first_line, attempt.log)
-        return DriverLog(1, "" if attempt.submitted_at is None else await self._cluster.log(attempt.id))
+    async def lines(self, place: LogPlace, after: int, *, follow: bool = False) -> Iterator[tuple[int, str]]:
+        """Number and text of the lines behind number `after`, complete ones only while the attempt goes on.
+
+        From the store where it keeps them, else from Ray; with `follow` a reader stays for the next call.
+        Raises ClusterError when Ray is needed and away.
+        """
+        if place.kept:
+            async with self._database.read() as session:
+                first, text = await stored_log(session, place.attempt_id)
+            window = LogWindow(len(text.encode()) + 1)
+            window.add(text.encode())
+            window.first_line = first
+            return window.lines(after, ended=True)
+        if not place.submitted:
+            return iter(())
+        window = await self._reader(place.attempt_id).window(follow=follow)
+        return window.lines(after, ended=place.ended)
+
+    async def close(self) -> None:
+        readers = list(self._readers.values())
+        self._readers.clear()
+        for reader in readers:
+            reader.stop()
+
+    def _reader(self, attempt_id: str) -> _Reader:
+        """The one of this attempt, as the last used; the one that was not used for longest goes where there are many."""
+        reader = self._readers.pop(attempt_id, None) or _Reader(self._cluster, attempt_id, self._limit_bytes)
+        self._readers[attempt_id] = reader
+        while len(self._readers) > _READERS:
+            self._readers.pop(next(iter(self._readers))).stop()
+        return reader
+
+
+class _Reader:
+    """Reads one attempt's log for all who ask: once whole, then, while somebody follows, what is added."""
+
+    def __init__(self, cluster: Cluster, attempt_id: str, limit_bytes: int) -> None:
+        self._cluster, self._attempt_id, self._limit_bytes = cluster, attempt_id, limit_bytes
+        self._window = LogWindow(limit_bytes)
+        self._read_at = -_FRESH_S
+        self._one_at_a_time = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+        self._until: asyncio.Timeout | None = None
+
+    async def window(self, *, follow: bool) -> LogWindow:
+        """The log as it is now. Raises ClusterError."""
+        async with self._one_at_a_time:
+            if self._following is not None and not self._following.done():
+                if follow and self._until is not None:
+                    self._until.reschedule(asyncio.get_running_loop().time() + _UNUSED_S)
+                return self._window
+            if time.monotonic() - self._read_at >= _FRESH_S:
+                window = LogWindow(self._limit_bytes)
+                async for piece in self._cluster.read_log(self._attempt_id):
+                    window.add(piece)
+                    await asyncio.sleep(0)  # a long log is many pieces: others have their turn
+                self._window, self._read_at = window, time.monotonic()
+            if follow:
+                self._following = asyncio.create_task(self._follow())
+            return self._window
+
+    def stop(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _follow(self) -> None:
+        """Add what comes to the window until nobody asks any more; what goes wrong the next one who asks sees."""
+        known = self._window.read_bytes
+        try:
+            async with asyncio.timeout(_UNUSED_S) as self._until:
+                async for piece in self._cluster.read_log(self._attempt_id, follow=True):
+                    new = piece[known:]
+                    known = max(0, known - len(piece))
+                    if new:
+                        self._window.add(new)
+                    await asyncio.sleep(0)
+        except (TimeoutError, ClusterError):
+            pass
+        finally:
+            self._until = None
 
 
 class LogKeeper:
@@ -66,11 +153,14 @@ class LogKeeper:
 
     async def last_log(self, attempt_id: str) -> DriverLog | None:
         """The log of a driver as Ray has it now, clipped for the store; None when Ray does not give it out."""
+        window = LogWindow(self._limit_bytes)
         try:
-            text = await self._cluster.log(attempt_id)
+            async for piece in self._cluster.read_log(attempt_id):
+                window.add(piece)
+                await asyncio.sleep(0)
         except ClusterError:
             return None
-        return clip_log(text, self._limit_bytes)
+        return DriverLog(window.first_line, window.text())
 
     async def _keep_log(self, attempt: Attempt) -> None:
         """One log; one that Ray does not give out (its node is gone) is given up after a while."""
@@ -84,9 +174,7 @@ class LogKeeper:
 
 
 def clip_log(text: str, limit: int) -> DriverLog:
-    """The last `limit` characters, in whole lines."""
-    text = text.replace("\x00", "").encode("utf-8", "replace").decode()
-    if len(text) <= limit:
-        return DriverLog(1, text)
-    begin = text.find("\n", len(text) - limit) + 1
-    return DriverLog(text.count("\n", 0, begin) + 1, text[begin:])
+    """The last `limit` bytes, in whole lines."""
+    window = LogWindow(limit)
+    window.add(text.encode("utf-8", "replace"))
+    return DriverLog(window.first_line, window.text())

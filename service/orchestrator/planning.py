@@ -11,6 +11,7 @@ import ctypes
 import json
 import logging
 import multiprocessing
+import resource
 import signal
 import sys
 import time
@@ -19,10 +20,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
+from service.orchestrator.planning_line import Line
+
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
 
 logger = logging.getLogger(__name__)
+
+_DRIVERS_IN_LINE = 64
 
 PLAN_FORMATS = {
     "json": "application/json",
@@ -48,24 +53,39 @@ class PlanTimeoutError(Exception):
 
 
 class Planner:
-    """`processes` plan at once, `queue` more requests may wait, none longer than `timeout_s`."""
+    """`processes` plan at once, `queue` more requests may wait, none longer than `timeout_s`.
 
-    def __init__(self, *, processes: int, queue: int, timeout_s: float) -> None:
-        self._processes, self._timeout_s = processes, timeout_s
+    One process more is kept for drivers. A plan whose caller has gone is given up, and its place is free again.
+    """
+
+    def __init__(
+        self, *, processes: int, queue: int, timeout_s: float, memory_bytes: int | None = None
+    ) -> None:
+        self._processes, self._timeout_s, self._memory_bytes = processes, timeout_s, memory_bytes
         self._guard_s = 5.0  # the scheduler looks at its deadline now and then
         self._places = processes + queue
-        self._turn = asyncio.Semaphore(processes)
+        self._driver_places = _DRIVERS_IN_LINE
+        self._line = Line(processes)
+        self._given_up = multiprocessing.get_context("spawn").RawArray("b", processes + 1)
+        self._of_attempt: dict[str, asyncio.Task[str]] = {}
+        self._working: set[asyncio.Task[Any]] = set()
         self._pool: ProcessPoolExecutor | None = None
 
     async def plan_job(
-        self, job: Mapping[str, Any], costs: Mapping[str, Any], *, earlier: str | None = None, budget_s: float
+        self,
+        job: Mapping[str, Any],
+        costs: Mapping[str, Any],
+        *,
+        earlier: str | None = None,
+        budget_s: float,
+        attempt: str | None = None,
     ) -> str:
         """Partition and schedule a job (a JobSpec's JSON): JSON with begins, spec, plan and step_s.
 
         `costs` is what was measured, as a driver sends it (PlanRequest); `earlier` the plan of an earlier attempt,
-        whose number of microbatches is kept where the job leaves it open.
+        whose number of microbatches is kept where the job leaves it open. `attempt` is the one whose driver asks.
         """
-        return await self._run(_plan_job, job, costs, earlier, budget_s)
+        return await self._run(_plan_job, job, costs, earlier, budget_s, attempt=attempt)
 
     async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
@@ -80,36 +100,87 @@ class Planner:
         """End the processes, whatever they do."""
         self._end_processes()
 
-    async def _run(self, function: Callable[..., str], *arguments: Any) -> str:
-        if self._places <= 0:
-            raise PlannerBusyError(f"all {self._processes} planning processes are busy and the line is full")
-        self._places -= 1
+    async def _run(self, function: Callable[..., str], *arguments: Any, attempt: str | None = None) -> str:
+        """Call `function` in a process; for the driver of `attempt` in its own place, and once at a time."""
+        if attempt is None:
+            return await self._admitted(function, arguments)
+        if (earlier := self._of_attempt.get(attempt)) is not None:
+            earlier.cancel()  # its driver asks anew: it waits for that answer no more
+        task = asyncio.create_task(self._admitted(function, arguments, driver=True))
+        self._of_attempt[attempt] = task
         try:
-            async with self._turn:
-                return await self._in_process(function, *arguments)
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and self._of_attempt.get(attempt) is not task:
+                raise PlannerBusyError("the same attempt has asked for another plan since") from None
+            task.cancel()
+            raise
         finally:
-            self._places += 1
+            if self._of_attempt.get(attempt) is task:
+                del self._of_attempt[attempt]
 
-    async def _in_process(self, function: Callable[..., str], *arguments: Any) -> str:
-        loop = asyncio.get_running_loop()
-        deadline = time.time() + self._timeout_s
+    async def _admitted(
+        self, function: Callable[..., str], arguments: tuple[Any, ...], *, driver: bool = False
+    ) -> str:
+        places = "_driver_places" if driver else "_places"
+        if getattr(self, places) <= 0:
+            raise PlannerBusyError(f"all {self._processes} planning processes are busy and the line is full")
+        setattr(self, places, getattr(self, places) - 1)
         try:
-            work = loop.run_in_executor(self._processes_pool(), _guarded, function, deadline, *arguments)
-            refused, text = await asyncio.wait_for(work, self._timeout_s + self._guard_s)
+            place = await self._line.take(driver=driver)
+            return await self._in_process(place, function, arguments)
+        finally:
+            setattr(self, places, getattr(self, places) + 1)
+
+    async def _in_process(self, place: int, function: Callable[..., str], arguments: tuple[Any, ...]) -> str:
+        """The place is left when the process has done with it, which may be after a caller that has gone."""
+        self._given_up[place] = 0
+        pool, deadline = self._processes_pool(), time.time() + self._timeout_s
+        work = asyncio.get_running_loop().run_in_executor(
+            pool, _guarded, function, place, deadline, *arguments
+        )
+        try:
+            refused, text = await asyncio.wait_for(asyncio.shield(work), self._timeout_s + self._guard_s)
+        except asyncio.CancelledError:
+            self._given_up[place] = 1
+            ending = asyncio.create_task(self._until_given_up(work, place))
+            self._working.add(ending)
+            ending.add_done_callback(self._working.discard)
+            raise
         except TimeoutError:
             self._end_processes()
+            self._line.leave(place)
             raise PlanTimeoutError(f"planning took more than {self._timeout_s:g} s and was ended") from None
         except BrokenProcessPool:  # out of memory, or ended together with another plan that took too long
             self._end_processes()
+            self._line.leave(place)
             raise PlannerBusyError("the planning process ended before the plan was made") from None
+        except BaseException:
+            self._line.leave(place)
+            raise
+        self._line.leave(place)
         if refused:
             raise PlanRefusedError(text)
         return text
 
+    async def _until_given_up(self, work: asyncio.Future[Any], place: int) -> None:
+        """A process that does not hear that its plan is wanted no more is ended."""
+        try:
+            await asyncio.wait_for(work, self._guard_s)
+        except TimeoutError:
+            self._end_processes()
+        except Exception as error:
+            logger.info("a plan that was given up ended with %r", error)
+        finally:
+            self._line.leave(place)
+
     def _processes_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
-                self._processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin
+                self._processes + 1,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin,
+                initargs=(self._given_up, self._memory_bytes),
             )
         return self._pool
 
@@ -127,8 +198,12 @@ class Planner:
 # In the pool
 
 
-def _begin() -> None:
+def _begin(given_up: Any, memory_bytes: int | None) -> None:
     """Ctrl-C is for the server, which then ends us; and a server that is killed takes us with it."""
+    global _given_up
+    _given_up = given_up
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         set_parent_death_signal = 1
@@ -144,10 +219,20 @@ def _import_scheduler() -> None:
     compile_kernels()
 
 
-def _guarded(function: Callable[..., str], deadline: float, *arguments: Any) -> tuple[bool, str]:
+_given_up: Any = None
+"""By place: whether the plan that is made there is wanted no more. Shared with the server."""
+
+
+def _guarded(function: Callable[..., str], place: int, deadline: float, *arguments: Any) -> tuple[bool, str]:
     """(refused, text): an exception of the scheduler's or the worker's own classes may not unpickle."""
     try:
-        return False, function(lambda: time.time() > deadline, *arguments)
+        return False, function(lambda: bool(_given_up[place]) or time.time() > deadline, *arguments)
+    except MemoryError:
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return True, (
+            f"planning it needs more memory than the {limit} bytes of a planning process: make it smaller, "
+            "or raise SLOTLINE_PLAN_MEMORY_BYTES"
+        )
     except ValueError as error:
         return True, _message(error)
 

@@ -6,7 +6,7 @@ call and imports all of Ray into the control plane. Nothing here touches the dat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,11 @@ from service.orchestrator.decide import RayJob, RayState
 
 _NOT_NOW = ("No available agent", "ClientConnectorError", "ServerDisconnectedError")
 """What Ray's head answers (with status 500) while the agent of its node is not there: nobody's failure."""
+
+
+_LOG_LIMIT_BYTES = 16 << 20
+_QUIET_S = 120.0
+"""So long a log that is followed may say nothing: a connection that is gone says nothing either."""
 
 
 class ClusterError(Exception):
@@ -32,6 +37,14 @@ class Node:
 
     id: str
     address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What somebody holds of the cluster, by Ray resource name; `name` is that of a placement group, else empty."""
+
+    name: str
     resources: Mapping[str, float]
 
 
@@ -59,9 +72,16 @@ class Cluster(Protocol):
     async def stop(self, submission_id: str) -> None:
         """Ask Ray to end a driver: SIGTERM, then SIGKILL. Unknown or ended ones are fine."""
 
-    async def log(self, submission_id: str) -> str: ...
+    async def log(self, submission_id: str) -> str:
+        """The last 16 MiB of what a driver has printed; empty where there is nothing."""
+
+    def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+        """What a driver has printed, in pieces; with `follow` also what it prints from now on."""
 
     async def nodes(self) -> list[Node]: ...
+
+    async def held(self) -> list[Held]:
+        """What placement groups, and actors outside of them, hold now."""
 
     async def upload_package(self, name: str, content: bytes) -> str:
         """Make a zip available to drivers; the URI for `working_dir`."""
@@ -74,7 +94,7 @@ class RayCluster:
 
     def __init__(self, address: str, *, timeout_s: float = 20.0, token: str | None = None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self.address = address
+        self.address, self._timeout_s = address, timeout_s
         self._client = httpx.AsyncClient(
             base_url=address, timeout=timeout_s, headers=headers, trust_env=False
         )
@@ -117,8 +137,38 @@ class RayCluster:
         await self._call("POST", f"/api/jobs/{submission_id}/stop", accept=(400, 404, 500))
 
     async def log(self, submission_id: str) -> str:
-        response = await self._call("GET", f"/api/jobs/{submission_id}/logs", accept=(404,))
-        return "" if response.status_code == 404 else response.json().get("logs") or ""
+        text = bytearray()
+        async for piece in self.read_log(submission_id):
+            text += piece
+            del text[:-_LOG_LIMIT_BYTES]
+        return text.decode("utf-8", "replace")
+
+    async def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+        # Not the route of the Jobs API, which answers with the whole log in one JSON text.
+        answer = await self._call("GET", f"/api/jobs/{submission_id}", accept=(404,))
+        node = None if answer.status_code == 404 else answer.json().get("driver_node_id")
+        if node is None:
+            return  # unknown, or not started: nothing was printed
+        path = f"/api/v0/logs/{'stream' if follow else 'file'}"
+        wanted = {"node_id": node, "filename": f"job-driver-{submission_id}.log", "lines": "-1"}
+        timeout = httpx.Timeout(self._timeout_s, read=_QUIET_S if follow else self._timeout_s)
+        try:
+            async with self._client.stream("GET", path, params=wanted, timeout=timeout) as response:
+                if not response.is_success:
+                    await response.aread()
+                    if "not found" in response.text or "No such file" in response.text:
+                        return
+                    raise ClusterUnreachableError(
+                        f"Ray at {self.address} does not give out the log: {_reason(response)}"
+                    )
+                async for (
+                    piece
+                ) in response.aiter_bytes():  # as it comes: a size would wait until it is reached
+                    yield piece
+        except httpx.HTTPError as error:
+            raise ClusterUnreachableError(
+                f"Ray at {self.address} does not give out the log: {error or type(error).__name__}"
+            ) from error
 
     async def nodes(self) -> list[Node]:
         response = await self._call("GET", "/api/v0/nodes", params={"detail": "1", "limit": "10000"})
@@ -128,6 +178,25 @@ class RayCluster:
             for row in rows
             if row["state"] == "ALIVE"
         ]
+
+    async def held(self) -> list[Held]:
+        groups = await self._listed("placement_groups", "CREATED")
+        actors = await self._listed("actors", "ALIVE")
+        return [
+            Held(group.get("name") or "", _sum(bundle["unit_resources"] for bundle in group["bundles"]))
+            for group in groups
+        ] + [
+            Held("", actor["required_resources"])
+            for actor in actors
+            if actor["required_resources"] and not actor["placement_group_id"]
+        ]
+
+    async def _listed(self, what: str, state: str) -> list[dict[str, Any]]:
+        chosen = {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
+        response = await self._call(
+            "GET", f"/api/v0/{what}", params={"detail": "1", "limit": "10000", **chosen}
+        )
+        return response.json()["data"]["result"]["result"]
 
     async def upload_package(self, name: str, content: bytes) -> str:
         path = f"/api/packages/gcs/{name}"
@@ -157,6 +226,14 @@ class RayCluster:
         if response.status_code >= 500:
             raise ClusterUnreachableError(f"Ray at {self.address} fails: {_reason(response)}")
         raise ClusterError(f"Ray at {self.address} answered {response.status_code}: {_reason(response)}")
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
 
 
 def _reason(response: httpx.Response) -> str:

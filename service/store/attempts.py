@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobspec import AttemptState, JobState
 from service.store.states import move_job
-from service.store.tables import WITHOUT_SPEC, Attempt, Job
+from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
 
 
 async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: datetime) -> Attempt:
@@ -52,8 +53,8 @@ async def find_attempt(session: AsyncSession, attempt_id: str) -> Attempt | None
 
 
 async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:
-    """The job's attempts, first to last."""
-    query = select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number)
+    """The job's attempts, first to last, without their logs."""
+    query = select(Attempt).options(WITHOUT_LOG).where(Attempt.job_id == job_id).order_by(Attempt.number)
     return (await session.execute(query)).scalars().all()
 
 
@@ -67,6 +68,41 @@ async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
         .order_by(Attempt.created_at, Attempt.id)
     )
     return [(attempt, job) for attempt, job in (await session.execute(query)).all()]
+
+
+class LogPlace(NamedTuple):
+    """Where the log of an attempt is: in the store where it is `kept`, else with Ray where it was `submitted`."""
+
+    attempt_id: str
+    number: int
+    created_at: datetime
+    ended: bool
+    submitted: bool
+    kept: bool
+
+
+async def log_places(session: AsyncSession, job_id: str) -> list[LogPlace]:
+    """Of all attempts of a job, first to last, without the logs themselves."""
+    query = select(
+        Attempt.id,
+        Attempt.number,
+        Attempt.created_at,
+        Attempt.state,
+        Attempt.submitted_at,
+        Attempt.log.is_not(None),
+    )
+    rows = await session.execute(query.where(Attempt.job_id == job_id).order_by(Attempt.number))
+    return [
+        LogPlace(id_, number, made, AttemptState(state).final, submitted is not None, kept)
+        for id_, number, made, state, submitted, kept in rows
+    ]
+
+
+async def stored_log(session: AsyncSession, attempt_id: str) -> tuple[int, str]:
+    """Number of the first line, and the text from there on."""
+    query = select(Attempt.log_first_line, Attempt.log).where(Attempt.id == attempt_id)
+    first, text = (await session.execute(query)).one()
+    return first, text or ""
 
 
 async def attempts_without_log(session: AsyncSession, *, ended_before: datetime) -> list[Attempt]:

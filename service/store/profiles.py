@@ -1,17 +1,52 @@
 """What was measured, in the store: profiles of layers by model, microbatch shape and device, for later attempts;
 and all costs of a job by its digest, for plans without training.
+
+What drivers store is kept apart by model and code: the driver of one job, which runs its user's code, says nothing of
+the layers of another. Only what links cost is shared by all that use the same nodes. Of each the newest are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.tables import Profile
 from service.store.upsert import upsert
+
+_LINKS = "links of "
+_LINKS_KEY = re.compile(r"links of (cpu|cuda) [0-9a-f]{64}")
+_KEPT_OF_A_MODEL, _KEPT_LINKS = 64, 10_000
+
+
+def scoped_key(spec: Mapping[str, Any], key: str) -> str:
+    """Under which key the driver of a job (JSON of a JobSpec) finds and stores what it calls `key`."""
+    if _LINKS_KEY.fullmatch(key):
+        return key
+    return f"{_scope(spec)}{key}"
+
+
+def _scope(spec: Mapping[str, Any]) -> str:
+    parts = json.dumps([spec.get("model"), spec.get("code")], sort_keys=True, default=str)
+    return f"model {hashlib.sha256(parts.encode()).hexdigest()} "
+
+
+async def record_drivers_profile(
+    session: AsyncSession, spec: Mapping[str, Any], key: str, body: dict[str, Any], *, at: datetime
+) -> None:
+    """Keep what the driver of a job measured; the oldest of its kind goes where there are too many."""
+    found = scoped_key(spec, key)
+    await record_profile(session, found, body, at=at)
+    prefix, kept = (_LINKS, _KEPT_LINKS) if found == key else (_scope(spec), _KEPT_OF_A_MODEL)
+    same = Profile.key.startswith(prefix, autoescape=True)
+    newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(kept)
+    await session.execute(delete(Profile).where(same, Profile.key.not_in(newest)))
 
 
 async def record_profile(session: AsyncSession, key: str, body: dict[str, Any], *, at: datetime) -> None:

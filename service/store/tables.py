@@ -139,6 +139,10 @@ class Attempt(Base):
         return AttemptState(self.state)
 
 
+WITHOUT_LOG = defer(Attempt.log, raiseload=True)
+"""For queries that want no logs: they are long."""
+
+
 class Event(Base):
     __tablename__ = "events"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Node, Submission
+from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Held, Node, Submission
 
 
 class FakeCluster:
@@ -20,7 +23,10 @@ class FakeCluster:
         self.loses_answers = False
         self.refusal: str | None = None
         self.not_now: str | None = None
+        self.others: list[Held] = []
         self.lost_logs: set[str] = set()
+        self.log_readers: dict[str, int] = {}
+        self.log_bytes_read = 0
 
     async def submit(self, submission: Submission) -> None:
         self._answer()
@@ -45,14 +51,36 @@ class FakeCluster:
             self.states[submission_id] = RayJob(RayState.STOPPED)
 
     async def log(self, submission_id: str) -> str:
+        return b"".join([piece async for piece in self.read_log(submission_id)]).decode("utf-8", "replace")
+
+    async def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
         self._answer()
         if submission_id in self.lost_logs:
             raise ClusterUnreachableError("its node is gone")
-        return self.logs.get(submission_id, "")
+        self.log_readers[submission_id] = self.log_readers.get(submission_id, 0) + 1
+        known, text, content = 0, "", b""
+        while True:
+            if self.logs.get(submission_id, "") is not text:
+                text = self.logs.get(submission_id, "")
+                content = text.encode()
+            while known < len(content):
+                piece = content[known : known + 65536]
+                known += len(piece)
+                self.log_bytes_read += len(piece)
+                yield piece
+                await asyncio.sleep(0)
+            if not follow:
+                return
+            await asyncio.sleep(0.002)
+            self._answer()
 
     async def nodes(self) -> list[Node]:
         self._answer()
         return [Node("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
+
+    async def held(self) -> list[Held]:
+        self._answer()
+        return list(self.others)
 
     async def upload_package(self, name: str, content: bytes) -> str:
         self._answer()

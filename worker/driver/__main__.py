@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 
 from worker.driver.attempt import Attempt, run_attempt
 from worker.driver.control_plane import ControlPlane, Refused
@@ -27,8 +28,10 @@ def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
     logging.basicConfig(
         level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
     )
+    logging.Formatter.converter = time.gmtime  # UTC: `slotline logs --since` compares it
     logging.getLogger("httpx").setLevel(logging.WARNING)
     termination = Termination()
     termination.listen()

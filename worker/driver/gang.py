@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from worker.driver.last_words import with_last_words
 from worker.failure import AttemptFailure, as_failure, first_cause
 from worker.last_action import forget
-from worker.node import WorkerAddress
+from worker.node import WorkerAddress, group_name
 from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
@@ -83,18 +83,22 @@ class Gang:
         """Reserve every accelerator at once, then start one actor on each.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
-        actor has a method `address()`. `interrupted` is as in `call`. Raises AttemptFailure START_TIMEOUT.
+        actor has a method `address()`. `interrupted` is as in `call`. Raises AttemptFailure: ACCELERATORS_TAKEN
+        where they are not to be had, START_TIMEOUT where the actors do not come up.
         """
         deadline = time.monotonic() + self._start_timeout_s
         count = len(self._names) * self._workers_per_mesh
         bundle = {"GPU": self._gpu_share()} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
-        self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
+        name = group_name(
+            os.environ.get("SLOTLINE_ATTEMPT_ID", "")
+        )  # by which the control plane knows it as its own
+        self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK", name=name)
         while not self._group.wait(timeout_seconds=POLL_S):
             if interrupted is not None:
                 interrupted()
             if time.monotonic() > deadline:
                 raise AttemptFailure(
-                    Reason.START_TIMEOUT,
+                    Reason.ACCELERATORS_TAKEN,
                     f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
                     f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
                 )

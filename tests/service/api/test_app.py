@@ -36,7 +36,13 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
         submitter = Submitter(settings, database, cluster, python="python")
         profiler = JobProfiler(database, cluster, watcher, submitter, limit_s=10)
         yield Service(
-            settings, database, planner, profiler, watcher, LogReader(cluster), lambda: woken.append("woken")
+            settings,
+            database,
+            planner,
+            profiler,
+            watcher,
+            LogReader(database, cluster),
+            lambda: woken.append("woken"),
         )
         await database.close()
 

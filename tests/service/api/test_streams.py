@@ -24,6 +24,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(streams, "_LOG_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr("service.orchestrator.logs._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.logs._FRESH_S", 0.0)
 
 
 def parse(text: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -86,6 +87,39 @@ async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
         await cluster.submit(sleeper)
         assert (await ended(cluster, "first")).state is RayState.SUCCEEDED
         assert (await cluster.log("first")).count("hello 42") == 1
+
+        talker = "import time; print('x' * 200_000); time.sleep(2); print('late', 'words'); time.sleep(1000)"
+        await cluster.submit(Submission("talker", f"{PYTHON} -u -c {talker!r}", {}, {}))
+        while (await cluster.job("talker")).state is RayState.PENDING:
+            await asyncio.sleep(0.1)
+        heard = bytearray()
+        async with asyncio.timeout(60):
+            async for piece in cluster.read_log("talker", follow=True):  # in pieces, and on while it prints
+                heard += piece
+                if b"late words" in heard:
+                    break
+        assert heard.count(b"x" * 200_000) == 1
+        assert "late words" in await cluster.log("talker")
+        await cluster.stop("talker")
+
+        holder = (
+            "import ray, time; from ray.util.placement_group import placement_group as group; ray.init()\n"
+            "one = group([{'slotline_worker': 1.0}] * 2, name='slotline-mine'); ray.get(one.ready())\n"
+            "never = group([{'slotline_worker': 9.0}]); print('is', 'held', flush=True); time.sleep(1000)"
+        )
+        await cluster.submit(Submission("holder", f"{PYTHON} -u -c {shlex.quote(holder)}", {}, {}))
+        async with asyncio.timeout(100):
+            while "is held" not in await cluster.log("holder"):
+                await asyncio.sleep(0.2)
+        await cluster.submit(
+            Submission("one", "sleep 1000", {}, {}, resources={"slotline_worker": 1.0})
+        )  # as a worker that measures a job
+        while (await cluster.job("one")).state is RayState.PENDING:
+            await asyncio.sleep(0.1)
+        held = [(one.name, dict(one.resources)) for one in await cluster.held()]
+        assert sorted(held) == [("", {"slotline_worker": 1.0}), ("slotline-mine", {"slotline_worker": 2.0})]
+        await cluster.stop("holder")
+        await cluster.stop("one")
 
         secrets = "import os; print('secrets:', [k for k, v in os.environ.items() if 'of-the-control' in v])"
         await cluster.submit(submission("curious", secrets))

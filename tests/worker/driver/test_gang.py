@@ -187,7 +187,7 @@ def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):
         make_gang(5, 1, 1.0) as gang,
     ):
         start(gang)
-    assert caught.value.reason == Reason.START_TIMEOUT
+    assert caught.value.reason == Reason.ACCELERATORS_TAKEN
     assert_nothing_left([])
 
 

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from service.control_plane import control_plane_app
 from service.jobspec import AttemptState, JobSpec, JobState
-from service.orchestrator.ray_jobs import ClusterUnreachableError, Node
+from service.orchestrator.ray_jobs import ClusterUnreachableError, Held, Node
 from service.scheduler import Plan, make_plan
 from service.scheduler.model.spec import PipelineSpec
 from service.settings import Settings
@@ -42,10 +42,13 @@ class NoCluster:
     async def _away(self, *_: object) -> None:
         raise ClusterUnreachableError("there is no cluster in this test")
 
-    submit = job = stop = log = upload_package = _away
+    submit = job = stop = log = read_log = upload_package = _away
 
     async def nodes(self) -> list[Node]:
         return [Node("node-1", "127.0.0.1", {})]
+
+    async def held(self) -> list[Held]:
+        return []
 
     async def close(self) -> None:
         return None
