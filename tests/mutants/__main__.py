@@ -33,8 +33,8 @@ from tests.mutants.groups import GROUPS, Group
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 # A change is given so many times the processor time that the tests usually take, and so long by the clock.
-_CPU_FACTOR, _CPU_LEAST_S = 4, 20
-_WALL_FACTOR, _WALL_LEAST_S = 10, 120
+_CPU_FACTOR, _CPU_LEAST_S = 3, 10
+_WALL_FACTOR, _WALL_LEAST_S = 10, 60
 
 
 def main() -> int:
