@@ -223,3 +223,24 @@ async def test_logs_of_all_attempts_follow_each_other(api: Api):
     assert [(line["attempt"], line["text"]) for line in lines] == [(1, "first"), (2, "second")]
     only = (await api.client.get(path, params={"attempt": 2})).json()["items"]
     assert [line["text"] for line in only] == ["second"]
+
+
+async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_it_is_told(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    job_id = await api.started()
+    monkeypatch.setattr(streams, "_LOOK_EVERY_S", 3600.0)
+    looked, ask = [], streams.events_of
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        looked.append(keywords["after"])
+        return ask(*arguments, **keywords)
+
+    monkeypatch.setattr(streams, "events_of", counted)
+    following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
+    async with asyncio.timeout(LIMIT_S):
+        while len(looked) < 2:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.3)
+    following.cancel()
+    assert looked == [0, 2], "once for what there is, once more, and then it waits"
