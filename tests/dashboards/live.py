@@ -113,7 +113,7 @@ def dashboard_queries(job: str, *, start: float, end: float, interval: str = "10
     return found
 
 
-def wait_for_data(server: Server, job: str, seconds: float = 45.0) -> dict[str, list[dict[str, Any]]]:
+def wait_for_data(server: Server, job: str, seconds: float = 200.0) -> dict[str, list[dict[str, Any]]]:
     """Ask every query of the dashboard until each has data; fails with the names of those that have none.
 
     Returns the answers by "panel/query".

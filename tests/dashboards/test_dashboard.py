@@ -48,6 +48,8 @@ class Figures:
 SHOWN = Figures(0, 0.7, 0.04, 1.1, 0.4, 0.001, 0.75)
 OTHER = Figures(5000, 0.2, 1.5, 3.0, 0.9, 0.25, 0.125, copies=200)
 EARLIER = Figures(0, 0.1, 0.01, 0.5, 0.1, 0.0005, 0.25, copies=2)
+DATA_S = 45.0
+"""Every query has data some ten seconds after the first scrape."""
 PERIOD_S = {SHOWN: 0.05, OTHER: 0.02}
 
 
@@ -133,7 +135,7 @@ def test_the_committed_dashboards_are_what_the_code_builds():
 
 
 def test_every_query_of_the_dashboard_has_data(run: Run):
-    answers = wait_for_data(run.server, run.site.running)
+    answers = wait_for_data(run.server, run.site.running, DATA_S)
     names = {f"{query.panel}/{query.name}" for query in dashboard_queries("x", start=0, end=1)}
     assert answers.keys() == names and len(names) > 15
     assert run.server.healths() == ["up"] * 4, "the control plane and the drivers of three attempts"
@@ -155,7 +157,7 @@ NOT_OF_ONE_JOB = {
 
 
 def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(run: Run):
-    answers = wait_for_data(run.server, run.site.running)
+    answers = wait_for_data(run.server, run.site.running, DATA_S)
     low, high = BUCKET_S
     plan = run.site.plan
     expected = {
@@ -222,7 +224,7 @@ def test_every_panel_of_seconds_says_seconds():
 
 
 def test_the_panels_of_all_jobs_show_the_store(run: Run):
-    answers = wait_for_data(run.server, run.site.running)
+    answers = wait_for_data(run.server, run.site.running, DATA_S)
     states = {series["metric"]["state"]: series["values"][-1][1] for series in answers["Jobs by state/A"]}
     assert {state: n for state, n in states.items() if n != "0"} == {
         "RUNNING": "1",
@@ -237,7 +239,7 @@ def test_the_panels_of_all_jobs_show_the_store(run: Run):
 
 def test_the_state_timeline_joins_start_and_end_of_every_slot(run: Run):
     """The two tables have the same rows; lanes fill the range from its first to its last millisecond."""
-    wait_for_data(run.server, run.site.running)
+    wait_for_data(run.server, run.site.running, DATA_S)
     now = time.time()
     start, end = now - 900, now
     tables = {
