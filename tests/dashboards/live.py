@@ -93,11 +93,11 @@ def prometheus(folder: Path, control_plane: str) -> Iterator[Server]:
         process.wait(timeout=60)
 
 
-def dashboard_queries(job: str, *, start: float, end: float) -> list[Query]:
+def dashboard_queries(job: str, *, start: float, end: float, interval: str = "10s") -> list[Query]:
     """Every query of the built dashboard for one job, its variables replaced as Grafana does."""
     values = {
         "$job": job,
-        "$__rate_interval": "10s",
+        "$__rate_interval": interval,
         "$__from": str(int(start * 1000)),
         "$__to": str(int(end * 1000)),
     }

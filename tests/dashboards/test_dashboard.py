@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,10 @@ from worker.driver.metrics import JobMetrics
 
 @dataclass
 class Run:
-    """Two jobs whose drivers' metrics a Prometheus scrapes, as the control plane's discovery told it."""
+    """Two jobs whose drivers' metrics a Prometheus scrapes, as the control plane's discovery told it.
+
+    The driver of an earlier attempt of the one that is shown still answers, with the figures of its last step.
+    """
 
     site: Site
     server: Server
@@ -43,23 +47,29 @@ class Figures:
 
 SHOWN = Figures(0, 0.7, 0.04, 1.1, 0.4, 0.001, 0.75)
 OTHER = Figures(5000, 0.2, 1.5, 3.0, 0.9, 0.25, 0.125, copies=200)
+EARLIER = Figures(0, 0.1, 0.01, 0.5, 0.1, 0.0005, 0.25, copies=2)
+DATA_S = 45.0
+"""Every query has data some ten seconds after the first scrape."""
 PERIOD_S = {SHOWN: 0.05, OTHER: 0.02}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made: dict[str, JobMetrics] = {}
+    made: dict[str, list[JobMetrics]] = {}
 
     def serve_metrics(job: str) -> str:
-        made[job] = JobMetrics(job)
-        return made[job].serve()
+        metrics = JobMetrics(job)
+        made.setdefault(job, []).append(metrics)
+        return metrics.serve()
 
     stop = threading.Event()
     with seeded_site(tmp_path_factory.mktemp("data"), serve_metrics=serve_metrics) as site:
         threads = [
-            threading.Thread(target=_train, args=(made[job], site, figures, stop))
+            threading.Thread(target=_train, args=(made[job][-1], site, figures, stop))
             for job, figures in ((site.running, SHOWN), (site.failed, OTHER))
         ]
+        earlier, _ = made[site.running]
+        _tell(earlier, site, EARLIER, 5, timeline=True)
         try:
             with prometheus(tmp_path_factory.mktemp("prometheus"), site.url) as server:
                 for thread in threads:
@@ -70,38 +80,44 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            for metrics in made.values():
+            for metrics in itertools.chain(*made.values()):
                 metrics.close()
 
 
 def _train(metrics: JobMetrics, site: Site, figures: Figures, stop: threading.Event) -> None:
     """Steps with slots of their plan, until told to stop."""
+    step = figures.first_step
+    while not stop.wait(PERIOD_S[figures]):
+        step += 1
+        profiled = step % 10 == 0 and (figures.copies == 1 or step == figures.first_step + 10)
+        _tell(metrics, site, figures, step, timeline=profiled)
+
+
+def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timeline: bool) -> None:
+    """One step of a driver."""
     plan = json.loads(site.plan.model_dump_json())
     promised = figures.slower / SHOWN.slower
     metrics.set_plan(
         {"makespan_s": promised * plan["makespan_s"], "bubble_ratio": promised * plan["bubble_ratio"]}
     )
-    slots = [
-        {**slot, "start_s": promised * slot["start_s"], "end_s": promised * slot["end_s"], "edge": copy}
-        for copy in range(figures.copies)
-        for slot in plan["slots"]
-    ]
-    step = figures.first_step
-    while not stop.wait(PERIOD_S[figures]):
-        step += 1
-        metrics.observe_step(
-            {
-                "step": step,
-                "loss": figures.loss,
-                "step_s": figures.step_s,
-                "makespan_s": plan["makespan_s"] * figures.slower,
-                "bubble_ratio": figures.bubble_ratio,
-                "exposed_transfer_s": figures.exposed_transfer_s,
-                "overlap_ratio": figures.overlap_ratio,
-            }
-        )
-        if step % 10 == 0 and (figures.copies == 1 or step == figures.first_step + 10):
-            metrics.set_timeline({"step": step, "started_at": time.time(), "slots": slots})
+    metrics.observe_step(
+        {
+            "step": step,
+            "loss": figures.loss,
+            "step_s": figures.step_s,
+            "makespan_s": plan["makespan_s"] * figures.slower,
+            "bubble_ratio": figures.bubble_ratio,
+            "exposed_transfer_s": figures.exposed_transfer_s,
+            "overlap_ratio": figures.overlap_ratio,
+        }
+    )
+    if timeline:
+        slots = [
+            {**slot, "start_s": promised * slot["start_s"], "end_s": promised * slot["end_s"], "edge": copy}
+            for copy in range(figures.copies)
+            for slot in plan["slots"]
+        ]
+        metrics.set_timeline({"step": step, "started_at": time.time(), "slots": slots})
 
 
 def test_the_committed_dashboards_are_what_the_code_builds():
@@ -119,10 +135,10 @@ def test_the_committed_dashboards_are_what_the_code_builds():
 
 
 def test_every_query_of_the_dashboard_has_data(run: Run):
-    answers = wait_for_data(run.server, run.site.running)
+    answers = wait_for_data(run.server, run.site.running, DATA_S)
     names = {f"{query.panel}/{query.name}" for query in dashboard_queries("x", start=0, end=1)}
     assert answers.keys() == names and len(names) > 15
-    assert run.server.healths() == ["up"] * 3, "the control plane and the drivers of two jobs"
+    assert run.server.healths() == ["up"] * 4, "the control plane and the drivers of three attempts"
 
 
 # What Prometheus answers for steps that all take as long: a place within the bucket, from 0.025 to 0.05 s.
@@ -141,7 +157,7 @@ NOT_OF_ONE_JOB = {
 
 
 def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(run: Run):
-    answers = wait_for_data(run.server, run.site.running)
+    answers = wait_for_data(run.server, run.site.running, DATA_S)
     low, high = BUCKET_S
     plan = run.site.plan
     expected = {
@@ -170,6 +186,18 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
     assert seconds == pytest.approx({mesh.name: mesh.compute_s for mesh in plan.meshes}, rel=1e-3)
 
 
+def test_a_rate_is_of_the_interval_that_grafana_chooses_and_what_is_of_an_hour_says_so():
+    windows: dict[str, set[str]] = {}
+    for query in dashboard_queries("x", start=0, end=1, interval="chosen"):
+        if found := re.findall(r"\[(.+?)\]", query.expression):
+            windows.setdefault(query.panel, set()).update(found)
+    assert windows == {
+        "Step time": {"chosen"},
+        "Seconds per action": {"chosen"},
+        "Attempts ended in the last hour": {"1h"},
+    }
+
+
 def test_every_panel_of_seconds_says_seconds():
     panels = json.loads((ROOT / "dashboards" / "slotline.json").read_text())["panels"]
     units = {
@@ -196,7 +224,7 @@ def test_every_panel_of_seconds_says_seconds():
 
 
 def test_the_panels_of_all_jobs_show_the_store(run: Run):
-    answers = wait_for_data(run.server, run.site.running)
+    answers = wait_for_data(run.server, run.site.running, DATA_S)
     states = {series["metric"]["state"]: series["values"][-1][1] for series in answers["Jobs by state/A"]}
     assert {state: n for state, n in states.items() if n != "0"} == {
         "RUNNING": "1",
@@ -211,7 +239,7 @@ def test_the_panels_of_all_jobs_show_the_store(run: Run):
 
 def test_the_state_timeline_joins_start_and_end_of_every_slot(run: Run):
     """The two tables have the same rows; lanes fill the range from its first to its last millisecond."""
-    wait_for_data(run.server, run.site.running)
+    wait_for_data(run.server, run.site.running, DATA_S)
     now = time.time()
     start, end = now - 900, now
     tables = {

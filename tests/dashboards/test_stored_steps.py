@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -54,6 +55,7 @@ def grafana(postgres_url: str) -> Iterator[Grafana]:  # noqa: F811
     with psycopg.connect(plain.format("dashboards"), autocommit=True) as owner:
         owner.execute((ROOT / "dashboards" / "reader.sql").read_text())
         _measure_another_job(owner, seeded["running"], seeded["failed"])
+        _change_another_step(owner, seeded["running"])
         owner.execute("SET ROLE slotline_reader")
         yield Grafana(owner, seeded["running"], seeded["plan"])
 
@@ -70,6 +72,17 @@ def _measure_another_job(owner: psycopg.Connection, job: str, other: str) -> Non
         owner.execute(f"INSERT INTO {table} SELECT * FROM copied")
         owner.execute("DROP TABLE copied")
     owner.execute(f"UPDATE timelines SET step = 30 WHERE job_id = '{other}' AND step = 40")
+
+
+def _change_another_step(owner: psycopg.Connection, job: str) -> None:
+    """Step 40 of the job itself begins late, is three times as long, splits backwards, and one of its actions is
+    another stage's: nothing of it may come into step 20."""
+    owner.execute(
+        "UPDATE slots SET start_s = 1 + 3 * start_s, end_s = 1 + 3 * end_s, "
+        "action = CASE WHEN action <> 'B' THEN action WHEN microbatch % 2 = 0 THEN 'I' ELSE 'W' END, "
+        "stage = CASE WHEN action = 'F' AND microbatch = 0 AND mesh = 'mesh0' THEN 'moved' ELSE stage END "
+        f"WHERE job_id = '{job}' AND step = 40"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +107,7 @@ def test_the_variables_offer_jobs_and_profiled_steps(grafana: Grafana, board: di
     offered = grafana.ask(job)
     assert [row["__text"].split()[0] for row in offered] == ["patient", "gpt", "broken"], "newest first"
     assert offered[1]["__value"] == grafana.job
+    assert offered[1]["__text"] == f"gpt {grafana.job}"
     assert [row["step"] for row in grafana.ask(step)] == [40, 20]
 
 
@@ -103,6 +117,9 @@ def test_the_timeline_stretches_every_slot_over_the_time_range(grafana: Grafana,
     assert list(rows[0]) == ["row", "start", "end", "Value"], (
         "the state timeline takes the second time as the end"
     )
+    names = [row["row"] for row in rows]
+    assert len([name for name, _ in itertools.groupby(names)]) == len(set(names)), "lane by lane"
+    assert names[0] == "mesh0 compute"
     assert min(row["start"] for row in rows) == FROM
     assert max(row["end"] for row in rows) == TO
     length_s = grafana.plan.makespan_s * SLOWER + 0.002
@@ -113,6 +130,18 @@ def test_the_timeline_stretches_every_slot_over_the_time_range(grafana: Grafana,
         share = (row["start"] - FROM) / (TO - FROM)
         assert share == pytest.approx(slot.start_s * SLOWER / length_s, abs=1e-6)
     assert {row["Value"] for row in rows if row["Value"].startswith("STEP")} == {"STEP "}
+    ends = [(row["end"] - FROM) / (TO - FROM) for row in shown]
+    assert ends == pytest.approx([slot.end_s * SLOWER / length_s for slot in sends], abs=1e-6)
+
+
+def test_the_timeline_of_a_step_that_begins_late_fills_the_range_too(grafana: Grafana, board: dict[str, Any]):
+    rows = grafana.ask(sql_of(board, "Slots of step"), step=40)
+    early = grafana.ask(sql_of(board, "Slots of step"), step=20)
+    assert (min(row["start"] for row in rows), max(row["end"] for row in rows)) == (FROM, TO)
+    for late, row in zip(rows, early, strict=True):
+        assert abs(late["start"] - row["start"]) < timedelta(milliseconds=2)
+        assert abs(late["end"] - row["end"]) < timedelta(milliseconds=2)
+    assert {"I", "W"} <= {row["Value"][0] for row in rows} and "F0 moved" in {row["Value"] for row in rows}
 
 
 @pytest.mark.parametrize("title", ["Loss", "Step time and makespan", "Bubble"])
@@ -142,6 +171,9 @@ def test_the_numbers_and_sums_of_a_step_are_its_own(grafana: Grafana, board: dic
     seconds = {row["mesh"]: row["seconds"] for row in grafana.ask(sql_of(board, "Compute time"))}
     planned = {mesh.name: mesh.compute_s * SLOWER for mesh in grafana.plan.meshes}
     assert seconds == pytest.approx(planned)
+    rows = grafana.ask(sql_of(board, "Compute time"), step=40)
+    assert [row["mesh"] for row in rows] == sorted(planned), "one bar a mesh, whatever its stages"
+    assert {row["mesh"]: row["seconds"] / 3 for row in rows} == pytest.approx(planned)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from tests.mutants.groups import GROUPS, Group
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 # A change is given so many times the processor time that the tests usually take, and so long by the clock.
-_CPU_FACTOR, _CPU_LEAST_S = 10, 60
-_WALL_FACTOR, _WALL_LEAST_S = 10, 120
+_CPU_FACTOR, _CPU_LEAST_S = 3, 10
+_WALL_FACTOR, _WALL_LEAST_S = 10, 60
 
 
 def main() -> int:
@@ -53,12 +53,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder))
         os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "SLOTLINE_TEST_SHARE": "0.25"}
+        os.environ["CI"] = "1"  # a test that is left out because a tool is missing notices nothing
         try:
             _run(copy, groups, seed, most, time.monotonic() + limit_s, results)
         except KeyboardInterrupt:
             print("interrupted")
     results.show(groups)
-    return 0
+    return 1 if results.left_out else 0
 
 
 class Results:
@@ -70,6 +71,7 @@ class Results:
         self.known_noticed = {tuple(json.loads(line)) for line in written}
         self.ends: dict[tuple[str, str], Counter[Ended]] = defaultdict(Counter)
         self.unnoticed: dict[str, list[tuple[Change, Ended]]] = defaultdict(list)
+        self.left_out: list[str] = []
 
     def add(self, group: Group, change: Change, run: Run) -> None:
         self._count(group, change, run.ended)
@@ -101,6 +103,8 @@ class Results:
                 share = f" ({noticed / tried:.0%})" if tried else ""
                 late = ends[Ended.OUT_OF_TIME] + ends[Ended.STOOD_STILL]
                 print(f"| {name} | {tried} | {noticed}{share} | {late} | {ends[Ended.PASSED]} |")
+        if self.left_out:
+            print(f"\nleft out, as their tests fail without any change: {', '.join(self.left_out)}")
         print()
         for file, changes in sorted(self.unnoticed.items()):
             for change, ended in sorted(changes, key=lambda one: one[0].line):
@@ -125,7 +129,12 @@ def _run(copy: Path, groups: list[Group], seed: int, most: int, deadline: float,
             if results.was_noticed(group, change):
                 continue
             if group.name not in usual:
-                usual[group.name] = _run_unchanged(copy, group)
+                unchanged = _run_unchanged(copy, group)
+                if unchanged is None:
+                    results.left_out.append(group.name)
+                    left.pop(group.name)
+                    continue
+                usual[group.name] = unchanged
             results.add(group, change, _run_changed(copy, group, change, usual[group.name]))
 
 
@@ -152,8 +161,9 @@ def _drawn(group: Group, copy: Path, seed: int, known: set[tuple[str, str, str]]
                 yield change
 
 
-def _run_unchanged(copy: Path, group: Group) -> Run:
-    """The tests must pass while nothing is changed; twice, as the first run imports and compiles for the others."""
+def _run_unchanged(copy: Path, group: Group) -> Run | None:
+    """The tests must pass while nothing is changed, or the group is left out; twice, as the first run imports and
+    compiles for the others."""
     log, imported = copy.parent / "log", copy.parent / "imported"
     for again in (False, True):
         run = run_tests(
@@ -162,9 +172,10 @@ def _run_unchanged(copy: Path, group: Group) -> Run:
         if not again and run.ended is Ended.PASSED:
             import_libraries(imported)
         if run.ended is not Ended.PASSED:
-            raise SystemExit(
-                f"without any change, this {run.ended}: {group.tests}\n{log.read_text()[-2000:]}"
+            print(
+                f"without any change, this {run.ended}: {group.tests}\n{log.read_text()[-2000:]}", flush=True
             )
+            return None
     print(f"{group.name}: {run.wall_s:.1f} s, {run.cpu_s:.1f} s of processor time, unchanged", flush=True)
     return run
 

@@ -31,7 +31,7 @@ class Ended(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     OUT_OF_TIME = "out of time"
-    """More processor time than ten times what is usual: a loop without an end."""
+    """Several times the processor time that is usual: a loop without an end."""
     STOOD_STILL = "stood still"
     """The clock's limit, with no processor time to speak of: it waits for what never comes."""
 

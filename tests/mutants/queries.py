@@ -82,7 +82,7 @@ _SQL = [
     (r" AND action IN \([^)]*\)", [""]),
     (r" GROUP BY mesh", [" GROUP BY mesh, stage"]),
     (r"\b(loss|step_s|makespan_s|bubble_ratio|exposed_transfer_s|overlap_ratio|grad_norm), ", [""]),
-    (r"ORDER BY (\w+)(?=\W|$)", [r"ORDER BY \1 DESC"]),
+    (r"ORDER BY (\w+)\b(?! DESC)", [r"ORDER BY \1 DESC"]),
     (r"coalesce\((microbatch::text|stage), ''\)", [r"\1"]),
     (r"mesh \|\| ' ' \|\| lane", ["mesh", "lane"]),
     (r"name \|\| ' ' \|\| id", ["name"]),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from odd_jobs import Masked, tied_from_python_and_numpy
 
+from worker import seeding
 from worker.data.sampler import read_sample
 from worker.model import build_model
 from worker.seeding import seeded
@@ -26,6 +27,32 @@ def test_a_seed_gives_the_same_numbers_wherever_the_generators_stand():
         other = draw()
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(drawn[0], other, strict=True))
+
+
+def test_every_bit_of_a_seed_that_numpy_takes_counts():
+    drawn = set()
+    for seed in (1, 3, 33, 1 + 2**16, 1 + 2**31, 2**32 - 1):
+        with seeded(seed):
+            drawn.add(float(np.random.rand()))
+    assert len(drawn) == 6
+
+
+def test_a_devices_generator_is_seeded_and_stands_afterwards_where_it_stood(monkeypatch):
+    """In the place of that of CUDA, once it is in use."""
+    device = torch.Generator()
+    monkeypatch.setattr(seeding, "_cuda_generators", lambda: [device])
+    device.manual_seed(5)
+    expected = torch.rand(3, generator=device)
+    drawn = []
+    for before in (5, 6):
+        device.manual_seed(before)
+        with seeded(77):
+            drawn.append(torch.rand(3, generator=device))
+    assert torch.equal(*drawn)
+    device.manual_seed(5)
+    with seeded(77):
+        torch.rand(9, generator=device)
+    assert torch.equal(torch.rand(3, generator=device), expected)
 
 
 @pytest.mark.parametrize("raises", [False, True])

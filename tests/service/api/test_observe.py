@@ -62,6 +62,17 @@ def test_arguments_are_bounded_as_the_description_says(path: str, limits: dict):
     assert found == limits
 
 
+@pytest.mark.parametrize(
+    ("path", "also"),
+    [("events", set()), ("logs", {"503"}), ("steps", set()), ("plan", set()), ("timeline", set())],
+)
+def test_the_description_says_what_else_is_answered(path: str, also: set[str]):
+    app = control_plane_app(Settings(), FakeCluster())
+    described = app.openapi()["paths"][f"/api/v1/jobs/{{job_id}}/{path}"]["get"]
+    assert set(described["responses"]) == {"200", "401", "404", "422"} | also
+    assert described["tags"] == ["jobs"]
+
+
 def slot(action: str, start_s: float, end_s: float) -> SlotView:
     return SlotView(mesh="m0", lane="compute", action=action, start_s=start_s, end_s=end_s)
 

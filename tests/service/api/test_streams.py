@@ -17,6 +17,8 @@ from tests.service.api.conftest import Api
 from tests.service.api.test_manage import problem
 
 SSE = {"Accept": "text/event-stream"}
+LIMIT_S = 30.0
+"""Longer than any stream here takes on the busiest machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 async def stream(api: Api, path: str, **headers: str) -> httpx.Response:
     """The whole stream: ASGITransport answers when it has ended."""
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(LIMIT_S):
         return await api.client.get(path, headers={**SSE, **headers})
 
 
@@ -54,7 +56,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Call
 
     async def looks(number: int) -> None:
         wanted = calls + number
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(LIMIT_S):
             while calls < wanted:
                 await asyncio.sleep(0.005)
 
@@ -222,3 +224,24 @@ async def test_logs_of_all_attempts_follow_each_other(api: Api):
     assert [(line["attempt"], line["text"]) for line in lines] == [(1, "first"), (2, "second")]
     only = (await api.client.get(path, params={"attempt": 2})).json()["items"]
     assert [line["text"] for line in only] == ["second"]
+
+
+async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_it_is_told(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    job_id = await api.started()
+    monkeypatch.setattr(streams, "_LOOK_EVERY_S", 3600.0)
+    looked, ask = [], streams.events_of
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        looked.append(keywords["after"])
+        return ask(*arguments, **keywords)
+
+    monkeypatch.setattr(streams, "events_of", counted)
+    following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
+    async with asyncio.timeout(LIMIT_S):
+        while len(looked) < 2:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.3)
+    following.cancel()
+    assert looked == [0, 2], "once for what there is, once more, and then it waits"

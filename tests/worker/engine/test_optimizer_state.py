@@ -161,3 +161,35 @@ def test_a_schedule_of_the_first_format_is_taken_as_it_is():
     fresh = StepLR(other.optimizer, 1, 0.5)
     load_schedule(fresh, schedule.state_dict(), [{"lr": 0.025}])
     assert (fresh.last_epoch, fresh.base_lrs) == (2, [0.1])
+
+
+class Remembers:
+    """A schedule of a state of its own."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_a_list_that_has_not_an_entry_for_every_group_is_left_as_it_is():
+    cut = Cut(("a", {"lr": 0.1}), ("b", {"lr": 0.2}))
+    state = {"base_lrs": [0.3], "max_lrs": [1, 2], "other": [7, 8], "parts": [{"base_lrs": [3, 4]}, 5]}
+    saved = cut.saved(Remembers(**state))
+    assert [group["schedule_values"] for group in saved] == [
+        {"max_lrs": 1, "parts.0.base_lrs": 3},
+        {"max_lrs": 2, "parts.0.base_lrs": 4},
+    ]
+    other = Cut(("b", {}), ("a", {}))
+    fresh = Remembers(base_lrs=[0.9], max_lrs=[9, 9], parts=[{"base_lrs": [9, 9]}, 9])
+    load_schedule(fresh, state, other.load(saved))
+    assert fresh.state == {
+        "base_lrs": [0.3],
+        "max_lrs": [2, 1],
+        "other": [7, 8],
+        "parts": [{"base_lrs": [4, 3]}, 5],
+    }

@@ -70,7 +70,7 @@ def seeded_site(
     """Serve the application over a new store; the running attempt has two profiled steps.
 
     `serve_metrics` takes a job's id and returns the endpoint that its driver would report; that of the
-    failed job lingers.
+    failed job lingers, and so does that of an earlier attempt of the running job, which is told first.
     With `api_token`, every call must carry it.
     """
     never_s = 3600
@@ -143,6 +143,12 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
         states.move_job(session, failed, JobState.FAILED, at=now, **reason)
         running = await jobs.create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
+        if serve_metrics:
+            earlier = await create_attempt(session, running, device="cpu", at=now)
+            earlier.metrics_endpoint = serve_metrics(running.id)
+            lost = {"reason": "WORKER_LOST", "message": "node a is gone"}
+            states.move_attempt(earlier, AttemptState.FAILED, at=now, **lost)
+            states.move_job(session, running, JobState.RECOVERING, at=now, **lost)
         attempt = await create_attempt(session, running, device="cpu", at=now)
         attempt.submitted_at = now
         attempt.peak_memory_bytes = {"mesh0": 3 << 20, "mesh1": 1536}
