@@ -75,7 +75,9 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
     out = {}
     for entry in container.get("env") or []:
         reference = entry.get("valueFrom", {}).get("secretKeyRef")
-        out[entry["name"]] = f"{reference['name']}/{reference['key']}" if reference else entry.get("value", "")
+        out[entry["name"]] = (
+            f"{reference['name']}/{reference['key']}" if reference else entry.get("value", "")
+        )
     return out
 
 

@@ -14,6 +14,7 @@ from helm_python import Chart, HelmError, lint
 
 from service.orchestrator.decide import RESOURCES
 from service.settings import Settings
+from tests.deploy.crds import check
 from tests.deploy.rendering import (
     ANY_RAY,
     CASES,
@@ -23,9 +24,11 @@ from tests.deploy.rendering import (
     ROOT,
     case,
     environment,
+    nodes_of,
     objects,
     of_kind,
 )
+
 
 @pytest.fixture(scope="module")
 def chart() -> Iterator[Chart]:
@@ -50,11 +53,17 @@ def test_every_object_is_valid_kubernetes(chart: Chart, values: Path, version: s
         kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_pod_templates_of_a_ray_cluster_are_valid_pods(chart: Chart):
-    """The custom resource has no schema here, but the pods in it have one."""
-    cluster = of_kind(objects(chart, case("production")), "RayCluster")["spec"]
-    templates = [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
-    for template in templates:
+@pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+def test_custom_resources_hold_what_their_operators_take(chart: Chart, values: Path):
+    found = objects(chart, yaml.safe_load(values.read_text()))
+    for (kind, _), item in found.items():
+        if kind in CUSTOM_RESOURCES:
+            check(item)
+
+
+@pytest.mark.parametrize("name", ["kind", "one-gpu-node", "open-cpu", "production"])
+def test_pod_templates_of_a_ray_cluster_are_valid_pods(chart: Chart, name: str):
+    for template in nodes_of(objects(chart, case(name))).values():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, **template}
         kubernetes_validate.validate(pod, KUBERNETES[-1], strict=True)
 

@@ -23,7 +23,9 @@ def port_range(text: str) -> range:
     except ValueError:
         found = range(0)
     if not found or found[0] < 1 or found[-1] > 65535:
-        raise ValueError(f"SLOTLINE_METRICS_PORTS is {text!r}: give the first and the last port, e.g. 9400-9499")
+        raise ValueError(
+            f"SLOTLINE_METRICS_PORTS is {text!r}: give the first and the last port, e.g. 9400-9499"
+        )
     return found
 
 
