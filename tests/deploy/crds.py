@@ -79,7 +79,9 @@ SPECIFICATIONS = {
         selector=_closed(matchLabels=TEXTS),
         endpoints={
             "type": "array",
-            "items": _closed(port=TEXT, path=TEXT, interval=TEXT, relabelings=_RELABELINGS),
+            "items": _closed(
+                port=TEXT, path=TEXT, interval=TEXT, honorLabels={"type": "boolean"}, relabelings=_RELABELINGS
+            ),
         },
     ),
     "ScrapeConfig": _closed(

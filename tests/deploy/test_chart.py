@@ -178,8 +178,10 @@ def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart
     jobs = of_kind(found, "ScrapeConfig")["spec"]
     assert jobs["honorLabels"] is True
     assert jobs["httpSDConfigs"][0]["url"] == "http://demo-slotline.ml.svc:80/api/v1/prometheus/targets"
-    relabelings = of_kind(found, "ServiceMonitor")["spec"]["endpoints"][0]["relabelings"]
-    assert {"targetLabel": "job", "replacement": "slotline"} in relabelings, "the alert asks for this name"
+    (endpoint,) = of_kind(found, "ServiceMonitor")["spec"]["endpoints"]
+    wanted = {"targetLabel": "job", "replacement": "slotline"}
+    assert wanted in endpoint["relabelings"], "the alert asks for this name"
+    assert endpoint["honorLabels"] is True, "slotline_job_info carries the job's id as job"
 
 
 def test_the_charts_files_are_those_of_the_dashboards():

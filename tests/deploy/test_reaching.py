@@ -130,6 +130,21 @@ def test_up_of_drivers_has_the_name_that_the_rules_use(chart: Chart):
     assert {"targetLabel": "job", "replacement": "slotline-jobs"} in scrape["relabelings"]
 
 
+def test_alerts_lead_to_where_the_runbook_can_be_opened(chart: Chart):
+    def addresses(**monitoring: Any) -> set[str]:
+        values = {**ANY_RAY, "monitoring": {"rules": {"enabled": True}, **monitoring}}
+        chart.validate_schema(values)
+        (one,) = of_kind(objects(chart, values), "PrometheusRule")["spec"]["groups"]
+        return {rule["annotations"]["runbook_url"] for rule in one["rules"] if "alert" in rule}
+
+    here = addresses()
+    assert "deploy/RUNBOOK.md#slotlinelinkslow" in here
+    there = addresses(runbookUrl="https://wiki.example.org/slotline")
+    assert there == {
+        address.replace("deploy/RUNBOOK.md", "https://wiki.example.org/slotline") for address in here
+    }
+
+
 def test_a_network_policy_lets_prometheus_in_where_drivers_serve(
     chart: Chart, monkeypatch: pytest.MonkeyPatch
 ):
