@@ -1,6 +1,6 @@
-"""The control plane's image by what it installs: its own commands, in an empty environment, and its own command started.
+"""The images by what they install: their own commands, in an empty environment, and what they are for.
 
-Some minutes and half a gigabyte of packages, so only where SLOTLINE_IMAGE_TESTS is set (see deploy/README.md).
+Some minutes and gigabytes of packages, so only where SLOTLINE_IMAGE_TESTS is set (see deploy/README.md).
 """
 
 from __future__ import annotations
@@ -42,25 +42,50 @@ class Image:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    """The build stage, line by line: COPY into an empty folder, RUN with a bare environment."""
+    """The control plane's: what its build stage makes."""
     folder = tmp_path_factory.mktemp("image")
-    prefix, source, tools = folder / "slotline", folder / "src", folder / "bin"
+    prefix = folder / "slotline"
+    _build(DOCKERFILE.read_text().split("\nFROM ")[1], folder, {PREFIX: str(prefix)}, {})
+    environment = {"PATH": f"{prefix}/bin:/usr/bin:/bin"} | image_environment()
+    environment |= {"HOME": str(folder), "SLOTLINE_DATA_DIR": str(folder / "data")}
+    return Image(prefix, environment)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """A Ray node's, for CPUs: an empty environment stands for the Python of its base image."""
+    index = os.environ.get("TORCH_INDEX")
+    if not index:
+        pytest.skip("TORCH_INDEX is not set: the index of torch's CPU wheels")
+    folder = tmp_path_factory.mktemp("worker")
+    prefix = folder / "python"
+    subprocess.run([sys.executable, "-m", "venv", prefix], check=True, timeout=120)
+    path = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "CUDA_MAJOR": "", "TORCH_INDEX": index}
+    text = (ROOT / "deploy" / "Dockerfile.worker").read_text().split("\nFROM ")[1]
+    _build(text, folder, {}, path)
+    return Image(prefix, {"PATH": path["PATH"], "HOME": str(folder)})
+
+
+def _build(stage: str, folder: Path, places: dict[str, str], environment: dict[str, str]) -> None:
+    """A stage, line by line: COPY into an empty folder, RUN with a bare environment; Debian's packages are left out."""
+    source, tools = folder / "src", folder / "bin"
     source.mkdir()
     tools.mkdir()
     (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tools / "python").chmod(0o755)
-    bare = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(folder)}
+    bare = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(folder)} | environment
     bare |= {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
-    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    build = text.split("\nFROM ")[1]
-    for line in build.splitlines()[1:]:
+    text = re.sub(r"^\s*#.*\n", "", stage, flags=re.MULTILINE).replace("\\\n", " ")
+    for line in text.splitlines()[1:]:
         word, _, argument = line.strip().partition(" ")
         if word == "COPY":
             *names, target = argument.split()
             for name in names:
                 _copy(ROOT / name, source / (target if len(names) == 1 else ""))
-        elif word == "RUN":
-            command = argument.replace(PREFIX, str(prefix))
+        elif word == "RUN" and "apt-get" not in argument:
+            command = argument
+            for place, here in places.items():
+                command = command.replace(place, here)
             done = subprocess.run(
                 ["/bin/sh", "-ec", command],
                 cwd=source,
@@ -71,9 +96,18 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
                 check=False,
             )
             assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    environment = {"PATH": f"{prefix}/bin:/usr/bin:/bin"} | image_environment()
-    environment |= {"HOME": str(folder), "SLOTLINE_DATA_DIR": str(folder / "data")}
-    return Image(prefix, environment)
+
+
+def _packages(image: Image) -> set[str]:
+    listed = subprocess.run(
+        [image.prefix / "bin" / "python", "-m", "pip", "list", "--format=freeze"],
+        env=image.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout.lower()
+    return {line.partition("==")[0] for line in listed.splitlines()}
 
 
 def _copy(what: Path, to: Path) -> None:
@@ -84,19 +118,35 @@ def _copy(what: Path, to: Path) -> None:
 
 
 def test_nothing_of_the_workers_is_installed(image: Image):
-    listed = subprocess.run(
-        [image.prefix / "bin" / "python", "-m", "pip", "list", "--format=freeze"],
-        env=image.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout.lower()
-    names = {line.partition("==")[0] for line in listed.splitlines()}
+    names = _packages(image)
     assert {"slotline", "fastapi", "ortools", "psycopg"} <= names
     assert not [
         name for name in names if name in ("torch", "ray", "scikit-learn") or name.startswith("nvidia")
     ]
+
+
+def test_the_cpu_image_of_a_node_has_buckets_and_no_cuda(worker: Image, tmp_path: Path):
+    names = _packages(worker)
+    assert {"slotline", "torch", "ray", "s3fs", "gcsfs", "virtualenv"} <= names
+    assert not [name for name in names if name.startswith(("nvidia", "cupy"))], "gigabytes that nobody uses"
+    program = (
+        "import ray, torch, worker.driver.__main__, worker.actor, worker.profiler, worker.checkpoint, fsspec\n"
+        "assert not torch.cuda.is_available()\n"
+        "kinds = [type(fsspec.core.url_to_fs(uri)[0]).__name__ for uri in ('s3://bucket/runs',)]\n"
+        "kinds.append(fsspec.get_filesystem_class('gs').__name__)\n"
+        "print(*kinds)"
+    )
+    done = subprocess.run(
+        [worker.prefix / "bin" / "python", "-c", program],
+        cwd=tmp_path,  # away from the sources
+        env=worker.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["S3FileSystem", "GCSFileSystem"]
 
 
 def test_it_serves_and_plans_with_what_was_installed(image: Image, tmp_path: Path):
