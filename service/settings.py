@@ -29,12 +29,18 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     public_url: str | None = Field(default=None, description="How drivers and users reach this server")
+    driver_url: str | None = Field(
+        default=None, description="How drivers reach this server, where that differs from public_url"
+    )
     data_dir: Path = Path(".slotline")
     database_url: str = Field(default="", description="SQLite in data_dir when empty")
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
 
     # Who may call
     api_token: SecretStr | None = Field(default=None, description="One token that every call must carry")
+    metrics_token: SecretStr | None = Field(
+        default=None, description="Opens the list of drivers for Prometheus, and nothing else"
+    )
     require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
     open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
 
@@ -83,6 +89,9 @@ class Settings(BaseSettings):
     retry_backoff_s: Annotated[float, Field(ge=0)] = 2.0
     retry_backoff_limit_s: Annotated[float, Field(ge=0)] = 60.0
     metrics_linger_s: Annotated[float, Field(ge=0)] = 60.0
+    metrics_ports: Annotated[str, Field(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = Field(
+        default="", description="first-last: drivers serve their metrics at one of these; empty: at any port"
+    )
 
     # Limits
     body_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
@@ -140,7 +149,15 @@ class Settings(BaseSettings):
             raise ValueError(f"{value:g} is no time to keep something: give days, or -1 for ever")
         return value
 
-    @field_validator("api_token", "ray_auth_token", mode="before")
+    @field_validator("metrics_ports")
+    @classmethod
+    def _ports_are_a_range(cls, value: str) -> str:
+        first, _, last = value.partition("-")
+        if value and not 1 <= int(first) <= int(last) <= 65535:
+            raise ValueError("give the first and the last port, e.g. 9400-9499")
+        return value
+
+    @field_validator("api_token", "metrics_token", "ray_auth_token", mode="before")
     @classmethod
     def _token_without_blanks_around_it(cls, value: Any) -> Any:
         text = value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -160,9 +177,9 @@ class Settings(BaseSettings):
             )
         return value.rstrip("/") if value else None
 
-    @field_validator("public_url")
+    @field_validator("public_url", "driver_url")
     @classmethod
-    def _public_url_is_http(cls, value: str | None) -> str | None:
+    def _url_is_http(cls, value: str | None) -> str | None:
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("drivers and browsers call it over HTTP: write http://... or https://...")
         return value.rstrip("/") if value else None
@@ -205,11 +222,16 @@ class Settings(BaseSettings):
 
     @property
     def url(self) -> str:
-        """The address that drivers and users call."""
+        """The address that users call, and drivers where no `driver_url` is set."""
         if self.public_url:
             return self.public_url
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def control_url(self) -> str:
+        """The address at which drivers report: their own, or everybody's."""
+        return self.driver_url or self.url
 
     @property
     def sqlalchemy_url(self) -> str:

@@ -22,6 +22,8 @@ from service.store.tokens import find_token, token_digest
 
 _ADMITTED = "slotline.admitted"
 """In the scope of a request that was let through: its route asks before the body is read, its dependencies again."""
+_METRICS_PATH = "/api/v1/prometheus/targets"
+"""All that the metrics' token opens; /metrics itself is open to everybody."""
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
 
@@ -34,7 +36,7 @@ async def user(request: Request, service: Current) -> None:
     if token is None:
         raise ProblemError(401, "a token is needed: send Authorization: Bearer <token>", headers=_CHALLENGE)
     is_ours = settings.api_token is not None and _same(token, settings.api_token.get_secret_value())
-    if not is_ours and not await _is_known(service, token):
+    if not is_ours and not _reads_targets(request, service, token) and not await _is_known(service, token):
         raise ProblemError(
             401, "the token is not valid: ask for one made by `slotline token`", headers=_CHALLENGE
         )
@@ -57,6 +59,16 @@ async def driver(attempt_id: str, request: Request, service: Current) -> Attempt
 
 
 DriverAttempt = Annotated[Attempt, Depends(driver)]
+
+
+def _reads_targets(request: Request, service: Service, token: str) -> bool:
+    wanted = service.settings.metrics_token
+    return (
+        wanted is not None
+        and request.method == "GET"
+        and request.scope["path"] == _METRICS_PATH
+        and _same(token, wanted.get_secret_value())
+    )
 
 
 async def _is_known(service: Service, token: str) -> bool:

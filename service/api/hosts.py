@@ -48,7 +48,7 @@ def own_names(settings: Settings) -> set[str] | None:
     """Names besides those of this machine; None where everybody may call: with a token, or by a setting."""
     if settings.authenticates or settings.open_access:
         return None
-    return {httpx.URL(settings.url).host, settings.host}
+    return {httpx.URL(settings.url).host, httpx.URL(settings.control_url).host, settings.host}
 
 
 def _is_own_page(headers: Mapping[bytes, str]) -> bool:

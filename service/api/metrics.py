@@ -1,20 +1,26 @@
-"""`/metrics` of the control plane: jobs by state, queue depth, attempts by cause, its own process.
+"""`/metrics` of the control plane: jobs by state, queues and their waits, attempts by cause, jobs that are not over.
 
-Counted in the store at each scrape: nothing accumulates here, so a restart loses nothing, and
-no number carries a job or a step.
+Counted in the store at each scrape: nothing accumulates here, so a restart loses nothing; what carries a job's id is
+a gauge that goes with the job. Scrapers must keep that label (honor_labels).
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from service.api.context import Current
+from service.api.job_metrics import WAIT_BUCKETS_S, JobCounts, job_counts
 from service.store.counts import Counts, count
+from service.store.database import utc_now
 
 router = APIRouter(include_in_schema=False)
 
@@ -22,21 +28,23 @@ router = APIRouter(include_in_schema=False)
 @router.get("/metrics")
 async def metrics(service: Current) -> Response:
     """The metrics in Prometheus's text format."""
-    counts = await count(service.database, tuple(service.settings.queues))
-    return Response(exposition(counts), media_type=CONTENT_TYPE_LATEST)
+    queues = tuple(service.settings.queues)
+    counts = await count(service.database, queues)
+    jobs = await job_counts(service.database, queues, at=utc_now())
+    return Response(exposition(counts, jobs), media_type=CONTENT_TYPE_LATEST)
 
 
-def exposition(counts: Counts) -> bytes:
+def exposition(counts: Counts, jobs: JobCounts = JobCounts()) -> bytes:
     """The text of one scrape; its registry is made and forgotten here."""
     registry = CollectorRegistry()
-    registry.register(_Counted(counts))
+    registry.register(_Counted(counts, jobs))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
 class _Counted(Collector):
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+    def __init__(self, counts: Counts, jobs: JobCounts) -> None:
+        self._counts, self._jobs = counts, jobs
 
     def collect(self) -> Iterator[Metric]:
         yield _family(GaugeMetricFamily, "jobs", "Jobs by state.", "state", self._counts.jobs_by_state)
@@ -48,6 +56,72 @@ class _Counted(Collector):
             "cause",
             self._counts.attempts_by_cause,
         )
+        build = GaugeMetricFamily(
+            "slotline_build_info", "1, with the control plane's version.", labels=["version", "python"]
+        )
+        build.add_metric([_version(), platform.python_version()], 1)
+        yield build
+        yield self._queue_wait()
+        yield _family(
+            GaugeMetricFamily,
+            "queue_oldest_wait_seconds",
+            "How long the first of the jobs that wait has waited, since it was queued last.",
+            "queue",
+            self._jobs.oldest_wait_s,
+        )
+        yield from self._of_jobs()
+        yield from self._over_plan()
+
+    def _queue_wait(self) -> Metric:
+        family = HistogramMetricFamily(
+            "slotline_queue_wait_seconds", "From a job's submission to its first attempt.", labels=["queue"]
+        )
+        limits = [*(f"{limit:g}" for limit in WAIT_BUCKETS_S), "+Inf"]
+        for queue, waits in sorted(self._jobs.waits.items()):
+            family.add_metric([queue], list(zip(limits, accumulate(waits.numbers), strict=True)), waits.sum_s)
+        return family
+
+    def _of_jobs(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "slotline_job_info",
+            "1 for each job that is not over.",
+            labels=["job", "name", "queue", "state", "attempt"],
+        )
+        attempts = _of_job("job_attempts", "Attempts that the job has made.")
+        age = _of_job("checkpoint_age_seconds", "Since a training job's last checkpoint, or its start.")
+        interval = _of_job(
+            "checkpoint_interval_seconds", "Steps between checkpoints, at the last step's length."
+        )
+        for job in self._jobs.jobs:
+            info.add_metric([job.id, job.name, job.queue, job.state, str(job.attempt)], 1)
+            attempts.add_metric([job.id], job.attempt)
+            if job.checkpoint_age_s is not None:
+                age.add_metric([job.id], job.checkpoint_age_s)
+            if job.checkpoint_interval_s is not None:
+                interval.add_metric([job.id], job.checkpoint_interval_s)
+        yield from (info, attempts, age, interval)
+
+    def _over_plan(self) -> Iterator[Metric]:
+        meshes = _of_job(
+            "mesh_compute_seconds_over_plan", "Computing of a mesh, measured over planned.", "mesh"
+        )
+        link = "source", "target"
+        measured = _of_job("link_seconds", "Transfers of a link in the last profiled step.", *link)
+        planned = _of_job("plan_link_seconds", "Transfers of a link in a step, by the plan.", *link)
+        ratio = _of_job("link_seconds_over_plan", "Transfers of a link, measured over planned.", *link)
+        for job in self._jobs.jobs:
+            if (over := job.over_plan) is None:
+                continue
+            for mesh, seconds in sorted(over.planned.meshes.items()):
+                if seconds > 0 and mesh in over.measured.meshes:
+                    meshes.add_metric([job.id, mesh], over.measured.meshes[mesh] / seconds)
+            for ends, seconds in sorted(over.measured.links.items()):
+                measured.add_metric([job.id, *ends], seconds)
+                if promised := over.planned.links.get(ends):
+                    ratio.add_metric([job.id, *ends], seconds / promised)
+            for ends, seconds in sorted(over.planned.links.items()):
+                planned.add_metric([job.id, *ends], seconds)
+        yield from (meshes, measured, planned, ratio)
 
 
 def _family(
@@ -55,9 +129,21 @@ def _family(
     name: str,
     text: str,
     label: str,
-    values: dict[str, int],
+    values: dict[str, int] | dict[str, float],
 ) -> Metric:
     family = kind(f"slotline_{name}", text, labels=[label])
     for value, number in sorted(values.items()):
         family.add_metric([value], number)
     return family
+
+
+def _of_job(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"slotline_{name}", text, labels=["job", *labels])
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("slotline")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"

@@ -85,10 +85,11 @@ class Submitter:
             entrypoint=f"{shlex.quote(self._python)} -m worker.driver",
             env=self._address_of_the_cluster()
             | {
-                "SLOTLINE_CONTROL_URL": self._settings.url,
+                "SLOTLINE_CONTROL_URL": self._settings.control_url,
                 "SLOTLINE_ATTEMPT_ID": attempt.id,
                 "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
                 "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
+                "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
                 "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
             },
             metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},

@@ -14,52 +14,26 @@ from helm_python import Chart, HelmError, lint
 
 from service.orchestrator.decide import RESOURCES
 from service.settings import Settings
-
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy" / "chart"
-CASES = sorted((CHART / "ci").glob("*.yaml"))
-KUBERNETES = ("1.25", "1.37")
-CUSTOM_RESOURCES = {"RayCluster", "ServiceMonitor", "ScrapeConfig", "PrometheusRule"}
-"""Kinds of operators: kubernetes-validate has no schema of theirs. What they hold is checked below."""
-
-ANY_RAY = {"ray": {"address": "http://head:8265"}}
+from tests.deploy.crds import check
+from tests.deploy.rendering import (
+    ANY_RAY,
+    CASES,
+    CHART,
+    CUSTOM_RESOURCES,
+    KUBERNETES,
+    ROOT,
+    case,
+    environment,
+    nodes_of,
+    objects,
+    of_kind,
+)
 
 
 @pytest.fixture(scope="module")
 def chart() -> Iterator[Chart]:
     with Chart.load(CHART) as loaded:
         yield loaded
-
-
-def objects(chart: Chart, values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Every rendered object by (kind, name)."""
-    found = {}
-    for name, text in chart.render(values, name="demo", namespace="ml").items():
-        if name.endswith(".yaml"):
-            for item in yaml.safe_load_all(text):
-                if item is not None:
-                    key = item["kind"], item["metadata"]["name"]
-                    assert key not in found, f"{key} twice"
-                    found[key] = item
-    return found
-
-
-def of_kind(found: dict[tuple[str, str], dict[str, Any]], kind: str) -> dict[str, Any]:
-    return next(item for (k, _), item in found.items() if k == kind)
-
-
-def case(name: str) -> dict[str, Any]:
-    return yaml.safe_load((CHART / "ci" / f"{name}.yaml").read_text())
-
-
-def environment(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, str]:
-    """What the container's settings come to, secrets as `secret/key`."""
-    container = of_kind(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    out = dict(of_kind(found, "ConfigMap")["data"])
-    for entry in container["env"] or []:
-        reference = entry["valueFrom"]["secretKeyRef"]
-        out[entry["name"]] = f"{reference['name']}/{reference['key']}"
-    return out
 
 
 @pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
@@ -79,14 +53,19 @@ def test_every_object_is_valid_kubernetes(chart: Chart, values: Path, version: s
         kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_pod_templates_of_a_ray_cluster_are_valid_pods(chart: Chart):
-    """The custom resource has no schema here, but the pods in it have one."""
-    cluster = of_kind(objects(chart, case("production")), "RayCluster")["spec"]
-    templates = [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
-    for template in templates:
+@pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+def test_custom_resources_hold_what_their_operators_take(chart: Chart, values: Path):
+    found = objects(chart, yaml.safe_load(values.read_text()))
+    for (kind, _), item in found.items():
+        if kind in CUSTOM_RESOURCES:
+            check(item)
+
+
+@pytest.mark.parametrize("name", ["kind", "one-gpu-node", "open-cpu", "production"])
+def test_pod_templates_of_a_ray_cluster_are_valid_pods(chart: Chart, name: str):
+    for template in nodes_of(objects(chart, case(name))).values():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, **template}
         kubernetes_validate.validate(pod, KUBERNETES[-1], strict=True)
-        assert template["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
 @pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
@@ -102,6 +81,7 @@ def test_the_rendered_settings_are_ones_that_the_control_plane_takes(
     assert settings.host == "0.0.0.0"
     assert settings.port == 8470
     assert settings.ray_address == given["RAY_ADDRESS"]
+    assert settings.control_url == "http://demo-slotline.ml.svc:80", "drivers need no name of the outside"
     known = {name for name in Settings.model_fields}
     unknown = [
         n for n in given if n.startswith("SLOTLINE_") and n.removeprefix("SLOTLINE_").lower() not in known
@@ -198,8 +178,10 @@ def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart
     jobs = of_kind(found, "ScrapeConfig")["spec"]
     assert jobs["honorLabels"] is True
     assert jobs["httpSDConfigs"][0]["url"] == "http://demo-slotline.ml.svc:80/api/v1/prometheus/targets"
-    relabelings = of_kind(found, "ServiceMonitor")["spec"]["endpoints"][0]["relabelings"]
-    assert {"targetLabel": "job", "replacement": "slotline"} in relabelings, "the alert asks for this name"
+    (endpoint,) = of_kind(found, "ServiceMonitor")["spec"]["endpoints"]
+    wanted = {"targetLabel": "job", "replacement": "slotline"}
+    assert wanted in endpoint["relabelings"], "the alert asks for this name"
+    assert endpoint["honorLabels"] is True, "slotline_job_info carries the job's id as job"
 
 
 def test_the_charts_files_are_those_of_the_dashboards():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -109,7 +110,99 @@ def test_every_requirement_of_the_images_is_pinned():
     pinned = {_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert "fastapi" in map(_name, needed) and "torch" not in map(_name, needed)
     assert {_name(text) for text in needed} <= pinned
-    assert {_name(text) for cuda in ("cuda12", "cuda13") for text in extras[cuda]} <= pinned
+    assert {_name(text) for extra in ("cuda12", "cuda13", "storage") for text in extras[extra]} <= pinned
+
+
+WORKER = DEPLOY / "Dockerfile.worker"
+
+
+def test_the_worker_reaches_the_buckets_that_the_readme_promises():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {_name(text) for text in extras["storage"]} == {"s3fs", "gcsfs"}
+    assert ".[storage${CUDA_MAJOR:+,cuda$CUDA_MAJOR}]" in _installs(WORKER)[-1]
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    assert pins["s3fs"] == pins["gcsfs"] == pins["fsspec"], "each asks for exactly its own version of fsspec"
+
+
+def test_the_worker_finds_infiniband():
+    packages = next(a for word, a in instructions(WORKER) if word == "RUN" and "apt-get install" in a)
+    assert {"libibverbs1", "ibverbs-providers"} <= set(packages.split())
+
+
+def test_the_worker_is_no_virtual_environment():
+    """Ray copies the one that it runs in, torch and all, for every job with code.pip."""
+    for word, argument in instructions(WORKER):
+        assert not (word == "RUN" and re.search(r"-m venv|virtualenv|uv venv", argument)), argument
+        assert not (word == "ENV" and "PATH=" in argument), argument
+
+
+def test_no_image_asks_for_every_gpu_of_its_node():
+    """The runtime gives a container the GPUs that its pod asked for; `all` gives it those of other pods as well."""
+    for path in DOCKERFILES:
+        for word, argument in instructions(path):
+            assert not (word == "ENV" and "NVIDIA_VISIBLE_DEVICES" in argument), path.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "torch"),
+    [
+        ({"CUDA_MAJOR": "", "TORCH_INDEX": ""}, None),
+        ({"CUDA_MAJOR": "", "TORCH_INDEX": "https://cpu"}, ["--no-deps", "--index-url", "https://cpu"]),
+        ({"CUDA_MAJOR": "13", "TORCH_INDEX": ""}, []),
+        ({"CUDA_MAJOR": "12", "TORCH_INDEX": "https://cu12"}, ["--no-deps", "--index-url", "https://cu12"]),
+    ],
+    ids=["CPU without an index", "CPU", "CUDA", "another CUDA"],
+)
+def test_torch_comes_alone_from_an_index_of_its_own(
+    arguments: dict[str, str], torch: list[str] | None, tmp_path: Path
+):
+    """The image's own commands, with stand-ins for pip and apt-get that write down what they are told.
+
+    An index of torch has few versions of anything else (pins would not be found), and pip's default wheel of
+    torch brings CUDA to a CPU image.
+    """
+    for name in ("apt-get", "useradd", "rm", "pip", "python"):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f'#!/bin/sh\necho "{name} $*" >> "$SAID"\n')
+        tool.chmod(0o755)
+    said = tmp_path / "said"
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "SAID": str(said), **arguments}
+    for word, argument in instructions(WORKER):
+        if word == "RUN":
+            done = subprocess.run(
+                ["/bin/sh", "-c", argument],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            if torch is None:
+                assert done.returncode != 0 and "TORCH_INDEX" in done.stdout and not said.exists()
+                return
+            assert done.returncode == 0, done.stderr
+    assert torch is not None
+    first, second = [line.split() for line in said.read_text().splitlines() if line.startswith("pip install")]
+    pin = next(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
+    )
+    assert first[-1] == pin
+    assert first[first.index("constraints.txt") + 1 : -1] == torch
+    extra = f",cuda{arguments['CUDA_MAJOR']}" if arguments["CUDA_MAJOR"] else ""
+    assert second[-1] == f".[storage{extra}]"
+    assert "--index-url" not in second
+
+
+def test_a_pin_takes_torchs_builds_for_one_device():
+    """Else the second installation would replace the CPU wheel by pip's default one."""
+    pin = next(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
+    )
+    version = pin.partition("==")[2]
+    assert SpecifierSet(f"=={version}").contains(f"{version}+cpu")
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +262,10 @@ def _requirements() -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _installs(path: Path) -> list[str]:
+    return [a for word, a in instructions(path) if word == "RUN" and "pip install" in a]
 
 
 def _name(requirement: str) -> str:

@@ -30,3 +30,17 @@ def test_a_blank_token_does_not_open_the_server_to_others(monkeypatch):
 def test_an_empty_variable_is_none_at_all(monkeypatch):
     monkeypatch.setenv("SLOTLINE_API_TOKEN", "")
     assert Settings().api_token is None
+
+
+@pytest.mark.parametrize("ports", ["9499-9400", "0-5", "9400-65536", "9400", "a-b"])
+def test_ports_that_are_no_range_are_refused(ports):
+    with pytest.raises(ValidationError, match="metrics_ports"):
+        Settings(metrics_ports=ports)
+
+
+def test_drivers_use_the_users_address_unless_they_have_one_of_their_own():
+    assert Settings(public_url="https://out").control_url == "https://out"
+    both = Settings(public_url="https://out", driver_url="http://in:80/")
+    assert (both.url, both.control_url) == ("https://out", "http://in:80")
+    with pytest.raises(ValidationError, match="http"):
+        Settings(driver_url="in:80")

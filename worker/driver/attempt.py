@@ -16,6 +16,7 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
+from worker.driver.metrics_port import serve_in_range
 from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
@@ -222,4 +223,5 @@ def _load(
 
 def _serve_metrics(metrics: JobMetrics) -> str:
     """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
-    return metrics.serve(host=os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address(), port=0)
+    host = os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address()
+    return serve_in_range(metrics, host, os.environ.get("SLOTLINE_METRICS_PORTS", ""))

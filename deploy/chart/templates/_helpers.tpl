@@ -2,17 +2,18 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* At most 45 characters: KubeRay shortens what it makes of a RayCluster's name beyond 50, and refuses one beyond 53. */}}
 {{- define "slotline.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := include "slotline.name" . -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
+{{- $full = regexReplaceAll "[-.]+$" ($full | trunc 45) "" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) -}}
+{{- fail (printf "%q cannot name a Service: it must begin with a letter and hold letters, digits and dashes; set fullnameOverride" $full) -}}
 {{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{- define "slotline.selector" -}}
@@ -48,13 +49,46 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* The Service: what everything inside the cluster calls, whatever people call. */}}
+{{- define "slotline.serviceUrl" -}}
+{{- printf "http://%s.%s.svc:%v" (include "slotline.fullname" .) .Release.Namespace .Values.service.port -}}
+{{- end -}}
+
 {{- define "slotline.url" -}}
-{{- default (printf "http://%s.%s.svc:%v" (include "slotline.fullname" .) .Release.Namespace .Values.service.port) .Values.publicUrl -}}
+{{- if .Values.publicUrl -}}
+{{- .Values.publicUrl -}}
+{{- else if .Values.ingress.enabled -}}
+{{- printf "%s://%s" (ternary "https" "http" (ne .Values.ingress.tlsSecret "")) .Values.ingress.host -}}
+{{- else if and .Values.httpRoute.enabled .Values.httpRoute.hostnames -}}
+{{- printf "https://%s" (first .Values.httpRoute.hostnames) -}}
+{{- else -}}
+{{- include "slotline.serviceUrl" . -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slotline.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+
+{{/* Whether the data directory is on a volume that outlives the pod. */}}
+{{- define "slotline.persistent" -}}
+{{- if and .Values.persistence.enabled (or (not .Values.database.urlSecret.name) .Values.persistence.existingClaim) -}}true{{- end -}}
 {{- end -}}
 
 {{/* A value as an environment variable: Helm reads every number as a float and would print 33554432 as 3.3554432e+07. */}}
 {{- define "slotline.text" -}}
 {{- if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) -}}{{ printf "%.0f" . }}
 {{- else -}}{{ toString . }}
+{{- end -}}
+{{- end -}}
+
+{{/* The label by which kube-prometheus-stack finds its objects, and those of the values. (root, labels) */}}
+{{- define "slotline.monitoringLabels" -}}
+{{- $labels := deepCopy .labels -}}
+{{- if .root.Values.monitoring.release -}}
+{{- $labels = merge $labels (dict "release" .root.Values.monitoring.release) -}}
+{{- end -}}
+{{- with $labels }}
+{{- toYaml . }}
 {{- end -}}
 {{- end -}}

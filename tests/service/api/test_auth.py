@@ -86,6 +86,18 @@ async def test_a_drivers_token_opens_its_own_attempt_and_nothing_of_the_users(ma
                 problem(await ask(api, method, path, {"Authorization": f"Bearer {given}"}), 401)
 
 
+async def test_the_metrics_token_opens_the_list_of_drivers_and_nothing_else(make_api: ApiMaker):
+    async with make_api(api_token="secret", metrics_token="scrape\n") as api:
+        headers = {"Authorization": "Bearer scrape"}
+        targets = "/api/v1/prometheus/targets"
+        assert (await api.client.get(targets, headers=headers)).json() == []
+        for method, path in sorted(ROUTES - OPEN - {("GET", targets)}):
+            problem(await ask(api, method, path, headers), 401)
+        problem(await api.client.get(targets, headers={"Authorization": "Bearer wrong"}), 401)
+    async with make_api(api_token="secret") as api:
+        problem(await api.client.get(targets, headers=headers), 401)
+
+
 @pytest.mark.parametrize(("method", "path"), sorted(OPEN))
 async def test_what_probes_and_scrapers_need_is_open(make_api: ApiMaker, method: str, path: str):
     async with make_api(api_token="secret") as api:

@@ -364,10 +364,10 @@ async def test_tokens_are_asked_for_when_set_and_never_for_health(make_api: ApiM
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1:8000", "localhost", "[::1]:80", "me.localhost", "slotline.lab:80"]
+    "host", ["127.0.0.1:8000", "localhost", "[::1]:80", "me.localhost", "slotline.lab:80", "drivers.lab"]
 )
 async def test_a_server_without_tokens_answers_to_its_own_names(make_api: ApiMaker, host: str):
-    async with make_api(public_url="http://slotline.lab") as api:
+    async with make_api(public_url="http://slotline.lab", driver_url="http://drivers.lab:80") as api:
         assert (await api.client.get("/api/v1/jobs", headers={"Host": host})).status_code == 200
 
 

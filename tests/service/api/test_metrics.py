@@ -25,8 +25,10 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            assert len(sample.labels) < 2, f"{sample}: no job, no step, no microbatch here"
-            found[sample.name, "".join(sample.labels.values())] = sample.value
+            assert not {"step", "microbatch"} & sample.labels.keys(), f"{sample}: neither belongs here"
+            assert "job" not in sample.labels or family.type == "gauge", f"{sample} would go, but not add up"
+            if len(sample.labels) < 2:
+                found[sample.name, "".join(sample.labels.values())] = sample.value
     return found
 
 

@@ -1,0 +1,193 @@
+"""The images by what they install: their own commands, in an empty environment, and what they are for.
+
+Some minutes and gigabytes of packages, so only where SLOTLINE_IMAGE_TESTS is set (see deploy/README.md).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.ports import free_ports
+from tests.deploy.rendering import ROOT, image_environment
+
+DOCKERFILE = ROOT / "deploy" / "Dockerfile.control-plane"
+PREFIX = "/opt/slotline"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        not os.environ.get("SLOTLINE_IMAGE_TESTS"), reason="SLOTLINE_IMAGE_TESTS is not set: long and large"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Image:
+    """Where the image's environment lies here, and what a container of it would have in its own."""
+
+    prefix: Path
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """The control plane's: what its build stage makes."""
+    folder = tmp_path_factory.mktemp("image")
+    prefix = folder / "slotline"
+    _build(DOCKERFILE.read_text().split("\nFROM ")[1], folder, {PREFIX: str(prefix)}, {})
+    environment = {"PATH": f"{prefix}/bin:/usr/bin:/bin"} | image_environment()
+    environment |= {"HOME": str(folder), "SLOTLINE_DATA_DIR": str(folder / "data")}
+    return Image(prefix, environment)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """A Ray node's, for CPUs: an empty environment stands for the Python of its base image."""
+    index = os.environ.get("TORCH_INDEX")
+    if not index:
+        pytest.skip("TORCH_INDEX is not set: the index of torch's CPU wheels")
+    folder = tmp_path_factory.mktemp("worker")
+    prefix = folder / "python"
+    subprocess.run([sys.executable, "-m", "venv", prefix], check=True, timeout=120)
+    path = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "CUDA_MAJOR": "", "TORCH_INDEX": index}
+    text = (ROOT / "deploy" / "Dockerfile.worker").read_text().split("\nFROM ")[1]
+    _build(text, folder, {}, path)
+    return Image(prefix, {"PATH": path["PATH"], "HOME": str(folder)})
+
+
+def _build(stage: str, folder: Path, places: dict[str, str], environment: dict[str, str]) -> None:
+    """A stage, line by line: COPY into an empty folder, RUN with a bare environment; Debian's packages are left out."""
+    source, tools = folder / "src", folder / "bin"
+    source.mkdir()
+    tools.mkdir()
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python").chmod(0o755)
+    bare = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(folder)} | environment
+    bare |= {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
+    text = re.sub(r"^\s*#.*\n", "", stage, flags=re.MULTILINE).replace("\\\n", " ")
+    for line in text.splitlines()[1:]:
+        word, _, argument = line.strip().partition(" ")
+        if word == "COPY":
+            *names, target = argument.split()
+            for name in names:
+                _copy(ROOT / name, source / (target if len(names) == 1 else ""))
+        elif word == "RUN" and "apt-get" not in argument:
+            command = argument
+            for place, here in places.items():
+                command = command.replace(place, here)
+            done = subprocess.run(
+                ["/bin/sh", "-ec", command],
+                cwd=source,
+                env=bare,
+                capture_output=True,
+                text=True,
+                timeout=1500,
+                check=False,
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def _packages(image: Image) -> set[str]:
+    listed = subprocess.run(
+        [image.prefix / "bin" / "python", "-m", "pip", "list", "--format=freeze"],
+        env=image.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout.lower()
+    return {line.partition("==")[0] for line in listed.splitlines()}
+
+
+def _copy(what: Path, to: Path) -> None:
+    if what.is_dir():
+        shutil.copytree(what, to, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    else:
+        shutil.copy(what, to / what.name if to.is_dir() else to)
+
+
+def test_nothing_of_the_workers_is_installed(image: Image):
+    names = _packages(image)
+    assert {"slotline", "fastapi", "ortools", "psycopg"} <= names
+    assert not [
+        name for name in names if name in ("torch", "ray", "scikit-learn") or name.startswith("nvidia")
+    ]
+
+
+def test_the_cpu_image_of_a_node_has_buckets_and_no_cuda(worker: Image, tmp_path: Path):
+    names = _packages(worker)
+    assert {"slotline", "torch", "ray", "s3fs", "gcsfs", "virtualenv"} <= names
+    assert not [name for name in names if name.startswith(("nvidia", "cupy"))], "gigabytes that nobody uses"
+    program = (
+        "import ray, torch, worker.driver.__main__, worker.actor, worker.profiler, worker.checkpoint, fsspec\n"
+        "assert not torch.cuda.is_available()\n"
+        "s3, gs = fsspec.core.url_to_fs('s3://bucket/runs')[0], fsspec.get_filesystem_class('gs')\n"
+        "print(type(s3).__module__, gs.__module__)"
+    )
+    done = subprocess.run(
+        [worker.prefix / "bin" / "python", "-c", program],
+        cwd=tmp_path,  # away from the sources
+        env=worker.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [name.partition(".")[0] for name in done.stdout.split()] == ["s3fs", "gcsfs"]
+
+
+def test_it_serves_and_plans_with_what_was_installed(image: Image, tmp_path: Path):
+    """`slotline serve` as the image starts it, away from the sources; it shows its pages and makes a plan."""
+    (port,) = free_ports(1)
+    given = image.environment | {
+        "SLOTLINE_PORT": str(port),
+        "SLOTLINE_OPEN_ACCESS": "true",
+        "RAY_ADDRESS": "http://127.0.0.1:9",
+    }
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            ["slotline", "serve"],
+            executable=image.prefix / "bin" / "slotline",
+            cwd=tmp_path,
+            env=given,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 120
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            try:
+                httpx.get(f"{url}/healthz", timeout=5).raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        assert "<html" in httpx.get(url, timeout=30).raise_for_status().text
+        stages = [{"name": f"s{i}", "mesh": f"m{i}", "forward_s": 1, "backward_input_s": 1} for i in range(2)]
+        spec = {
+            "microbatches": 2,
+            "meshes": [{"name": "m0"}, {"name": "m1"}],
+            "stages": stages,
+            "edges": [{"source": "s0", "target": "s1", "forward_s": 0, "backward_s": 0}],
+            "schedule": "auto",
+        }
+        plan = httpx.post(f"{url}/api/v1/plans", json=spec, timeout=120).raise_for_status().json()
+        assert plan["makespan_s"] == pytest.approx(6)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert "Traceback" not in log.read_text(), log.read_text()
