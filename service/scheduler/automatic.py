@@ -46,7 +46,7 @@ _WHOLE_WORTH_S = 0.3
 _WHOLE_SEARCHED = 4
 
 # What programs, their proof and the slots of a plan take for each task, and how much of it the budget does not count.
-_WRITING_SECONDS = 3e-5
+_WRITING_SECONDS = 3.5e-5
 _UNCOUNTED_S = 1.0
 
 Expired = Callable[[], bool] | None

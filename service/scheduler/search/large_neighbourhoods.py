@@ -18,9 +18,9 @@ from service.scheduler.search.windows import Paths, Window
 
 _STEP = 0.04  # deterministic time of one neighbourhood
 _PLAIN = 2.0  # without presolve the solver takes longer for a unit of its time
-_BUILD = 2e-6  # what building the model costs, for each task of the window,
-_CUT = 1e-8  # cutting the window out, for each task of the timeline,
-_REPLAY = 1.5e-7  # and playing all of them again where the solver found something
+_BUILD = 5e-6  # what building the model costs, for each task of the window,
+_CUT = 1.5e-8  # cutting the window out, for each task of the timeline,
+_REPLAY = 2.5e-7  # and playing all of them again where the solver found something
 _WIDEST = 4_000  # tasks of a window where few meshes are free, and where W is
 _FREE = 900  # tasks of a window where all are
 
@@ -38,7 +38,7 @@ def large_neighbourhood_search(
     generator = np.random.default_rng(seed)
     scale, lengths = exact.integer_durations(problem)
     paths = Paths(timeline)
-    spent = 0.0
+    spent = _REPLAY * len(timeline.sequence)
     while spent < deterministic_limit and timeline.makespan > lower_bound_s * (1 + 1e-9) and not stop():
         window, free = _choose(paths, generator)
         better, cost = exact.rearrange_window(window, ~free, lengths, scale, deterministic_limit=_STEP)
