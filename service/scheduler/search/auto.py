@@ -6,7 +6,7 @@ Deterministic: budgets count runs and the solver's deterministic time. A deadlin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -197,10 +197,16 @@ class _Search:
         except OrderError:
             return
         # actions without length may have changed places, and transfers that waited for room may have lost it
-        for one in dict.fromkeys((again, timeline) if self._limited else (again,)):
+        for one in self._forms(again, timeline):
             if keeps_limits(self.problem, one.lanes) and keeps_memory(one) and keeps_receive_limits(one):
                 self._offer(one, SEARCHED)
                 return
+
+    def _forms(self, again: Timeline, timeline: Timeline) -> Iterator[Timeline]:
+        yield again
+        if self._limited:
+            yield timeline
+            yield late_transfers(again, self._over_memory(again) > 0)
 
     @property
     def spent_s(self) -> float:
@@ -301,8 +307,8 @@ class _Search:
         if self._incumbent is None:
             return
         if not self._affords_model(budget_s):
-            self.tabu_search(budget_s / 2)
-            self.large_neighbourhood_search(budget_s / 2)
+            self.tabu_search(0.7 * budget_s)
+            self.large_neighbourhood_search(0.3 * budget_s)
             return
 
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
@@ -363,12 +369,14 @@ class _Search:
 
         incumbent, bound = self._incumbent, self.bound
 
-        problem = self.problem
+        # with limited bytes one run counts buffers, the other leaves free what the incumbent's take, and is faster
+        problems = (self.problem, self._tighter())
 
         def run(seed: int) -> Timeline:
+            problem = problems[seed % 2]
             return large_neighbourhood_search(
                 problem,
-                incumbent,
+                replace(incumbent, problem=replace(incumbent.problem, spec=problem.spec)),
                 lower_bound_s=bound,
                 deterministic_limit=budget_s * _PARTS_TIME_PER_SECOND,
                 seed=seed,

@@ -18,8 +18,8 @@ from service.scheduler.search.windows import Paths, Window, limits_buffers
 
 _STEP = 0.04  # deterministic time of one neighbourhood
 _PLAIN = 2.0  # without presolve the solver takes longer for a unit of its time
-_COUNTED = 4.0  # and where buffers are counted longer still
-_BUILD = 2e-5  # what building and loading the model costs, for each task of the window,
+_COUNTED = 3.0  # and where buffers are counted longer still
+_BUILD = 1.2e-5  # what building and loading the model costs, for each task of the window,
 _CUT = 1.5e-8  # cutting the window out, for each task of the timeline,
 _REPLAY = 2.5e-7  # and playing all of them again where the solver found something
 _WIDEST = 2_500  # tasks of a window where few meshes are free, and where W is
