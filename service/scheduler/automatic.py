@@ -26,6 +26,7 @@ from service.scheduler.named import named_timeline
 from service.scheduler.recomputation import (
     Choice,
     candidates,
+    judged_choices,
     keep_whole,
     may_recompute,
     must_recompute,
@@ -46,7 +47,7 @@ _WHOLE_WORTH_S = 0.3
 _WHOLE_SEARCHED = 4
 
 # What programs, their proof and the slots of a plan take for each task, and how much of it the budget does not count.
-_WRITING_SECONDS = 3e-5
+_WRITING_SECONDS = 3.5e-5
 _UNCOUNTED_S = 1.0
 
 Expired = Callable[[], bool] | None
@@ -55,7 +56,8 @@ Expired = Callable[[], bool] | None
 def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
     """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits."""
     names, always = may_recompute(spec), must_recompute(spec)
-    writing_s = _WRITING_SECONDS * problem_with_whole(spec).tasks
+    size = problem_with_whole(spec)
+    writing_s = _WRITING_SECONDS * size.tasks
     budget_s = max(0.0, budget_s - max(0.0, writing_s - _UNCOUNTED_S))
 
     def plan(choice: Choice, seconds: float) -> Found:
@@ -70,7 +72,7 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
 
     if not names:
         return _with_less_memory(plan(frozenset(), budget_s), budget_s, expired)
-    choices = candidates(names, judge)
+    choices = candidates(names, judge, judged_choices(size))
     every = len(choices) == 2 ** len(names)
     # what the spec itself rules out needs no search, and is no plan
     choices = [choice for choice in choices if not _refused(with_choice(spec, choice))] or choices
@@ -110,7 +112,7 @@ def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Fo
 
     choices = [frozenset(), frozenset(names)]
     if budget_s >= _WHOLE_WORTH_S:
-        choices = candidates(names, partial(_quick_makespan, spec))
+        choices = candidates(names, partial(_quick_makespan, spec), judged_choices(problem_with_whole(spec)))
     choices = choices[:_WHOLE_SEARCHED]
     shares = np.arange(1, len(choices) + 1) ** -1.5
     return _best_of(

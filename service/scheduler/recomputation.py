@@ -15,7 +15,8 @@ from service.scheduler.model.problem import Problem
 from service.scheduler.model.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
 
 _EXHAUSTIVE = 4  # stages up to which all choices are searched
-_CHANGES = 200  # constructive plans that a search over single changes may cost
+_CHANGES = 200  # constructive plans that a search over single changes may cost,
+_JUDGED_TASKS = 300_000  # and tasks of all of them together
 
 Choice = frozenset[str]
 
@@ -114,27 +115,33 @@ def keep_whole(problem: Problem) -> Problem:
     return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
 
 
-def candidates(names: list[str], judge: Callable[[Choice], float]) -> list[Choice]:
+def candidates(names: list[str], judge: Callable[[Choice], float], changes: int = _CHANGES) -> list[Choice]:
     """Choices worth a search, best first by `judge` (seconds, infinite where no plan fits).
 
     All of them where they are few; else none, all, and the end of a walk by single changes from the better of both.
+    `changes` is how many choices may be judged.
     """
-    if len(names) <= _EXHAUSTIVE:
+    if 2 ** len(names) <= changes and len(names) <= _EXHAUSTIVE:
         choices = [frozenset(some) for count in range(len(names) + 1) for some in combinations(names, count)]
         return sorted(choices, key=judge)
     seen = {choice: judge(choice) for choice in (frozenset(), frozenset(names))}
     best = min(seen, key=seen.__getitem__)
     improved = True
-    while improved and len(seen) < _CHANGES:
+    while improved and len(seen) < changes:
         improved = False
         for other in _neighbours(best, names):
-            if other in seen or len(seen) >= _CHANGES:
+            if other in seen or len(seen) >= changes:
                 continue
             seen[other] = judge(other)
             if seen[other] < seen[best]:
                 best, improved = other, True
                 break
     return list(dict.fromkeys([best, frozenset(), frozenset(names)]))
+
+
+def judged_choices(problem: Problem) -> int:
+    """How many choices may be judged by constructive plans of this size: a few seconds' work at most."""
+    return min(_CHANGES, max(2, _JUDGED_TASKS // problem.tasks))
 
 
 def cheapest(names: list[str], makespan: Callable[[Choice], float]) -> Choice:

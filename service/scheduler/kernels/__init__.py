@@ -5,7 +5,7 @@ Compiled on first use and cached on disk; each file calls only functions of its 
 
 from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT, Limits, Receives, Rows, Tasks
 from service.scheduler.kernels.dispatcher import TOLERANCE, dispatch
-from service.scheduler.kernels.paths import jackson, longest_paths, tails
+from service.scheduler.kernels.paths import compress, jackson, latest_starts, longest_paths, tails
 from service.scheduler.kernels.tabu import TASK, Disjunctive, tabu_round
 from service.scheduler.kernels.waits import Local, clocks, compile_waits, first_unmet
 
@@ -24,9 +24,11 @@ __all__ = [
     "Tasks",
     "clocks",
     "compile_waits",
+    "compress",
     "dispatch",
     "first_unmet",
     "jackson",
+    "latest_starts",
     "longest_paths",
     "tabu_round",
     "tails",

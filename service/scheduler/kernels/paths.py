@@ -81,3 +81,38 @@ def jackson(head, length, tail):
             remaining[task] -= until - time
             time = until
     return best
+
+
+@compiled
+def latest_starts(pointer, successors, start, duration, order, moves):
+    """Starts where every task that `moves` begins as late as what comes after it allows, no earlier than before.
+
+    `order` lists the tasks, causes first; the others keep their `start`.
+    """
+    latest = start.copy()
+    for index in range(order.shape[0] - 1, -1, -1):
+        task = order[index]
+        if not moves[task] or pointer[task] == pointer[task + 1]:
+            continue
+        until = np.inf
+        for position in range(pointer[task], pointer[task + 1]):
+            until = min(until, latest[successors[position]])
+        latest[task] = max(start[task], until - duration[task])
+    return latest
+
+
+@compiled
+def compress(nodes, causes, effects):
+    """(pointer, successors): for each node those that come after it, in the order of the edges."""
+    pointer = np.zeros(nodes + 1, dtype=np.int64)
+    for position in range(causes.shape[0]):
+        pointer[causes[position] + 1] += 1
+    for node in range(nodes):
+        pointer[node + 1] += pointer[node]
+    place = pointer[:-1].copy()
+    successors = np.empty(causes.shape[0], dtype=np.int64)
+    for position in range(causes.shape[0]):
+        cause = causes[position]
+        successors[place[cause]] = effects[position]
+        place[cause] += 1
+    return pointer, successors

@@ -89,9 +89,7 @@ def earliest_times(problem: Problem, *edges: Edges, durations: np.ndarray | None
 
 def compress_edges(nodes: int, causes: np.ndarray, effects: np.ndarray) -> kernels.Rows:
     """For each node those that come after it, in the order of the edges."""
-    pointer = np.zeros(nodes + 1, dtype=np.int64)
-    np.cumsum(np.bincount(causes, minlength=nodes), out=pointer[1:])
-    return kernels.Rows(pointer, effects[np.argsort(causes, kind="stable")])
+    return kernels.Rows(*kernels.compress(nodes, causes, effects))
 
 
 def lane_edges(lanes: Sequence[np.ndarray]) -> Edges:
@@ -106,7 +104,7 @@ def resource_edges(problem: Problem, sequence: np.ndarray) -> Edges:
     # the same as one row for each resource, which takes as many passes over all tasks as there are resources
     tasks = np.repeat(sequence, 2)[resources >= 0]
     resources = resources[resources >= 0]
-    order = np.argsort(resources, kind="stable")
+    order = np.argsort(resources.astype(np.min_scalar_type(problem.resource_count)), kind="stable")
     tasks, resources = tasks[order], resources[order]
     same = resources[1:] == resources[:-1]
     return tasks[:-1][same], tasks[1:][same]

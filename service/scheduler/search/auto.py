@@ -6,7 +6,7 @@ Deterministic: budgets count runs and the solver's deterministic time. A deadlin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,7 @@ from service.scheduler.model.timeline import OrderError, Timeline, retime, simul
 from service.scheduler.search import exact, exact_model, rules, short
 from service.scheduler.search.bounds import lower_bounds, settle
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
+from service.scheduler.search.late import late_transfers
 from service.scheduler.search.origin import FIRST_RUN_SEED
 from service.scheduler.search.tabu import tabu_search
 
@@ -38,10 +39,14 @@ _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
-_MEMORY_TRIES = 6  # how often a rule is run again with less room for activations
+_MEMORY_TRIES = (
+    6  # how often a rule is run again with less room for activations, of a large problem half as often
+)
 _LONG = 30_000  # tasks; above, the standard rules are compared on a short step, and only the best run here
+_COMPARED = 8  # so many of them
 _RUN_HERE = 4  # how many rules that a short step says are good
-_RULE_SECONDS = 1e-6  # what a constructive plan takes for each task: dispatched, and its memory counted,
+_RULE_SECONDS = 6e-7  # what a constructive plan takes for each task,
+_MEMORY_SECONDS = 1.2e-6  # with transfers that go late, and memory that is counted
 _UNCOUNTED_S = 1.0  # and how much of that the budget does not count
 _MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
 _SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time takes longer, in proportion
@@ -87,8 +92,8 @@ def search(
     search = _Search(problem, seeds, expired)
     search.guarded(search.try_standard_rules)
     budget_s = max(0.0, budget_s - search.spent_s)
-    # small problems are solved at once; larger ones need a good plan first
-    steps = (
+    # small problems are solved at once; larger ones need a good plan first; of the largest nothing is solved
+    steps: tuple[tuple[Callable[[float], None], float], ...] = (
         (search.exact_search, 0.1),
         (search.rule_search, 0.03),
         (search.short_search, 0.07),
@@ -98,6 +103,12 @@ def search(
         (search.large_neighbourhood_search, 0.06),
         (search.exact_search, 0.54),
     )
+    if search.large:
+        steps = (
+            (search.rule_search, 0.1),
+            (search.large_neighbourhood_search, 0.4),
+            (search.tabu_search, 0.4),
+        )
     for step, share in steps:
         if budget_s > 0 and not search.done:
             search.guarded(step, share * budget_s)
@@ -127,7 +138,9 @@ class _Search:
         self._next_seed = FIRST_RUN_SEED
         self._expired = expired
         self._limited = bool((problem.memory_limit >= 0).any())
+        self.large = problem.tasks > _LONG
         self._runner = rules.RuleRunner(problem)
+        self._tries = 1 if not self._limited else _MEMORY_TRIES // 2 if self.large else _MEMORY_TRIES
         self._short = short.shorten(problem)
         for name, timeline in seeds:
             self._offer(timeline, name)
@@ -184,45 +197,65 @@ class _Search:
         except OrderError:
             return
         # actions without length may have changed places, and transfers that waited for room may have lost it
-        for one in dict.fromkeys((again, timeline) if self._limited else (again,)):
+        for one in self._forms(again, timeline):
             if keeps_limits(self.problem, one.lanes) and keeps_memory(one) and keeps_receive_limits(one):
                 self._offer(one, SEARCHED)
                 return
 
+    def _forms(self, again: Timeline, timeline: Timeline) -> Iterator[Timeline]:
+        yield again
+        if self._limited:
+            yield timeline
+            yield late_transfers(again, self._over_memory(again) > 0)
+
     @property
     def spent_s(self) -> float:
         """What the constructive plans of a large problem cost, in seconds of the budget."""
-        runs_s = _RULE_SECONDS * self._runner.runs * int(self.problem.exists.sum())
+        each_s = _MEMORY_SECONDS if self._limited else _RULE_SECONDS
+        runs_s = each_s * self._runner.runs * int(self.problem.exists.sum())
         return max(0.0, runs_s - _UNCOUNTED_S)
 
     def try_standard_rules(self) -> None:
         """The standard rules, each once; of a long step those that are the best on a short one."""
         chosen = rules.standard_rules(self.problem)
-        if self._short is not None and self.problem.tasks > _LONG:
-            chosen = short.ranked_rules(self.problem, self._short, _RUN_HERE)
+        if self._short is not None and self.large:
+            chosen = short.ranked_rules(self.problem, self._short, _COMPARED)
         for rule in chosen:
             if self.best is not None and self.done:
                 return
             self._offer_starts(self._follow(rule))
+            if self._limited and not self.large:
+                self._offer_starts(self._follow(rule, late=False))
 
-    def _follow(self, rule: rules.Rule) -> Timeline | None:
-        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these."""
+    def _follow(self, rule: rules.Rule, *, late: bool = True) -> Timeline | None:
+        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these.
+
+        With `late` transfers first go later, where that makes room.
+        """
         limit = self.problem.activation_limit
-        for _ in range(_MEMORY_TRIES if self._limited else 1):
+        for _ in range(self._tries):
             timeline = self._runner.timeline(rule, limit)
             if timeline is None or not self._limited or self._hopeless(timeline):
                 return timeline
-            over = np.where(
-                self.problem.memory_limit < 0, 0, peak_memory(timeline) - self.problem.memory_limit
-            )
+            over = self._over_memory(timeline)
             if (over <= 0).all():
                 return timeline
+            if late:
+                timeline = late_transfers(timeline, over > 0)
+                over = self._over_memory(timeline)
+                if (over <= 0).all():
+                    return timeline
             limit = np.where(over > 0, np.maximum(limit - over, 0), limit)
         return None
 
+    def _over_memory(self, timeline: Timeline) -> np.ndarray:
+        """int[meshes]: bytes above the limit, negative where there is room."""
+        limit = self.problem.memory_limit
+        return np.where(limit < 0, -1, peak_memory(timeline) - limit)
+
     def _hopeless(self, timeline: Timeline) -> bool:
         """Of a large problem: so long that the same rule within memory is not worth a run."""
-        large = self.problem.tasks > _LONG and self.best is not None
+        large = self.large and self.best is not None
         return large and timeline.makespan > _SLACK * self.best.makespan
 
     def _tighter(self) -> Problem:
@@ -245,17 +278,18 @@ class _Search:
 
     def rule_search(self, budget_s: float) -> None:
         """Random rules and changes of the best; where a step is long as many as fit on a short one, too."""
-        goal_s = self.bound * (1 + TOLERANCE)
-        found = rules.search_rules(
-            self._runner, runs=_runs(self.problem, budget_s), goal_s=goal_s, stop=self._stop
-        )
-        if found is not None:
-            self._offer_starts(self._follow(found[1][0]))
+        if self._short is None or not self.large:
+            goal_s = self.bound * (1 + TOLERANCE)
+            found = rules.search_rules(
+                self._runner, runs=_runs(self.problem, budget_s), goal_s=goal_s, stop=self._stop
+            )
+            if found is not None:
+                self._offer_starts(self._follow(found[1][0]))
         if self._short is None or self.done:
             return
         runner = rules.RuleRunner(self._short)
         tuned = rules.search_rules(runner, runs=_runs(self._short, budget_s), goal_s=0.0, stop=self._stop)
-        for rule in tuned[1][:_RUN_HERE] if tuned is not None else ():
+        for rule in tuned[1][: 1 if self.large else _RUN_HERE] if tuned is not None else ():
             self._offer_starts(self._follow(short.lengthened(rule, self._short, self.problem)))
 
     def short_search(self, budget_s: float) -> None:
@@ -273,8 +307,8 @@ class _Search:
         if self._incumbent is None:
             return
         if not self._affords_model(budget_s):
-            self.tabu_search(budget_s / 2)
-            self.large_neighbourhood_search(budget_s / 2)
+            self.tabu_search(0.7 * budget_s)
+            self.large_neighbourhood_search(0.3 * budget_s)
             return
 
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
@@ -335,12 +369,14 @@ class _Search:
 
         incumbent, bound = self._incumbent, self.bound
 
-        problem = self.problem
+        # with limited bytes one run counts buffers, the other leaves free what the incumbent's take, and is faster
+        problems = (self.problem, self._tighter())
 
         def run(seed: int) -> Timeline:
+            problem = problems[seed % 2]
             return large_neighbourhood_search(
                 problem,
-                incumbent,
+                replace(incumbent, problem=replace(incumbent.problem, spec=problem.spec)),
                 lower_bound_s=bound,
                 deterministic_limit=budget_s * _PARTS_TIME_PER_SECOND,
                 seed=seed,

@@ -123,12 +123,13 @@ def _first_backward(problem: Problem, paths: _Paths) -> float:
     minimum does not fall as t grows, so its value at the least t is a bound.
     """
     best = 0.0
+    limits = _mesh_limits(problem)
     for mesh in range(problem.meshes):
         stages = np.flatnonzero(problem.mesh_of_stage == mesh).tolist()
         kinds = _kinds_of_mesh(problem, mesh, (FORWARD, BACKWARD, WEIGHT))
         backward = min(float(paths.head[problem.kind(s, BACKWARD)]) for s in stages)
         first = float(paths.head[kinds].min())
-        before = min(_forward_work(problem, stages, int(problem.sure_limit[mesh])), backward - first)
+        before = min(_forward_work(problem, stages, int(limits[mesh])), backward - first)
         tail = float(paths.tail[_without_forwards(problem, kinds)].min())
         work = problem.microbatches * float(paths.length[kinds].sum())
         best = max(best, backward + work - before + tail)
@@ -155,11 +156,49 @@ def _forward_work(problem: Problem, stages: list[int], limit: int) -> float:
     return float(free)
 
 
+def _stage_limits(problem: Problem) -> np.ndarray:
+    """int[stages], −1 where there is none: what a mesh holds of activations at most when a forward of a stage begins.
+
+    Under `memory_bytes` a forward's own tensors lie beside it: those that it received from the start of their
+    transfers to its end, so with all that is held when it begins; those that it sends from its end to the end of
+    their transfers, and no backward of its lane has ended since it began. Only where all of these actions take
+    longer than the tolerance within which two times are one instant.
+    """
+    limits = problem.sure_limit[problem.mesh_of_stage]
+    length, least = problem.duration.max(axis=1), 2 * TOLERANCE * float(problem.duration.sum())
+    for stage in range(problem.stages):
+        mesh, forward = int(problem.mesh_of_stage[stage]), problem.kind(stage, FORWARD)
+        backwards = _without_forwards(problem, _kinds_of_mesh(problem, mesh, (BACKWARD, WEIGHT)))
+        if problem.memory_limit[mesh] < 0 or min(length[forward], *length[backwards]) <= least:
+            continue
+        received = _bytes_of(problem, problem.dependencies[forward], length > least)
+        sent = _bytes_of(problem, problem.dependents[forward], length > least)
+        room = problem.memory_limit[mesh] - problem.static_bytes[mesh] - max(received, sent)
+        limits[stage] = max(min(limits[stage], room), 0)
+    return limits
+
+
+def _bytes_of(problem: Problem, kinds: list[int], lasting: np.ndarray) -> int:
+    return sum(int(problem.size[kind]) for kind in kinds if lasting[kind])
+
+
+def _mesh_limits(problem: Problem) -> np.ndarray:
+    """int[meshes], −1 where there is none: a mesh holds most when a forward of one of its stages begins."""
+    stages = _stage_limits(problem)
+    limits = problem.sure_limit.copy()
+    for mesh in np.flatnonzero(limits >= 0).tolist():
+        limits[mesh] = stages[(problem.mesh_of_stage == mesh) & (problem.activation > 0)].max(initial=-1)
+        if limits[mesh] < 0:
+            limits[mesh] = problem.sure_limit[mesh]
+    return limits
+
+
 def in_flight_caps(problem: Problem) -> list[int]:
     """For each stage how many microbatches may be between F and the end of its backward's first part."""
     caps = []
+    limits = _stage_limits(problem)
     for stage in range(problem.stages):
-        limit = int(problem.sure_limit[problem.mesh_of_stage[stage]])
+        limit = int(limits[stage])
         cap = problem.microbatches
         if limit >= 0 and problem.activation[stage]:
             cap = min(cap, limit // int(problem.activation[stage]))
@@ -214,8 +253,9 @@ def _memory_time(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
     lies between the earliest forward of the mesh and the last action that gives something back.
     """
     best = 0.0
+    limits = _mesh_limits(problem)
     for mesh in range(problem.meshes):
-        limit = int(problem.sure_limit[mesh])
+        limit = int(limits[mesh])
         if limit <= 0:
             continue
         stages = np.flatnonzero(problem.mesh_of_stage == mesh)

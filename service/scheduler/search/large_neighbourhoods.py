@@ -14,14 +14,15 @@ from service.scheduler.model.memory import keeps_limits, keeps_memory, keeps_rec
 from service.scheduler.model.problem import OPS, WEIGHT, Problem
 from service.scheduler.model.timeline import Timeline
 from service.scheduler.search import exact
-from service.scheduler.search.windows import Paths, Window
+from service.scheduler.search.windows import Paths, Window, limits_buffers
 
 _STEP = 0.04  # deterministic time of one neighbourhood
 _PLAIN = 2.0  # without presolve the solver takes longer for a unit of its time
-_BUILD = 2e-6  # what building the model costs, for each task of the window,
-_CUT = 1e-8  # cutting the window out, for each task of the timeline,
-_REPLAY = 1.5e-7  # and playing all of them again where the solver found something
-_WIDEST = 4_000  # tasks of a window where few meshes are free, and where W is
+_COUNTED = 3.0  # and where buffers are counted longer still
+_BUILD = 1.2e-5  # what building and loading the model costs, for each task of the window,
+_CUT = 1.5e-8  # cutting the window out, for each task of the timeline,
+_REPLAY = 2.5e-7  # and playing all of them again where the solver found something
+_WIDEST = 2_500  # tasks of a window where few meshes are free, and where W is
 _FREE = 900  # tasks of a window where all are
 
 
@@ -38,11 +39,12 @@ def large_neighbourhood_search(
     generator = np.random.default_rng(seed)
     scale, lengths = exact.integer_durations(problem)
     paths = Paths(timeline)
-    spent = 0.0
+    pace = _COUNTED if limits_buffers(problem) else _PLAIN
+    spent = _REPLAY * len(timeline.sequence)
     while spent < deterministic_limit and timeline.makespan > lower_bound_s * (1 + 1e-9) and not stop():
         window, free = _choose(paths, generator)
         better, cost = exact.rearrange_window(window, ~free, lengths, scale, deterministic_limit=_STEP)
-        spent += _PLAIN * cost + _BUILD * len(window.tasks) + _CUT * len(timeline.sequence) + 0.002
+        spent += pace * cost + _BUILD * len(window.tasks) + _CUT * len(timeline.sequence) + 0.002
         if better is not None:
             spent += _REPLAY * len(timeline.sequence)
         if better is not None and better.makespan < timeline.makespan and _keeps(better):

@@ -14,6 +14,7 @@ import numpy as np
 from service.scheduler.model.memory import (
     activation_changes,
     keeps_limits,
+    keeps_memory,
     peak_activation,
     peak_receive_buffers,
 )
@@ -118,6 +119,8 @@ class _Saving:
         except OrderError:
             return False
         if found.makespan > self._latest or not keeps_limits(self.problem, found.lanes):
+            return False
+        if not keeps_memory(found):  # transfers that had waited for room go at once in a new plan
             return False
         if not self._slack.kept_by(found):
             return False

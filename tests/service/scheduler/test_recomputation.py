@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 
 from service.scheduler import SpecError, load_spec, make_plan
+from service.scheduler.model.problem import build_problem
+from service.scheduler.recomputation import candidates, judged_choices
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain
@@ -152,3 +154,17 @@ def test_a_named_schedule_recomputes_what_it_must_and_more_only_where_its_memory
     plan = make_plan(load_spec(data))
     assert [stage.recomputed for stage in plan.stages] == [True, True, False]
     check_plan(decided(data, ["s0", "s1"]), json.loads(plan.model_dump_json()))
+
+
+def test_of_a_large_problem_only_so_many_choices_are_judged_as_take_a_few_seconds():
+    problem = build_problem(load_spec(chain(8, 500, schedule="auto")), split=True)
+    names = [f"s{i}" for i in range(8)]
+    judged = []
+
+    def judge(choice):
+        judged.append(choice)
+        return -float(len(choice))
+
+    assert candidates(names, judge, judged_choices(problem))[0]
+    assert 2 <= len(judged) <= 300_000 // problem.tasks
+    assert judged_choices(build_problem(load_spec(chain(3, 4, schedule="auto")), split=True)) == 200
