@@ -23,7 +23,7 @@ from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
-from worker.transport.rendezvous import host_store
+from worker.transport.rendezvous import serve_rendezvous
 
 SUM_LIMIT_S = 60.0
 
@@ -274,11 +274,12 @@ class Planner:
         )
         if self._job.resources.workers_per_mesh == 1:
             return costs
-        stores = {mesh.name: host_store("0.0.0.0") for mesh in self._gang.meshes}
+        nodes = [address.node for address in self._gang.addresses]
+        stores = {mesh.name: serve_rendezvous(own_node_address(), nodes) for mesh in self._gang.meshes}
         measured = self._call(
             [
                 worker.measure_sum.remote(
-                    store=(own_node_address(), stores[address.mesh].port),
+                    store=stores[address.mesh][1],
                     host=address.node,
                     connect_s=self._limits.connect_s,
                 )
