@@ -44,7 +44,8 @@ from service.api.schemas import (
     TimelineView,
     Version,
 )
-from service.jobspec import JobSpec, JobState
+from service.job_states import JobState
+from service.jobspec import JobSpec
 from service.settings import is_loopback
 
 DEFAULT_URL = "http://127.0.0.1:8000"

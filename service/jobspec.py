@@ -1,4 +1,4 @@
-"""What a job is: its specification as users type it, and its states.
+"""What a job is: its specification as users type it.
 
 Values only: no database, no HTTP, no Ray.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
@@ -25,52 +24,6 @@ MAX_BYTES = 2**53  # what every reader of JSON takes as it is
 PACKAGE_PREFIX = "package:"
 REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
 TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-
-
-class JobState(StrEnum):
-    """Where a job stands; the last three are final (until a user asks for a retry)."""
-
-    QUEUED = "QUEUED"
-    STARTING = "STARTING"
-    RUNNING = "RUNNING"
-    RECOVERING = "RECOVERING"
-    CANCELLING = "CANCELLING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-    @property
-    def final(self) -> bool:
-        return self in FINAL_STATES
-
-
-FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
-WAITING_STATES = frozenset({JobState.QUEUED, JobState.RECOVERING})
-_ENDS = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.RECOVERING}
-TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
-    JobState.STARTING: frozenset({JobState.RUNNING, JobState.CANCELLING} | _ENDS),
-    JobState.RUNNING: frozenset({JobState.CANCELLING} | _ENDS),
-    JobState.RECOVERING: frozenset({JobState.STARTING, JobState.CANCELLED}),
-    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.SUCCEEDED, JobState.FAILED}),
-    JobState.FAILED: frozenset({JobState.QUEUED}),
-    JobState.CANCELLED: frozenset({JobState.QUEUED}),
-    JobState.SUCCEEDED: frozenset(),
-}
-
-
-class AttemptState(StrEnum):
-    """Where one attempt stands."""
-
-    STARTING = "STARTING"
-    RUNNING = "RUNNING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-    @property
-    def final(self) -> bool:
-        return self not in (AttemptState.STARTING, AttemptState.RUNNING)
 
 
 def _printable(value: str) -> str:

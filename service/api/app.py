@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI
 from service.api import (
     auth,
     cluster,
+    docs,
     drivers,
     errors,
     job_plans,
@@ -47,6 +48,8 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         summary="Pipeline-parallel training on Ray with communication as scheduled slots",
         version="1",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own loads its scripts from elsewhere
+        redoc_url=None,
     )
     app.add_middleware(
         BodyLimit,
@@ -75,5 +78,6 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     app.include_router(metrics.router)
     app.include_router(drivers.router)
     app.include_router(system.router)
+    app.include_router(docs.router)
     openapi.install(app, authenticates=settings.authenticates)
     return app

@@ -27,7 +27,8 @@ from service.api.errors import ProblemError, responses
 from service.api.guarded import DriverRoute
 from service.api.schemas import JobPlanView
 from service.api.views import checkpoint_view
-from service.jobspec import Arguments, AttemptState
+from service.job_states import AttemptState
+from service.jobspec import Arguments
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.store.database import utc_now

@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.api.over_plan import Seconds, seconds_of
-from service.jobspec import FINAL_STATES, WAITING_STATES, JobState
+from service.job_states import FINAL_STATES, WAITING_STATES, JobState
 from service.store.database import Database
 from service.store.plans import find_plan
 from service.store.tables import Attempt, Event, Job, JobPlan, Timeline

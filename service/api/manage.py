@@ -18,7 +18,8 @@ from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
-from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec, JobState
+from service.job_states import JobState
+from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now

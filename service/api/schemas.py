@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from service.jobspec import AttemptState, JobState
+from service.job_states import AttemptState, JobState
 
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from service.cli.local_server import LocalServer, ServerFailed
 from service.cli.output import CliError, Json, err, out
 from service.client import ApiError, Client
-from service.jobspec import JobState
+from service.job_states import JobState
 from service.ports import free_ports
 
 JOBS_LIMIT_S = 600.0

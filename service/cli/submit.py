@@ -12,7 +12,8 @@ from service.cli.job_file import read_spec, upload_code
 from service.cli.output import CliError, JobArgument, Json, checked
 from service.cli.tables import show_job
 from service.client import Client
-from service.jobspec import KEY_PATTERN, JobState
+from service.job_states import JobState
+from service.jobspec import KEY_PATTERN
 
 app = typer.Typer()
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from service.cli.output import CliError, JobArgument, Json, out, print_json, to_json
 from service.cli.tables import jobs_table, overview_table, show_job, timeline_table
 from service.client import Client
-from service.jobspec import JobState
+from service.job_states import JobState
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
 _TOP_JOBS = 20

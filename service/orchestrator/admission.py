@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from service.jobspec import JobState
+from service.job_states import JobState
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.decide import Holder, Start, Wait, WaitingJob, admit
 from service.store.attempts import create_attempt

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from service.jobspec import AttemptState, Retry
+from service.job_states import AttemptState
+from service.jobspec import Retry
 from worker.reasons import Cause, Reason, cause_of
 
 Device = Literal["cpu", "cuda"]

@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobspec import AttemptState, JobState, stored_retry
+from service.job_states import AttemptState, JobState
+from service.jobspec import stored_retry
 from service.orchestrator.decide import GiveUp, after_failure
 from service.store.attempts import attempts_of, find_attempt
 from service.store.states import add_event, lock_job, move_attempt, move_job

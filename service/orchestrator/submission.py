@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from service.jobspec import PACKAGE_PREFIX, AttemptState, stored
+from service.job_states import AttemptState
+from service.jobspec import PACKAGE_PREFIX, stored
 from service.orchestrator.admission import explain_waits
 from service.orchestrator.decide import RESOURCES, Device, End, Wait
 from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError, Submission

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from service.jobspec import AttemptState
+from service.job_states import AttemptState
 from service.orchestrator.decide import End, RayJob, Stop, Submit, WatchedAttempt, WatchLimits, watch
 from service.orchestrator.logs import LogKeeper
 from service.orchestrator.outcome import Backoff, end_attempt

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobspec import AttemptState, JobState
+from service.job_states import AttemptState, JobState
 from service.store.states import move_job
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
 

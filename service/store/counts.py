@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select
 
-from service.jobspec import WAITING_STATES, AttemptState, JobState
+from service.job_states import WAITING_STATES, AttemptState, JobState
 from service.store.database import Database
 from service.store.tables import Attempt, Job
 from worker.reasons import Cause, cause_of

@@ -14,7 +14,8 @@ from datetime import datetime
 from sqlalchemy import Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobspec import WAITING_STATES, JobSpec, JobState
+from service.job_states import WAITING_STATES, JobState
+from service.jobspec import JobSpec
 from service.store.states import add_event, lock_job, move_job
 from service.store.tables import WITHOUT_SPEC, Job
 from worker.reasons import Reason

@@ -12,7 +12,8 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, delete, exists, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobspec import FINAL_STATES, PACKAGE_PREFIX
+from service.job_states import FINAL_STATES
+from service.jobspec import PACKAGE_PREFIX
 from service.store.database import Database
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Job, JobPlan, Package, Slot, Step, Timeline

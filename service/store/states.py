@@ -11,7 +11,7 @@ from datetime import datetime
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobspec import TRANSITIONS, AttemptState, JobState
+from service.job_states import TRANSITIONS, AttemptState, JobState
 from service.store.tables import WITHOUT_SPEC, Attempt, Event, Job
 
 _MESSAGE_LIMIT = 20_000

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
-from service.jobspec import AttemptState, JobState
+from service.job_states import AttemptState, JobState
 
 
 class UtcDateTime(TypeDecorator[datetime]):

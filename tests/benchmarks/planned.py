@@ -20,7 +20,7 @@ from service.cli.demo import GPT_JOB, UNET_JOB
 from service.cli.local_server import LocalServer
 from service.cli.packing import zip_folder
 from service.client import Client
-from service.jobspec import JobState
+from service.job_states import JobState
 from service.ports import free_ports
 
 MODELS = Path(__file__).parent / "planned_models"

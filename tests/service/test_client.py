@@ -17,7 +17,8 @@ import pytest
 
 from service.client import ApiError, Client, ClientError, UnreachableError
 from service.control_plane import ControlPlane
-from service.jobspec import AttemptState, JobSpec, JobState
+from service.job_states import AttemptState, JobState
+from service.jobspec import JobSpec
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.outcome import EventRecord, TimelineRecord
 from service.ports import free_ports

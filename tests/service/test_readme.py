@@ -11,7 +11,8 @@ import yaml
 from typer.main import get_command
 
 from service.cli import app
-from service.jobspec import JobSpec, JobState
+from service.job_states import JobState
+from service.jobspec import JobSpec
 from service.scheduler import load_spec, make_plan
 from service.settings import Settings
 

@@ -30,7 +30,7 @@ from worker.model.memory_plan import planned_peak_bytes
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
-from worker.transport.rendezvous import host_store
+from worker.transport.rendezvous import serve_rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -153,9 +153,9 @@ def _train(
             planned = planner.plan()
             metrics.set_plan(planned.plan, step_s=planned.step_s)
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
-            store = host_store("0.0.0.0")
+            _store, place = serve_rendezvous(own_node_address(), [a.node for a in gang.addresses])
             gang.call(
-                _load(gang, planned, workers_per_mesh, (own_node_address(), store.port), limits),
+                _load(gang, planned, workers_per_mesh, place, limits),
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,

@@ -20,7 +20,7 @@ from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
 from worker.transport.network import Measured, Probe, choose_probes, network_of
-from worker.transport.rendezvous import host_store
+from worker.transport.rendezvous import serve_rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,13 @@ class LinkCosts:
         """On a rendezvous of its own, one probe after the other."""
         if not probes:
             return {}
-        store = host_store("0.0.0.0")
+        _store, place = serve_rendezvous(own_node_address(), list(self._node_of.values()))
         of_mesh = self._gang.call(
             [
                 mesh.workers[0].measure_links.remote(
                     probes=probes,
                     topology=Topology(meshes=tuple(self._meshes)),
-                    store=(own_node_address(), store.port),
+                    store=place,
                     host=self._node_of[mesh.name],
                     connect_s=self._limits.connect_s,
                 )

@@ -24,7 +24,7 @@ from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import Topology
-from worker.transport.rendezvous import host_store
+from worker.transport.rendezvous import serve_rendezvous
 
 SUM_LIMIT_S = 60.0
 ACTION_LIMIT_S = 60.0
@@ -284,13 +284,13 @@ class Planner:
         """Processor seconds of the engine itself for an action, on CPU; the mean over the meshes."""
         if self._device != "cpu":
             return 0.0
-        store = host_store("0.0.0.0")
         node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
+        _store, place = serve_rendezvous(own_node_address(), list(node_of.values()))
         found = self._call(
             [
                 mesh.workers[0].measure_action.remote(
                     topology=Topology(meshes=tuple(node_of)),
-                    store=(own_node_address(), store.port),
+                    store=place,
                     host=node_of[mesh.name],
                     connect_s=self._limits.connect_s,
                 )
@@ -308,11 +308,12 @@ class Planner:
         )
         if self._job.resources.workers_per_mesh == 1:
             return costs
-        stores = {mesh.name: host_store("0.0.0.0") for mesh in self._gang.meshes}
+        nodes = [address.node for address in self._gang.addresses]
+        stores = {mesh.name: serve_rendezvous(own_node_address(), nodes) for mesh in self._gang.meshes}
         measured = self._call(
             [
                 worker.measure_sum.remote(
-                    store=(own_node_address(), stores[address.mesh].port),
+                    store=stores[address.mesh][1],
                     host=address.node,
                     connect_s=self._limits.connect_s,
                 )

@@ -1,33 +1,88 @@
 """How the workers of an attempt find each other and hear of each other's fate: one TCPStore.
 
 The driver hosts the store, so that no worker's death ends it. Must not know tensors or transfers.
+
+A TCPStore asks nobody who he is. Where all workers are on one machine it listens on that machine alone; what workers
+say of themselves and of failures carries a seal that only the attempt's own processes can make, so that nobody else
+who reaches the port ends an attempt with a word of his own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
+import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from worker.transport.base import ConnectError, Failure, Progress, Topology
 
 STORE_TIMEOUT = timedelta(seconds=5)
+SECRET_VARIABLE = "SLOTLINE_ATTEMPT_TOKEN"
+"""Of the driver's environment, which its workers have too; elsewhere (tests) there is none."""
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 4096
 
 
 def host_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
-    """Serve the rendezvous of one attempt from this process. Keep the object alive; its `port` is the
-    one to give to the workers."""
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    """Serve the rendezvous of one attempt from this process, on that address only. Keep the object alive; its
+    `port` is the one to give to the workers."""
+    with socket.socket() as listening:  # of its own accord the store listens on every address
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+        return dist.TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=STORE_TIMEOUT,
+            master_listen_fd=listening.detach(),
+        )
+
+
+def serve_rendezvous(own: str, nodes: Collection[str]) -> tuple[dist.TCPStore, tuple[str, int]]:
+    """A store for workers on `nodes` (addresses, as the driver's `own`), and the address to give to them."""
+    if {*nodes} == {own}:
+        store = host_store(_LOOPBACK)
+        return store, (_LOOPBACK, store.port)
+    store = host_store("0.0.0.0")
+    return store, (own, store.port)
 
 
 def first_line(error: BaseException) -> str:
     """What an error of gloo, NCCL or the store says, without its stack."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+class Seal:
+    """Values that only those who know the secret can write; `name` keeps a value from passing for another's."""
+
+    def __init__(self, secret: str, prefix: str) -> None:
+        self._secret = f"{secret} {prefix}".encode()
+        self.failure_key = f"failure/{self._code('the place of the failure', '')}"
+        """A place that nobody else finds and takes before it is needed."""
+
+    def put(self, name: str, value: list[Any]) -> str:
+        text = json.dumps(value)
+        return f"{self._code(name, text)} {text}"
+
+    def read(self, name: str, sealed: bytes) -> list[Any] | None:
+        """What `put` was given; None for what somebody else wrote."""
+        code, _, text = sealed.decode("utf-8", "replace").partition(" ")
+        if not hmac.compare_digest(code.encode(), self._code(name, text).encode()):
+            return None
+        return json.loads(text)
+
+    def _code(self, name: str, text: str) -> str:
+        return hmac.new(self._secret, f"{name}\n{text}".encode(), hashlib.sha256).hexdigest()
 
 
 class Rendezvous:
@@ -41,6 +96,7 @@ class Rendezvous:
         self._address = (host, port)
         self._timeout_s = timeout_s
         self._prefix = prefix
+        self._seal = Seal(os.environ.get(SECRET_VARIABLE, ""), prefix)
         self.store: dist.Store | None = None
 
     def join(self) -> float:
@@ -64,30 +120,36 @@ class Rendezvous:
 
     def publish(self, text: str) -> None:
         """RuntimeError when the store is gone."""
-        self.store.set(f"progress/{self._rank}", json.dumps([text, time.time()]))
+        key = f"progress/{self._rank}"
+        self.store.set(key, self._seal.put(key, [text, time.time()]))
 
     def progress(self, rank: int) -> Progress | None:
         key = f"progress/{rank}"
         with contextlib.suppress(RuntimeError):
-            if self.store is not None and self.store.check([key]):
-                text, at = json.loads(self.store.get(key))
-                return Progress(text, max(0.0, time.time() - at))
+            if (said := self._said(key, key)) is not None:
+                return Progress(said[0], max(0.0, time.time() - said[1]))
         return None
 
     def announce(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                failure = json.dumps([self._topology.name(self._rank), reason])
-                self.store.compare_set("failure", "", failure)
+                failure = [self._topology.name(self._rank), reason]
+                self.store.compare_set(self._seal.failure_key, "", self._seal.put("failure", failure))
 
     def failure(self) -> Failure | None:
         with contextlib.suppress(RuntimeError):
-            if self.store is not None and self.store.check(["failure"]):
-                return Failure(*json.loads(self.store.get("failure")))
+            if (said := self._said(self._seal.failure_key, "failure")) is not None:
+                return Failure(*said)
         return None
 
     def close(self) -> None:
         self.store = None
+
+    def _said(self, key: str, name: str) -> list[Any] | None:
+        """What a worker of this attempt put there; None where nothing is, or what somebody else put there."""
+        if self.store is None or not self.store.check([key]):
+            return None
+        return self._seal.read(name, self.store.get(key))
 
     def _open(self) -> dist.Store:
         host, port = self._address

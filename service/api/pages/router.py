@@ -13,7 +13,8 @@ from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
 from service.api.context import Current
-from service.jobspec import JOB_ID_PATTERN, JobState
+from service.job_states import JobState
+from service.jobspec import JOB_ID_PATTERN
 from service.store.jobs import find_job
 
 _HERE = Path(__file__).parent

@@ -25,8 +25,6 @@ OPEN = {
         "/api/v1/version",
         "/openapi.json",
         "/docs",
-        "/docs/oauth2-redirect",
-        "/redoc",
     )
 }
 DRIVERS = "/api/v1/attempts/"

@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.api.job_metrics import job_counts
 from service.api.metrics import exposition
 from service.api.over_plan import seconds_of
-from service.jobspec import AttemptState, JobSpec, JobState
+from service.job_states import AttemptState, JobState
+from service.jobspec import JobSpec
 from service.scheduler import make_plan
 from service.store import jobs, states
 from service.store.attempts import create_attempt

@@ -9,7 +9,8 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
-from service.jobspec import JobSpec, JobState
+from service.job_states import JobState
+from service.jobspec import JobSpec
 from service.store.database import utc_now
 from service.store.states import lock_job, move_job
 from tests.service.api.conftest import Api, ApiMaker

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.metrics import exposition
-from service.jobspec import JobState
+from service.job_states import JobState
 from service.store.counts import Counts
 from tests.service.api.pages.seed import seeded_site
 

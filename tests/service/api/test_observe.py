@@ -10,7 +10,7 @@ import pytest
 from service.api import observe, streams
 from service.api.schemas import SlotView
 from service.control_plane import control_plane_app
-from service.jobspec import JobState
+from service.job_states import JobState
 from service.settings import Settings
 from tests.service.api.conftest import Api
 from tests.service.api.test_manage import problem

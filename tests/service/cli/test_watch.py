@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.jobspec import AttemptState
+from service.job_states import AttemptState
 from service.orchestrator.outcome import TimelineRecord
 from service.ports import free_ports
 from service.settings import Settings

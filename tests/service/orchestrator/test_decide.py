@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.jobspec import AttemptState, Retry
+from service.job_states import AttemptState
+from service.jobspec import Retry
 from service.orchestrator.decide import (
     Capacity,
     End,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from service.jobspec import AttemptState, JobSpec
+from service.job_states import AttemptState
+from service.jobspec import JobSpec
 from service.orchestrator import decide
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.decide import RayJob, RayState

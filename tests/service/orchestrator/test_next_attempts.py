@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.jobspec import AttemptState
+from service.job_states import AttemptState
 from service.orchestrator.ray_jobs import Node
 from tests.service.orchestrator.test_loop import World, world
 from worker.reasons import Reason

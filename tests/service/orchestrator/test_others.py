@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.jobspec import AttemptState
+from service.job_states import AttemptState
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.ray_jobs import Held, Node
 from tests.service.fake_cluster import FakeCluster

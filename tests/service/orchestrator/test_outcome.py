@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.jobspec import AttemptState, JobSpec, JobState
+from service.job_states import AttemptState, JobState
+from service.jobspec import JobSpec
 from service.orchestrator.outcome import (
     Backoff,
     EventRecord,

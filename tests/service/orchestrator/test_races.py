@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from service.jobspec import AttemptState, JobState
+from service.job_states import AttemptState, JobState
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.outcome import Backoff, EventRecord, StaleAttemptError, end_attempt
 from service.store import jobs as job_store

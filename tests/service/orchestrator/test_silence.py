@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from service.jobspec import AttemptState
+from service.job_states import AttemptState
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.pulse import RETURN_S, Hearing
 from service.store.attempts import find_attempt

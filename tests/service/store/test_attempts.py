@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from service.jobspec import JobSpec, JobState
+from service.job_states import JobState
+from service.jobspec import JobSpec
 from service.store.attempts import (
     active_attempts,
     attempts_without_log,

@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select
 
-from service.jobspec import AttemptState, JobSpec, JobState
+from service.job_states import AttemptState, JobState
+from service.jobspec import JobSpec
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.loop import Orchestrator
 from service.settings import Settings
@@ -152,5 +153,5 @@ def test_a_number_of_days_that_means_nothing_is_refused():
 def test_every_table_is_either_kept_for_ever_or_tidied():
     """A new table needs a decision."""
     tidied = {"slots", "timelines", "steps", "plans", "packages"}
-    kept = {"jobs", "attempts", "events", "profiles", "tokens"}
+    kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses"}
     assert set(Base.metadata.tables) == tidied | kept

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from service.jobspec import JobSpec, JobState
+from service.job_states import JobState
+from service.jobspec import JobSpec
 from service.store import jobs as store
 from service.store.database import Database
 from service.store.events import events_of

@@ -18,7 +18,8 @@ import uvicorn
 from pydantic import SecretStr
 
 from service.control_plane import control_plane_app
-from service.jobspec import AttemptState, JobSpec, JobState
+from service.job_states import AttemptState, JobState
+from service.jobspec import JobSpec
 from service.orchestrator.ray_jobs import ClusterUnreachableError, Held, Node
 from service.scheduler import Plan, make_plan
 from service.scheduler.model.spec import PipelineSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from service.jobspec import AttemptState, JobState
+from service.job_states import AttemptState, JobState
 from service.store import states
 from service.store.attempts import create_attempt, find_attempt
 from service.store.database import Database, utc_now

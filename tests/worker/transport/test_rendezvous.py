@@ -1,0 +1,101 @@
+"""The store of an attempt: on this machine alone where that is enough, and deaf to what strangers say."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from worker.transport.base import Topology
+from worker.transport.rendezvous import (
+    SECRET_VARIABLE,
+    STORE_TIMEOUT,
+    Rendezvous,
+    host_store,
+    serve_rendezvous,
+)
+
+TWO = Topology(("a", "b"))
+
+
+def listens_on(port: int) -> set[str]:
+    """Addresses in /proc's hexadecimal of what listens on the port."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.add(address)
+    return found
+
+
+def join(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, secrets: tuple[str, str]) -> list[Rendezvous]:
+    workers = []
+    for rank, secret in enumerate(secrets):
+        monkeypatch.setenv(SECRET_VARIABLE, secret)
+        worker = Rendezvous(TWO, rank=rank, host="127.0.0.1", port=store.port, timeout_s=10, prefix="p")
+        worker.store = worker._open()
+        worker.store.set(f"joined/{rank}", "1")
+        workers.append(worker)
+    for worker in workers:
+        worker.join()
+    return workers
+
+
+def test_a_store_of_workers_on_one_machine_listens_there_alone():
+    store, (host, port) = serve_rendezvous("10.0.0.1", ["10.0.0.1", "10.0.0.1"])
+    assert (host, port) == ("127.0.0.1", store.port)
+    assert listens_on(port) == {"0100007F"}
+    other = next(
+        (a[4][0] for a in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)), "127.0.0.1"
+    )
+    if not other.startswith("127."):
+        with pytest.raises(OSError):
+            socket.create_connection((other, port), timeout=2)
+
+
+def test_a_store_of_workers_on_several_machines_is_reached_by_the_drivers_address():
+    store, place = serve_rendezvous("10.0.0.1", ["10.0.0.1", "10.0.0.2"])
+    assert place == ("10.0.0.1", store.port)
+    assert listens_on(store.port) == {"00000000"}
+
+
+def test_workers_of_one_attempt_hear_each_other(monkeypatch: pytest.MonkeyPatch):
+    store = host_store("127.0.0.1")
+    one, two = join(store, monkeypatch, ("secret", "secret"))
+    one.publish("1F0")
+    two.store.wait(["progress/0"])
+    assert two.progress(0).text == "1F0"
+    assert two.failure() is None
+    one.announce("out of memory")
+    assert two.failure().reason == "out of memory" and two.failure().origin == TWO.name(0)
+
+
+def test_a_stranger_who_reaches_the_store_ends_no_attempt(monkeypatch: pytest.MonkeyPatch):
+    store = host_store("127.0.0.1")
+    one, two = join(store, monkeypatch, ("secret", "secret"))
+    stranger = dist.TCPStore(
+        "127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT
+    )
+    one.publish("1F0")
+    stranger.wait(["p/progress/0"])  # it sees what there is
+    word = json.dumps(["a", "end now"])
+    for begin in ("p/", ""):
+        stranger.set(f"{begin}failure", word)
+        stranger.compare_set(f"{begin}failure", "", word)
+        stranger.set(f"{begin}progress/1", json.dumps(["stuck", time.time()]))
+        stranger.set(f"{begin}progress/0", stranger.get("p/progress/0"))
+    stranger.set("p/progress/1", stranger.get("p/progress/0"))  # another's word under one's own name
+    stranger.get("p/progress/1")  # all of this has arrived
+    assert one.failure() is None and two.failure() is None
+    assert one.progress(1) is None and two.progress(0).text == "1F0"
+    with_another_secret = join(store, monkeypatch, ("wrong", "wrong"))[0]
+    with_another_secret.announce("end now")
+    assert two.failure() is None
+    two.announce("a true one")
+    assert one.failure().reason == "a true one"
