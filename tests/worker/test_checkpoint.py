@@ -24,7 +24,7 @@ from worker.model import gpt, trace
 
 def shard(name, value=1.0):
     return {
-        "parameters": {name: torch.full((3,), value)},
+        "parameters": {name: torch.full((3,), float(value))},
         "buffers": {},
         "optimizer": {name: {"step": torch.tensor(2.0), "exp_avg": torch.full((3,), value / 2)}},
         "optimizer_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [name]}],

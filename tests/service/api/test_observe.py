@@ -11,6 +11,7 @@ from service.api import observe, streams
 from service.api.schemas import SlotView
 from service.control_plane import control_plane_app
 from service.job_states import JobState
+from service.orchestrator.log_window import LogWindow
 from service.settings import Settings
 from tests.service.api.conftest import Api
 from tests.service.api.test_manage import problem
@@ -50,6 +51,9 @@ def limits_of(path: str) -> dict[str, dict]:
                 "attempt": {"minimum": 1, "exclusiveMaximum": 2**31},
                 "limit": {"default": 1000, **LIMIT},
                 "page_token": PAIR,
+                "tail": {"minimum": 1, "maximum": 5000},
+                "since": {},
+                "search": {},
             },
         ),
         ("steps", {"after": NUMBER, "limit": {"default": 1000, **LIMIT}, "page_token": PAIR}),
@@ -144,11 +148,17 @@ def test_a_place_in_a_log_is_attempt_and_line_and_the_beginning_when_it_is_not_o
     assert streams.last_line(text) == place
 
 
-def test_the_last_line_of_a_log_is_one_when_it_is_complete_or_nothing_follows():
-    assert streams._lines("a\nb\nc", ended=False) == ["a", "b"]
-    assert streams._lines("a\nb\nc", ended=True) == ["a", "b", "c"]
-    assert streams._lines("a\nb\n", ended=True) == streams._lines("a\nb\n", ended=False) == ["a", "b"]
-    assert streams._lines("", ended=True) == []
+@pytest.mark.parametrize("pieces", [[b"a\nb\nc"], [b"a", b"\nb", b"\n", b"c"]], ids=["at once", "in pieces"])
+def test_the_last_line_of_a_log_is_one_when_it_is_complete_or_nothing_follows(pieces: list[bytes]):
+    window = LogWindow(100)
+    for piece in pieces:
+        window.add(piece)
+    assert list(window.lines(0, ended=False)) == [(1, "a"), (2, "b")]
+    assert list(window.lines(0, ended=True)) == [(1, "a"), (2, "b"), (3, "c")]
+    assert list(window.lines(2, ended=True)) == [(3, "c")] and not list(window.lines(3, ended=True))
+    window.add(b"\n")
+    assert list(window.lines(0, ended=True)) == list(window.lines(0, ended=False))
+    assert list(LogWindow(100).lines(0, ended=True)) == []
 
 
 def test_a_stream_ends_with_the_state_of_its_job():

@@ -298,10 +298,10 @@ def summed_over_workers(monkeypatch):
     """Data-parallel workers sum gradients and do not divide."""
 
     def make(original):
-        def average(self, gradients):
-            for gradient in gradients:
-                gradient.mul_(self.transport.topology.workers_per_mesh)
-            return original(self, gradients)
+        def average(self, parameters):
+            for parameter in parameters:
+                parameter.grad.mul_(self.transport.topology.workers_per_mesh)
+            return original(self, parameters)
 
         return average
 
