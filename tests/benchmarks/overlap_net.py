@@ -68,6 +68,8 @@ def network(count: int, prefix: str = PREFIX, subnet: str = SUBNET) -> Iterator[
             # cubic: bbr keeps probing the rate and would make equal transfers unequal
             _run(*inside, "ip", "route", "change", f"{subnet}.0/24", "dev", "port", "congctl", "cubic")
             _run(*inside, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
+            # a tensor does not fit into the sender's socket, as those of real models do not: a send ends when it has left
+            _run(*inside, "sysctl", "-qw", "net.ipv4.tcp_wmem=4096 65536 131072")
         yield Network(
             names, tuple(f"{subnet}.{k + 1}" for k in range(count)), f"{subnet}.254", bridge, prefix
         )

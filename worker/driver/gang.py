@@ -156,11 +156,12 @@ class Gang:
         deadline = time.monotonic() + limit_s
         waiting = list(refs)
         failures: list[AttemptFailure] = []
+        found: dict[ray.ObjectRef, Any] = {}
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
             for ref in done:
                 try:
-                    ray.get(ref)
+                    found[ref] = ray.get(ref)
                 except Exception as error:
                     if not failures:
                         deadline = time.monotonic() + CAUSE_GRACE_S
@@ -174,7 +175,7 @@ class Gang:
                 raise AttemptFailure(timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s")
         if failures:
             raise first_cause(failures)
-        return ray.get(list(refs))
+        return [found[ref] for ref in refs]
 
     def stop(self) -> None:
         """End every actor, also a stopped (SIGSTOP) one, and give the accelerators back."""

@@ -137,8 +137,8 @@ class GlooTransport(RendezvousTransport):
         return group
 
 
-def calm_loop_threads() -> int:
-    """Keep gloo's own threads of this process from preempting those that they then wait for; how many there are.
+def calm_loop_threads() -> None:
+    """Keep gloo's own threads of this process from preempting those that they then wait for.
 
     A loop thread that cannot take a connection's lock asks epoll again at once, for as long as the thread that holds the
     lock (it is sending, or posting a receive) has no core. Woken by the other side it takes that core itself, and then
@@ -146,13 +146,10 @@ def calm_loop_threads() -> int:
     processor time (torch 2.13, two processes on two cores). SCHED_BATCH threads do not preempt whom they wake
     beside: 10 to 40 µs. Linux only; elsewhere, and where it is forbidden, nothing changes.
     """
-    calmed = 0
     for folder in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):
             if (folder / "comm").read_text().strip() == _LOOP_THREAD:
                 os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
-                calmed += 1
-    return calmed
 
 
 def _started(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:
