@@ -89,7 +89,7 @@ class _Reader:
         """The log as it is now. Raises ClusterError."""
         async with self._one_at_a_time:
             if self._following is not None and not self._following.done():
-                if follow and self._until is not None:
+                if follow and self._until is not None and not self._until.expired():
                     self._until.reschedule(asyncio.get_running_loop().time() + _UNUSED_S)
                 return self._window
             if time.monotonic() - self._read_at >= _FRESH_S:

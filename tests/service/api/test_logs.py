@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 
 from service.api import streams
+from service.orchestrator import logs
 from service.orchestrator.log_window import LogWindow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.test_manage import problem
@@ -123,3 +126,21 @@ def test_a_line_without_an_end_stays_within_the_limit():
     for _ in range(100):
         window.add(b"\rprogress" * 10)
     assert len(window.text()) == 1000
+
+
+async def test_who_asks_just_as_a_reader_that_nobody_asked_ends_gets_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Silent:
+        async def read_log(self, attempt_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+            yield b"first\n"
+            if follow:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(logs, "_UNUSED_S", 0.0)
+    reader = logs._Reader(cast(Any, Silent()), "job-1", 100)
+    for _ in range(20):  # among these are turns in which time is up and the task has not heard of it
+        window = await reader.window(follow=True)
+        assert list(window.lines(0, ended=False)) == [(1, "first")]
+        await asyncio.sleep(0)
+    reader.stop()
