@@ -1,4 +1,5 @@
-"""What the links of a gang cost: as the control plane remembers it of the same nodes, else as its workers measure it.
+"""What the meshes of a gang measure together: links, which the control plane remembers of the same nodes, and what the
+engine itself takes for an action.
 
 Which links to look at and what a plan assumes from them is worker/transport/network.py's.
 """
@@ -25,12 +26,13 @@ from worker.transport.rendezvous import serve_rendezvous
 log = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 10.0
+ACTION_LIMIT_S = 60.0
 KEPT_S = 6 * 3600.0  # what a cloud's network gives one hour it may not give the next day
 _FORMAT = 1
 
 
-class LinkCosts:
-    """The links of one attempt's gang. `interrupted` is that of `Gang.call`."""
+class MeshCosts:
+    """What the meshes of one attempt's gang measure together. `interrupted` is that of `Gang.call`."""
 
     def __init__(
         self,
@@ -75,6 +77,15 @@ class LinkCosts:
             )
         return network
 
+    def action_s(self) -> float:
+        """Processor seconds of the engine itself for an action, on CPU; the mean over the meshes."""
+        if self._device != "cpu":
+            return 0.0
+        found = self._together(
+            "measure_action", "measuring what an action takes of the engine", ACTION_LIMIT_S
+        )
+        return sum(found) / len(found)
+
     def _known(self, probe: Probe) -> Measured | None:
         body = self._control.cached_profile(self._key(probe))
         return None if body is None else recalled(probe, body, now=time.time())
@@ -88,25 +99,34 @@ class LinkCosts:
         """On a rendezvous of its own, one probe after the other."""
         if not probes:
             return {}
+        of_mesh = self._together(
+            "measure_links",
+            f"measuring the links ({len(probes)} of them)",
+            PROBE_LIMIT_S * len(probes),
+            probes=probes,
+        )
+        answers = {mesh: iter(found) for mesh, found in zip(self._meshes, of_mesh, strict=True)}
+        return {probe: next(answers[probe.hub]) for probe in probes}
+
+    def _together(self, method: str, what: str, limit_s: float, **more: Any) -> list[Any]:
+        """What worker 0 of every mesh answers to a call that all of them get at once, on a rendezvous of its own."""
         _store, place = serve_rendezvous(own_node_address(), list(self._node_of.values()))
-        of_mesh = self._gang.call(
+        return self._gang.call(
             [
-                mesh.workers[0].measure_links.remote(
-                    probes=probes,
+                getattr(mesh.workers[0], method).remote(
                     topology=Topology(meshes=tuple(self._meshes)),
                     store=place,
                     host=self._node_of[mesh.name],
                     connect_s=self._limits.connect_s,
+                    **more,
                 )
                 for mesh in self._gang.meshes
             ],
-            what=f"measuring the links ({len(probes)} of them)",
-            limit_s=2 * self._limits.connect_s + PROBE_LIMIT_S * len(probes),
+            what=what,
+            limit_s=2 * self._limits.connect_s + limit_s,
             timeout_reason=Reason.START_TIMEOUT,
             interrupted=self._interrupted,
         )
-        answers = {mesh: iter(found) for mesh, found in zip(self._meshes, of_mesh, strict=True)}
-        return {probe: next(answers[probe.hub]) for probe in probes}
 
 
 def kept(probe: Probe, measured: Measured, *, at: float) -> dict[str, Any]:

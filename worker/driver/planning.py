@@ -14,7 +14,7 @@ from worker.costs import least_memory_bytes, outgrows, profiles_json
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
-from worker.driver.links import LinkCosts
+from worker.driver.links import MeshCosts
 from worker.driver.report import Reporter
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
@@ -23,11 +23,9 @@ from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
-from worker.transport import Topology
 from worker.transport.rendezvous import serve_rendezvous
 
 SUM_LIMIT_S = 60.0
-ACTION_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -120,18 +118,20 @@ class Planner:
         )
         memory = self._measure_memory()
         profiles = self._profiles_of(keys, least_bytes=least_memory_bytes(memory))
-        network = LinkCosts(
+        together = MeshCosts(
             control=self._control,
             reporter=self._reporter,
             gang=self._gang,
             device=self._device,
             limits=self._limits,
             interrupted=self._interrupted,
-        ).network(
+        )
+        network = together.network(
             loops=may_loop(self._job),
             skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
         )
-        planned = self._ask(profiles, network, {**memory, "update": self._measure_update().to_json()})
+        measured = {"update": self._measure_update().to_json(), "action_s": together.action_s()}
+        planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
         self._trace_once(planned.microbatches)
         self._reporter.event(
@@ -280,27 +280,6 @@ class Planner:
             cores[address.node] = cores.get(address.node, 0.0) + share
         return cores
 
-    def _measure_action(self) -> float:
-        """Processor seconds of the engine itself for an action, on CPU; the mean over the meshes."""
-        if self._device != "cpu":
-            return 0.0
-        node_of = {address.mesh: address.node for address in self._gang.addresses if address.worker == 0}
-        _store, place = serve_rendezvous(own_node_address(), list(node_of.values()))
-        found = self._call(
-            [
-                mesh.workers[0].measure_action.remote(
-                    topology=Topology(meshes=tuple(node_of)),
-                    store=place,
-                    host=node_of[mesh.name],
-                    connect_s=self._limits.connect_s,
-                )
-                for mesh in self._gang.meshes
-            ],
-            "measuring what an action takes of the engine",
-            2 * self._limits.connect_s + ACTION_LIMIT_S,
-        )
-        return sum(found) / len(found)
-
     def _measure_update(self) -> UpdateCosts:
         """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
         (costs,) = self._call(
@@ -339,7 +318,6 @@ class Planner:
             "tried": list(microbatch_counts(self._job)),
             "network": network,
             **costs,
-            "action_s": self._measure_action(),
             "workers": [
                 {
                     "mesh": a.mesh,

@@ -8,7 +8,7 @@ import pytest
 
 from worker.driver import links
 from worker.driver.limits import Limits
-from worker.driver.links import KEPT_S, LinkCosts
+from worker.driver.links import KEPT_S, MeshCosts
 from worker.node import WorkerAddress
 from worker.transport.network import Link, Measured, Together
 
@@ -72,7 +72,7 @@ class Gang:
 
 def costs(gang, control):
     events = []
-    found = LinkCosts(
+    found = MeshCosts(
         control=control,
         reporter=SimpleNamespace(event=lambda *event: events.append(event)),
         gang=gang,
@@ -178,3 +178,13 @@ def test_one_mesh_has_no_links(clock):
     gang = Gang(["a"])
     found, events = costs(gang, Control())
     assert found.network(loops=True, skips=True)["links"] == [] and not gang.measured and not events
+
+
+def test_the_engines_own_time_is_the_mean_over_the_meshes_and_nothing_on_accelerators(clock):
+    gang = Gang(["a", "a", "b"])
+    for mesh, seconds in zip(gang.meshes, (1e-4, 2e-4, 6e-4), strict=True):
+        mesh.workers[0].measure_action = SimpleNamespace(remote=lambda seconds=seconds, **_: seconds)
+    found, _ = costs(gang, Control())
+    assert found.action_s() == pytest.approx(3e-4)
+    found._device = "cuda"
+    assert found.action_s() == 0.0
