@@ -135,13 +135,14 @@ class Planner:
     async def _in_process(self, place: int, function: Callable[..., str], arguments: tuple[Any, ...]) -> str:
         """The place is left when the process has done with it, which may be after a caller that has gone."""
         self._given_up[place] = 0
-        pool, deadline = self._processes_pool(), time.time() + self._timeout_s
-        work = asyncio.get_running_loop().run_in_executor(
-            pool, _guarded, function, place, deadline, *arguments
-        )
+        gone = False
         try:
+            work = asyncio.get_running_loop().run_in_executor(
+                self._processes_pool(), _guarded, function, place, time.time() + self._timeout_s, *arguments
+            )
             refused, text = await asyncio.wait_for(asyncio.shield(work), self._timeout_s + self._guard_s)
         except asyncio.CancelledError:
+            gone = True
             self._given_up[place] = 1
             ending = asyncio.create_task(self._until_given_up(work, place))
             self._working.add(ending)
@@ -149,16 +150,15 @@ class Planner:
             raise
         except TimeoutError:
             self._end_processes()
-            self._line.leave(place)
             raise PlanTimeoutError(f"planning took more than {self._timeout_s:g} s and was ended") from None
-        except BrokenProcessPool:  # out of memory, or ended together with another plan that took too long
+        except (
+            BrokenProcessPool
+        ):  # out of memory, or ended together with another plan; at once where it was idle
             self._end_processes()
-            self._line.leave(place)
             raise PlannerBusyError("the planning process ended before the plan was made") from None
-        except BaseException:
-            self._line.leave(place)
-            raise
-        self._line.leave(place)
+        finally:
+            if not gone:
+                self._line.leave(place)
         if refused:
             raise PlanRefusedError(text)
         return text

@@ -160,3 +160,20 @@ async def test_a_job_with_more_actions_than_can_be_planned_is_refused(make_api: 
             assert "2047000000 actions to plan, the limit is 200000" in detail
         body["training"] = {"steps": 1, "global_batch": 1_000_000, "microbatches": 8}
         assert (await api.client.post("/api/v1/jobs", json=body)).status_code == 201
+
+
+async def test_after_an_idle_process_was_ended_one_plan_is_refused_and_the_one_behind_it_made():
+    planner = Planner(processes=1, queue=0, timeout_s=300)
+    try:
+        for _ in range(3):  # places are two: none is lost on the way
+            assert await planner._run(_at_once) == "planned"
+            pool = planner._pool
+            for process in list(pool._processes.values()):
+                process.kill()
+            async with asyncio.timeout(60):
+                while not pool._broken:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(PlannerBusyError, match="ended before the plan was made"):
+                await planner._run(_at_once)
+    finally:
+        planner.close()
