@@ -37,6 +37,19 @@ def chart() -> Iterator[Chart]:
         yield loaded
 
 
+def _run(container, environment):
+    """What the container would run, here."""
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *container["args"]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_with_postgresql_an_upgrade_leaves_no_moment_without_a_control_plane(chart: Chart):
     spec = of_kind(objects(chart, {**POSTGRES, "replicas": 3}), "Deployment")["spec"]
     assert spec["replicas"] == 3
@@ -84,29 +97,13 @@ def test_tables_are_migrated_before_an_upgrade(chart: Chart, tmp_path: Path):
     file = tmp_path / "tables.db"
     environment = {"PATH": os.environ["PATH"]} | image_environment() | given
     environment["SLOTLINE_DATABASE_URL"] = f"sqlite:///{file}"
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", *container["args"]],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = _run(container, environment)
     assert done.returncode == 0, done.stderr
     assert sqlite3.connect(file).execute("SELECT count(*) FROM jobs").fetchone() == (0,)
     assert "migrated" in done.stdout
 
     environment["SLOTLINE_DATABASE_URL"] = f"sqlite:////proc/{tmp_path.name}/tables.db"
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", *container["args"]],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = _run(container, environment)
     assert done.returncode == 1, "a migration that fails must stop the upgrade"
     assert "was not migrated" in done.stderr and "Traceback" not in done.stderr
 
