@@ -90,17 +90,20 @@ class PeakMemory:
     """The most bytes held since `begin`, the same way at each step.
 
     On CUDA what torch had allocated. On CPU what of the process was resident beyond `settle` (or the
-    construction): torch does not count its tensors there, so whatever else the process got is in it too.
+    construction): torch does not count its tensors there, so whatever else the process got is in it too, and
+    what it gave back since is missing. It is never less than the tensors of `settle`, which are held all along.
     """
 
     def __init__(self, device: str):
         self._device = device
         self._before = 0 if device == "cuda" else _status("VmRSS")
+        self._held = 0  # bytes
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """From now on, of all that is resident, only the bytes of `tensors` count."""
         if self._device != "cuda":
-            self._before = _status("VmRSS") - sum(tensor.nbytes for tensor in tensors)
+            self._held = sum(tensor.nbytes for tensor in tensors)
+            self._before = _status("VmRSS") - self._held
 
     def begin(self) -> None:
         if self._device == "cuda":
@@ -110,10 +113,10 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> int:
-        """Bytes; 0 where the system does not say."""
+        """Bytes."""
         if self._device == "cuda":
             return torch.cuda.max_memory_allocated()
-        return max(0, _status("VmHWM") - self._before)
+        return max(self._held, _status("VmHWM") - self._before)
 
 
 def _status(name: str) -> int:

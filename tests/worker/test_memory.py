@@ -87,3 +87,12 @@ def test_what_was_there_before_counts_only_as_far_as_it_is_held():
     peak.begin()
     assert 7 << 20 < peak.read() < 16 << 20
     del other
+
+
+def test_what_the_process_gives_back_is_not_taken_from_what_it_holds():
+    peak = PeakMemory("cpu")
+    other, held = torch.ones(64 << 20, dtype=torch.uint8), torch.ones(8 << 20, dtype=torch.uint8)
+    peak.settle([held])
+    del other
+    peak.begin()
+    assert peak.read() == held.nbytes
