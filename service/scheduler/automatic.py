@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from service.scheduler.backwards import either_way, problem_with_whole, shorter_whole
+from service.scheduler.backwards import busiest_first, either_way, problem_with_whole, shorter_whole
+from service.scheduler.judging import Judge, constructive_s
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.least import honest, least_makespan
 from service.scheduler.model.defects import failed
@@ -26,11 +26,11 @@ from service.scheduler.named import named_timeline
 from service.scheduler.recomputation import (
     Choice,
     candidates,
-    judged_choices,
     keep_whole,
     may_recompute,
     must_recompute,
     relaxed,
+    shortest_of_memory_first,
     with_choice,
 )
 from service.scheduler.schedules import fitting_names
@@ -41,10 +41,15 @@ from service.scheduler.search.robustness import Slack
 
 # What a proven plan may spend of the budget on each try to hold fewer microbatches.
 _LESS_MEMORY_SHARE = 0.05
-# How many choices of whole backwards are searched; shares of the budget fall with the rank. With less than so many
-# seconds only none and all are.
+# and on judging choices by constructive plans.
+_JUDGED_SHARE = 0.25
+# With fewer seconds none and all stages are the only choices of whole backwards.
 _WHOLE_WORTH_S = 0.3
-_WHOLE_SEARCHED = 4
+# What a search needs to find more than constructive plans, and what of these may be made beside the budget where it has
+# been spent.
+_WORTH_S = 0.5
+_BESIDE_SHARE = 0.1
+_BESIDE_S = 0.5
 
 # What programs, their proof and the slots of a plan take for each task, and how much of it the budget does not count.
 _WRITING_SECONDS = 3.5e-5
@@ -56,9 +61,8 @@ Expired = Callable[[], bool] | None
 def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
     """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits."""
     names, always = may_recompute(spec), must_recompute(spec)
-    size = problem_with_whole(spec)
-    writing_s = _WRITING_SECONDS * size.tasks
-    budget_s = max(0.0, budget_s - max(0.0, writing_s - _UNCOUNTED_S))
+    problem = problem_with_whole(spec)
+    budget_s = max(0.0, budget_s - max(0.0, _WRITING_SECONDS * problem.tasks - _UNCOUNTED_S))
 
     def plan(choice: Choice, seconds: float) -> Found:
         decided = with_choice(spec, choice)
@@ -66,24 +70,40 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
         found = honest(_best_backwards(decided, seconds, expired), decided)
         return replace(found, recomputed=tuple(sorted(always.union(choice))))
 
-    def judge(choice: Choice) -> float:
-        decided = with_choice(spec, choice)
-        return math.inf if _refused(decided) else constructive_makespan(decided)
-
     if not names:
         return _with_less_memory(plan(frozenset(), budget_s), budget_s, expired)
-    choices = candidates(names, judge, judged_choices(size))
+    names = shortest_of_memory_first(names, problem)
+    judge = Judge(_JUDGED_SHARE * budget_s)
+    estimates: dict[Choice, float] = {}
+
+    def judged(choice: Choice) -> float:
+        decided = with_choice(spec, choice)
+        if _refused(decided):
+            return math.inf
+        whole = frozenset(shorter_whole(decided))
+        forms = {"split": frozenset[str](), **({"whole": whole} if whole else {})}
+        thorough = len(choice) in (0, len(names))
+        estimates[choice] = min(
+            judge.makespan(keep_whole(problem_with_whole(decided, some)), form, thorough=thorough)
+            for form, some in forms.items()
+        )
+        return estimates[choice]
+
+    choices = candidates(names, judged, lambda: judge.exhausted, doubt=judge.doubt(problem))
     every = len(choices) == 2 ** len(names)
     # what the spec itself rules out needs no search, and is no plan
     choices = [choice for choice in choices if not _refused(with_choice(spec, choice))] or choices
+    budget_s = max(0.0, budget_s - judge.spent_s)
     best = _best_of(
         plan,
         choices,
-        shares=[budget_s / len(choices)] * len(choices),
+        budget_s=budget_s,
+        estimate=estimates.get(choices[0], math.inf),
         bound=least_makespan(spec),
+        bound_of=lambda choice: lower_bound(either_way(with_choice(spec, choice))),
         every=every,
     )
-    return _with_less_memory(best, budget_s / len(choices), expired)
+    return _with_less_memory(best, budget_s, expired)
 
 
 def constructive_makespan(spec: PipelineSpec) -> float:
@@ -111,17 +131,32 @@ def _best_backwards(spec: PipelineSpec, budget_s: float, expired: Expired) -> Fo
         return _search(spec, choice, seconds, expired)
 
     choices = [frozenset(), frozenset(names)]
+    judged_s, estimate = 0.0, math.inf
     if budget_s >= _WHOLE_WORTH_S:
-        choices = candidates(names, partial(_quick_makespan, spec), judged_choices(problem_with_whole(spec)))
-    choices = choices[:_WHOLE_SEARCHED]
-    shares = np.arange(1, len(choices) + 1) ** -1.5
-    return _best_of(
+        judge = Judge(_JUDGED_SHARE * budget_s)
+        estimates: dict[Choice, float] = {}
+
+        def judged(choice: Choice) -> float:
+            form = "whole" if 2 * len(choice) > len(names) else "split"
+            thorough = len(choice) in (0, len(names))
+            decided = keep_whole(problem_with_whole(spec, choice))
+            estimates[choice] = judge.makespan(decided, form, thorough=thorough)
+            return estimates[choice]
+
+        problem = problem_with_whole(spec)
+        names = busiest_first(names, problem)
+        choices = candidates(names, judged, lambda: judge.exhausted, doubt=judge.doubt(problem))
+        judged_s, estimate = min(budget_s, judge.spent_s), estimates[choices[0]]
+    best = _best_of(
         plan,
         choices,
-        shares=(budget_s * shares / shares.sum()).tolist(),
+        budget_s=budget_s - judged_s,
+        estimate=estimate,
         bound=lower_bound(either_way(spec)),
+        bound_of=lambda choice: lower_bound(keep_whole(problem_with_whole(spec, choice))),
         every=False,  # microbatches of one stage may differ in form, too
     )
+    return replace(best, spent_s=best.spent_s + judged_s)
 
 
 def _refused(spec: PipelineSpec) -> bool:
@@ -136,28 +171,50 @@ def _best_of(
     plan: Callable[[Choice, float], Found],
     choices: Sequence[Choice],
     *,
-    shares: Sequence[float],
+    budget_s: float,
+    estimate: float,
     bound: float,
+    bound_of: Callable[[Choice], float],
     every: bool,
 ) -> Found:
-    """The shortest plan of the choices, each with its share of the budget (seconds), until one attains `bound`.
+    """The shortest plan of the choices, best first; ends when one attains `bound`.
 
-    `every` says that there are no other choices: then the least of their own bounds holds too, unless the search
-    found no order for one of them: that is no proof that there is none.
+    Each has a share of what is left of the budget, the first most. A choice is left out where its own bound says that
+    it is no shorter, and has no share where that is likely: the first was judged to take `estimate` seconds. Where too
+    little is left for another search, the rest have their constructive plans, as many as are cheap. `every` says that
+    there are no other choices: then the least of their own bounds holds too, unless one was not searched, or no order
+    was found for it: that is no proof that there is none.
     """
+    least = [bound_of(choice) for choice in choices]
+    weights = np.arange(1, len(choices) + 1) ** -1.5
+    weights[1:][np.array(least[1:]) >= estimate] = 0.0
     best: Found | None = None
     refused: SpecError | None = None
-    bounds = []
+    bounds: list[float] = []
     truncated = False
-    for choice, share in zip(choices, shares, strict=True):
+    left_s, spent_s, beside_s = budget_s, 0.0, max(_BESIDE_SHARE * budget_s, _BESIDE_S)
+    for index, choice in enumerate(choices):
         if best is not None and attains(best.timeline.makespan, bound):
             every = False
             break
+        if best is not None and least[index] >= best.timeline.makespan * (1 - TOLERANCE):
+            bounds.append(least[index])
+            continue
+        share = max(left_s * weights[index] / max(weights[index:].sum(), TOLERANCE), min(left_s, _WORTH_S))
+        begins_s = 0.0 if best is None else constructive_s(best.timeline.problem)
+        if best is not None and share < max(_WORTH_S / 2, begins_s):
+            if beside_s < begins_s:
+                every = False
+                break
+            share = 0.0
         try:
-            found = plan(choice, share)
+            found = plan(choice, float(share))
         except SpecError as error:
             refused, every = refused or error, False
             continue
+        spent_s += found.spent_s
+        left_s = max(0.0, budget_s - spent_s)
+        beside_s -= found.spent_s if share == 0 else 0.0
         truncated = truncated or found.truncated
         bounds.append(found.lower_bound_s)
         if best is None or found.timeline.makespan < best.timeline.makespan * (1 - TOLERANCE):
@@ -173,6 +230,7 @@ def _best_of(
         lower_bound_s=bound,
         proven_optimal=attains(best.timeline.makespan, bound),
         truncated=truncated,
+        spent_s=spent_s,
     )
 
 
@@ -209,6 +267,7 @@ def _search(spec: PipelineSpec, whole: Choice, budget_s: float, expired: Expired
             proven_optimal=False,
             truncated=False,
             notes=(failed("the search", error),),
+            spent_s=budget_s,
         )
     if found is None:
         raise SpecError(_no_plan_message(problem))

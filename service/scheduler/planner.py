@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from service.scheduler.automatic import plan_auto
+from service.scheduler.backwards import problem_with_whole
 from service.scheduler.model.defects import defect
 from service.scheduler.model.spec import PipelineSpec, check_spec
 from service.scheduler.model.timeline import Timeline
@@ -127,6 +128,10 @@ def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | Non
     if spec.schedule == AUTO:
         return plan_auto(spec, budget_s, expired)
     names = may_recompute(spec)
-    choice = cheapest(names, lambda some: named_timeline(with_choice(spec, some), spec.schedule).makespan)
+    choice = cheapest(
+        names,
+        lambda some: named_timeline(with_choice(spec, some), spec.schedule).makespan,
+        tasks=problem_with_whole(spec).tasks,
+    )
     found = plan_named(with_choice(spec, choice), budget_s, expired)
     return replace(found, recomputed=tuple(sorted(must_recompute(spec).union(choice))))

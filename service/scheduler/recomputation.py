@@ -1,22 +1,24 @@
 """Which stages drop their activations and compute their forward again: a choice beside the schedule.
 
 A stage that recomputes keeps less from its forward on and takes longer; while its backward runs all is there again.
-What that is worth depends on the plan. Few such stages: every choice is searched. Many: none, all, and what single
-changes improve from there, judged by constructive plans.
+What that is worth depends on the plan. Few such stages: every choice is searched. Many: none, all, and the best that
+constructive plans judged: the stages that are shortest of memory, and what single changes improve from there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+
+import numpy as np
 
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
 
 _EXHAUSTIVE = 4  # stages up to which all choices are searched
-_CHANGES = 200  # constructive plans that a search over single changes may cost,
-_JUDGED_TASKS = 300_000  # and tasks of all of them together
+_CHANGES = 200  # choices that may be judged,
+_JUDGED_TASKS = 300_000  # and tasks of all of them together, where each plan is a named one
 
 Choice = frozenset[str]
 
@@ -55,6 +57,20 @@ def _most_bytes(spec: PipelineSpec) -> tuple[dict[str, int], dict[str, int]]:
             carried = (edge.forward_bytes or 0) + (edge.backward_bytes or 0)
             everything[mesh] += spec.microbatches * carried
     return activations, everything
+
+
+def shortest_of_memory_first(names: Sequence[str], problem: Problem) -> list[str]:
+    """The stages in the order in which recomputing is likely to pay.
+
+    First those whose mesh holds the fewest microbatches beside what a full pipeline has in flight there: one for each
+    stage from there to the end of the path.
+    """
+    whole = np.zeros(problem.meshes)
+    np.add.at(whole, problem.mesh_of_stage, problem.activation)
+    room = np.where(problem.activation_room < 0, np.inf, problem.activation_room)
+    held = (room / np.maximum(whole, 1))[problem.mesh_of_stage] / problem.depth
+    rank = {stage.name: float(ratio) for stage, ratio in zip(problem.spec.stages, held, strict=True)}
+    return sorted(names, key=rank.__getitem__)
 
 
 def must_recompute(spec: PipelineSpec) -> frozenset[str]:
@@ -115,42 +131,62 @@ def keep_whole(problem: Problem) -> Problem:
     return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
 
 
-def candidates(names: list[str], judge: Callable[[Choice], float], changes: int = _CHANGES) -> list[Choice]:
+def candidates(
+    names: Sequence[str],
+    judge: Callable[[Choice], float],
+    exhausted: Callable[[], bool] = lambda: False,
+    *,
+    doubt: float = 0.0,
+) -> list[Choice]:
     """Choices worth a search, best first by `judge` (seconds, infinite where no plan fits).
 
-    All of them where they are few; else none, all, and the end of a walk by single changes from the better of both.
-    `changes` is how many choices may be judged.
+    All of them where they are few; else the best that was judged, none, and all. Judged are the first so many of
+    `names`, which come in the order in which choosing them is likely to pay, and then single changes of the best,
+    until none is better, all allowed are judged, or the work for it is `exhausted`. A judgement is right to this
+    share of it, the `doubt`: another choice has to be better by more.
     """
-    if 2 ** len(names) <= changes and len(names) <= _EXHAUSTIVE:
+    if len(names) <= _EXHAUSTIVE:
         choices = [frozenset(some) for count in range(len(names) + 1) for some in combinations(names, count)]
         return sorted(choices, key=judge)
-    seen = {choice: judge(choice) for choice in (frozenset(), frozenset(names))}
-    best = min(seen, key=seen.__getitem__)
-    improved = True
-    while improved and len(seen) < changes:
-        improved = False
-        for other in _neighbours(best, names):
-            if other in seen or len(seen) >= changes:
-                continue
-            seen[other] = judge(other)
-            if seen[other] < seen[best]:
-                best, improved = other, True
+    seen: dict[Choice, float] = {}
+
+    def better(choice: Choice, than: Choice) -> bool:
+        if choice not in seen and not exhausted() and len(seen) < _CHANGES:
+            seen[choice] = judge(choice)
+        return seen.get(choice, math.inf) < seen[than] * (1 - doubt)
+
+    nothing: Choice = frozenset()
+    seen[nothing] = judge(nothing)
+    count = len(names) if better(frozenset(names), nothing) else 0
+    step = 2 ** (len(names) - 1).bit_length() // 2
+    while step:
+        for other in (count + step, count - step):
+            if 0 < other < len(names) and better(frozenset(names[:other]), frozenset(names[:count])):
+                count = other
                 break
-    return list(dict.fromkeys([best, frozenset(), frozenset(names)]))
+        step //= 2
+    best = frozenset(names[:count])
+    near = sorted(range(len(names)), key=lambda i: abs(i + 0.5 - count))
+    improved = True
+    while improved:
+        improved = False
+        for i in near:
+            other = best ^ {names[i]}
+            if better(other, best):
+                best, improved = other, True
+    return list(dict.fromkeys([best, nothing, frozenset(names)]))
 
 
-def judged_choices(problem: Problem) -> int:
-    """How many choices may be judged by constructive plans of this size: a few seconds' work at most."""
-    return min(_CHANGES, max(2, _JUDGED_TASKS // problem.tasks))
-
-
-def cheapest(names: list[str], makespan: Callable[[Choice], float]) -> Choice:
+def cheapest(names: Sequence[str], makespan: Callable[[Choice], float], tasks: int) -> Choice:
     """None where that fits (nothing is faster than keeping all), else the best of `candidates`.
 
-    `makespan` raises SpecError for a choice that does not fit.
+    `makespan` raises SpecError for a choice that does not fit; its plan has so many `tasks`.
     """
+    judged = 0
 
     def judge(choice: Choice) -> float:
+        nonlocal judged
+        judged += tasks
         try:
             return makespan(choice)
         except SpecError:
@@ -159,9 +195,4 @@ def cheapest(names: list[str], makespan: Callable[[Choice], float]) -> Choice:
     nothing: Choice = frozenset()
     if not names or math.isfinite(judge(nothing)):
         return nothing
-    return min(candidates(names, judge), key=judge)
-
-
-def _neighbours(choice: Choice, names: list[str]) -> Iterator[Choice]:
-    for name in names:
-        yield choice ^ {name}
+    return candidates(names, judge, lambda: judged >= _JUDGED_TASKS)[0]

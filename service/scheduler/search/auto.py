@@ -20,12 +20,12 @@ from service.scheduler.model.memory import (
     keeps_receive_limits,
     peak_activation,
     peak_buffer_bytes,
-    peak_memory,
 )
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import OrderError, Timeline, retime, simulate
 from service.scheduler.search import exact, exact_model, rules, short
 from service.scheduler.search.bounds import lower_bounds, settle
+from service.scheduler.search.constructive import COMPARED, LARGE, Constructive
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from service.scheduler.search.late import late_transfers
 from service.scheduler.search.origin import FIRST_RUN_SEED
@@ -39,15 +39,8 @@ _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _SLACK = 1.01  # how much a timeline may gain by being timed again
-_MEMORY_TRIES = (
-    6  # how often a rule is run again with less room for activations, of a large problem half as often
-)
-_LONG = 30_000  # tasks; above, the standard rules are compared on a short step, and only the best run here
-_COMPARED = 8  # so many of them
 _RUN_HERE = 4  # how many rules that a short step says are good
-_RULE_SECONDS = 6e-7  # what a constructive plan takes for each task,
-_MEMORY_SECONDS = 1.2e-6  # with transfers that go late, and memory that is counted
-_UNCOUNTED_S = 1.0  # and how much of that the budget does not count
+_UNCOUNTED_SHARE = 0.1  # of the budget: what constructive plans may take beside it
 _MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
 _SOLVER_SIZE = 4_000  # literals; of larger models a unit of the solver's time takes longer, in proportion
 
@@ -57,7 +50,8 @@ class Found:
     """The best timeline, the name of the schedule it came from, and what is proven about it.
 
     `notes` say what went wrong on the way; `others` are what may stand in, best first; `searched` is the problem that
-    was searched, whose backwards may be split elsewhere than those of a named schedule that was best.
+    was searched, whose backwards may be split elsewhere than those of a named schedule that was best. `spent_s` is how
+    much of the budget was used.
     """
 
     timeline: Timeline
@@ -69,6 +63,7 @@ class Found:
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, Timeline], ...] = ()
     searched: Problem | None = None
+    spent_s: float = 0.0
 
 
 def _runs(problem: Problem, budget_s: float) -> int:
@@ -91,7 +86,8 @@ def search(
     """The shortest timeline found, never longer than any seed; None when nothing fits the limits."""
     search = _Search(problem, seeds, expired)
     search.guarded(search.try_standard_rules)
-    budget_s = max(0.0, budget_s - search.spent_s)
+    spent_s = search.spent_s
+    budget_s -= max(0.0, spent_s - _UNCOUNTED_SHARE * budget_s)
     # small problems are solved at once; larger ones need a good plan first; of the largest nothing is solved
     steps: tuple[tuple[Callable[[float], None], float], ...] = (
         (search.exact_search, 0.1),
@@ -112,6 +108,7 @@ def search(
     for step, share in steps:
         if budget_s > 0 and not search.done:
             search.guarded(step, share * budget_s)
+            spent_s += share * budget_s
     if search.best is None:
         return None
     return Found(
@@ -121,6 +118,7 @@ def search(
         proven_optimal=attains(search.best.makespan, search.bound),
         truncated=search.truncated,
         notes=tuple(search.notes),
+        spent_s=spent_s,
     )
 
 
@@ -137,10 +135,8 @@ class _Search:
         self.truncated = False
         self._next_seed = FIRST_RUN_SEED
         self._expired = expired
-        self._limited = bool((problem.memory_limit >= 0).any())
-        self.large = problem.tasks > _LONG
-        self._runner = rules.RuleRunner(problem)
-        self._tries = 1 if not self._limited else _MEMORY_TRIES // 2 if self.large else _MEMORY_TRIES
+        self._constructive = Constructive(problem)
+        self._limited, self.large = self._constructive.limited, self._constructive.large
         self._short = short.shorten(problem)
         for name, timeline in seeds:
             self._offer(timeline, name)
@@ -206,20 +202,18 @@ class _Search:
         yield again
         if self._limited:
             yield timeline
-            yield late_transfers(again, self._over_memory(again) > 0)
+            yield late_transfers(again, self._constructive.over_memory(again) > 0)
 
     @property
     def spent_s(self) -> float:
-        """What the constructive plans of a large problem cost, in seconds of the budget."""
-        each_s = _MEMORY_SECONDS if self._limited else _RULE_SECONDS
-        runs_s = each_s * self._runner.runs * int(self.problem.exists.sum())
-        return max(0.0, runs_s - _UNCOUNTED_S)
+        """What the constructive plans cost, in seconds of the budget."""
+        return self._constructive.spent_s
 
     def try_standard_rules(self) -> None:
         """The standard rules, each once; of a long step those that are the best on a short one."""
         chosen = rules.standard_rules(self.problem)
         if self._short is not None and self.large:
-            chosen = short.ranked_rules(self.problem, self._short, _COMPARED)
+            chosen = short.ranked_rules(self.problem, self._short, COMPARED)
         for rule in chosen:
             if self.best is not None and self.done:
                 return
@@ -228,35 +222,9 @@ class _Search:
                 self._offer_starts(self._follow(rule, late=False))
 
     def _follow(self, rule: rules.Rule, *, late: bool = True) -> Timeline | None:
-        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these.
-
-        With `late` transfers first go later, where that makes room.
-        """
-        limit = self.problem.activation_limit
-        for _ in range(self._tries):
-            timeline = self._runner.timeline(rule, limit)
-            if timeline is None or not self._limited or self._hopeless(timeline):
-                return timeline
-            over = self._over_memory(timeline)
-            if (over <= 0).all():
-                return timeline
-            if late:
-                timeline = late_transfers(timeline, over > 0)
-                over = self._over_memory(timeline)
-                if (over <= 0).all():
-                    return timeline
-            limit = np.where(over > 0, np.maximum(limit - over, 0), limit)
-        return None
-
-    def _over_memory(self, timeline: Timeline) -> np.ndarray:
-        """int[meshes]: bytes above the limit, negative where there is room."""
-        limit = self.problem.memory_limit
-        return np.where(limit < 0, -1, peak_memory(timeline) - limit)
-
-    def _hopeless(self, timeline: Timeline) -> bool:
-        """Of a large problem: so long that the same rule within memory is not worth a run."""
-        large = self.large and self.best is not None
-        return large and timeline.makespan > _SLACK * self.best.makespan
+        # of a large problem the same rule within memory is not worth a run where it is long without
+        worth_s = self.best.makespan if self.large and self.best is not None else np.inf
+        return self._constructive.follow(rule, late=late, worth_s=worth_s)
 
     def _tighter(self) -> Problem:
         """The problem with what the buffers of the incumbent take left free; the incumbent itself fits."""
@@ -281,7 +249,7 @@ class _Search:
         if self._short is None or not self.large:
             goal_s = self.bound * (1 + TOLERANCE)
             found = rules.search_rules(
-                self._runner, runs=_runs(self.problem, budget_s), goal_s=goal_s, stop=self._stop
+                self._constructive.runner, runs=_runs(self.problem, budget_s), goal_s=goal_s, stop=self._stop
             )
             if found is not None:
                 self._offer_starts(self._follow(found[1][0]))
@@ -294,7 +262,7 @@ class _Search:
 
     def short_search(self, budget_s: float) -> None:
         """A short step, searched with all of this; what repeats in its plan repeats more often in a long one."""
-        if self._short is None or self._short.tasks > _LONG:
+        if self._short is None or self._short.tasks > LARGE:
             return
         found = search(self._short, [], budget_s=budget_s, expired=self._expired)
         if found is None or not np.array_equal(found.timeline.problem.fused, self._short.fused):

@@ -16,7 +16,8 @@ from service.scheduler.model.timeline import Timeline
 from service.scheduler.search import exact
 from service.scheduler.search.windows import Paths, Window, limits_buffers
 
-_STEP = 0.04  # deterministic time of one neighbourhood
+_STEP = 0.04  # deterministic time of one neighbourhood at most,
+_LEAST_STEP = 0.004  # and at least
 _PLAIN = 2.0  # without presolve the solver takes longer for a unit of its time
 _COUNTED = 3.0  # and where buffers are counted longer still
 _BUILD = 1.2e-5  # what building and loading the model costs, for each task of the window,
@@ -41,9 +42,12 @@ def large_neighbourhood_search(
     paths = Paths(timeline)
     pace = _COUNTED if limits_buffers(problem) else _PLAIN
     spent = _REPLAY * len(timeline.sequence)
-    while spent < deterministic_limit and timeline.makespan > lower_bound_s * (1 + 1e-9) and not stop():
+    while timeline.makespan > lower_bound_s * (1 + 1e-9) and not stop():
+        step = min(_STEP, (deterministic_limit - spent) / pace)
+        if step < _LEAST_STEP:
+            break
         window, free = _choose(paths, generator)
-        better, cost = exact.rearrange_window(window, ~free, lengths, scale, deterministic_limit=_STEP)
+        better, cost = exact.rearrange_window(window, ~free, lengths, scale, deterministic_limit=step)
         spent += pace * cost + _BUILD * len(window.tasks) + _CUT * len(timeline.sequence) + 0.002
         if better is not None:
             spent += _REPLAY * len(timeline.sequence)

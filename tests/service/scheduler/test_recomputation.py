@@ -7,11 +7,15 @@ from itertools import product
 import pytest
 
 from service.scheduler import SpecError, load_spec, make_plan
+from service.scheduler.judging import Judge
 from service.scheduler.model.problem import build_problem
-from service.scheduler.recomputation import candidates, judged_choices
+from service.scheduler.recomputation import candidates, cheapest
+from service.scheduler.search.auto import search
+from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.constructive import LARGE
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.solver import optimum
-from tests.service.scheduler.specs import chain
+from tests.service.scheduler.specs import chain, measured
 
 
 def decided(data, chosen):
@@ -156,15 +160,57 @@ def test_a_named_schedule_recomputes_what_it_must_and_more_only_where_its_memory
     check_plan(decided(data, ["s0", "s1"]), json.loads(plan.model_dump_json()))
 
 
-def test_of_a_large_problem_only_so_many_choices_are_judged_as_take_a_few_seconds():
-    problem = build_problem(load_spec(chain(8, 500, schedule="auto")), split=True)
-    names = [f"s{i}" for i in range(8)]
+def test_what_is_judged_ends_with_the_work_for_it_and_the_first_of_the_candidates_is_the_best_that_was_judged():
+    names = [f"s{i}" for i in range(12)]
+    paying = frozenset(names[:5] + names[7:8])
     judged = []
 
     def judge(choice):
         judged.append(choice)
-        return -float(len(choice))
+        return 100.0 + len(choice ^ paying)
 
-    assert candidates(names, judge, judged_choices(problem))[0]
-    assert 2 <= len(judged) <= 300_000 // problem.tasks
-    assert judged_choices(build_problem(load_spec(chain(3, 4, schedule="auto")), split=True)) == 200
+    assert candidates(names, judge) == [paying, frozenset(), frozenset(names)]
+    assert len(judged) == len(set(judged))
+    for allowed in range(2, 12):
+        judged.clear()
+        found = candidates(names, judge, lambda most=allowed: len(judged) >= most)
+        assert len(judged) == allowed
+        assert judge(found[0]) == min(judge(choice) for choice in set(judged))
+    assert candidates(names, judge, doubt=0.2)[0] == frozenset()
+
+
+@pytest.mark.parametrize(("meshes", "microbatches", "memory"), [(3, 300, 2.5), (6, 12, 3), (40, 200, 20)])
+def test_a_judge_does_so_much_work_and_little_more_and_is_not_below_what_the_bounds_allow(
+    meshes, microbatches, memory
+):
+    spec = load_spec(measured(meshes, microbatches, 7, memory=memory))
+    problem = build_problem(spec, split=True)
+    judge = Judge(1.0)
+    found = [judge.makespan(problem, "split", thorough=True)]
+    while not judge.exhausted:
+        before = judge.spent_s
+        found.append(judge.makespan(problem, "split"))
+        assert judge.spent_s > before
+    assert judge.spent_s < 2.0
+    assert found[1:] == [found[0]] * (len(found) - 1)  # its few rules contain the best of the many
+    assert lower_bound(problem) <= found[0] * (1 + 1e-9)
+    if problem.tasks <= LARGE:
+        plan = search(problem, [], budget_s=0.0)
+        assert plan is not None and plan.timeline.makespan <= found[0] * (1 + 1e-9)
+
+
+def test_of_a_large_problem_with_a_named_schedule_only_so_many_choices_are_tried_as_take_a_few_seconds():
+    names = [f"s{i}" for i in range(8)]
+    tried = []
+
+    def makespan(choice):
+        tried.append(choice)
+        if not choice:
+            raise SpecError("too much memory")
+        return 9.0 - len(choice)
+
+    assert cheapest(names, makespan, tasks=100_000) == frozenset(names)
+    assert len(tried) <= 4
+    tried.clear()
+    assert cheapest(names, makespan, tasks=100) == frozenset(names)
+    assert len(tried) > 4
