@@ -14,15 +14,18 @@ QUICK = [(4, 8), (8, 32), (20, 40)]
 SPEEDS = [1e6, 1e5, 3e4]  # bytes a second, where a layer takes about 28 ms and sends about 1,000 bytes
 
 
-def planning(sizes: list[tuple[int, int]], budget_s: float) -> None:
+def planning(sizes: list[tuple[int, int]], budget_s: float, *, as_jobs: bool) -> None:
     """Distance to the bound and seconds, log-normal stages and links with skips, without and with memory limits."""
     from service.scheduler import load_spec, make_plan
     from tests.service.scheduler.specs import measured
 
+    print("Stages may recompute, backwards run whole or in two parts:" if as_jobs else "Costs alone:")
     print("meshes  microbatches  memory  makespan s  above the bound  proven  seconds  notes")
     for meshes, microbatches in sizes:
         for memory in (None, 0.6 * meshes):
-            spec = load_spec(measured(meshes, microbatches, meshes + microbatches, memory=memory))
+            spec = load_spec(
+                measured(meshes, microbatches, meshes + microbatches, memory=memory, as_jobs=as_jobs)
+            )
             started = time.monotonic()
             plan = make_plan(spec, budget_s=budget_s)
             print(
@@ -74,8 +77,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--budget-s", type=float, default=10.0)
     given = parser.parse_args()
-    planning(QUICK if given.quick else SIZES, given.budget_s)
-    print()
+    for as_jobs in (False, True):
+        planning(QUICK if given.quick else SIZES, given.budget_s, as_jobs=as_jobs)
+        print()
     cuts(given.budget_s / 2)
     return 0
 

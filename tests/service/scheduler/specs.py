@@ -62,10 +62,12 @@ def measured(
     skips: bool = True,
     memory: float | None = None,
     contention: str = "link",
+    as_jobs: bool = False,
 ) -> dict[str, Any]:
     """Costs as measurements make them: log-normal stages, transfers in bytes over unequal links, skips.
 
-    `memory` is how many microbatches' activations fit beside the static bytes of a mesh.
+    `memory` is how many microbatches' activations fit beside the static bytes of a mesh. `as_jobs` adds what a job's
+    profile says besides: whole backwards are a tenth shorter than their parts, and every stage may recompute.
     """
     draw = random.Random(seed)
     around = lambda middle, spread: middle * draw.lognormvariate(0.0, spread)  # noqa: E731
@@ -83,6 +85,12 @@ def measured(
         }
         for i in range(count)
     ]
+    for stage in stages if as_jobs else ():
+        stage["backward_s"] = 0.9 * (stage["backward_input_s"] + stage["backward_weight_s"])
+        stage["recompute"] = {
+            "extra_s": stage["forward_s"],
+            "activation_bytes": stage["activation_bytes"] // 10,
+        }
     pairs = [(i, i + 1) for i in range(count - 1)]
     if skips:
         pairs += [(i, count - 1 - i) for i in range(0, count // 2 - 1, 3)]

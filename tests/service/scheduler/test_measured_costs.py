@@ -5,7 +5,9 @@ import json
 import pytest
 
 from service.scheduler import load_spec, make_plan
+from service.scheduler.automatic import plan_auto
 from service.scheduler.model.problem import build_problem
+from service.scheduler.recomputation import may_recompute, with_choice
 from service.scheduler.search.exact import integer_durations
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import measured
@@ -34,6 +36,21 @@ def test_deep_measured_chains_are_planned_near_their_bound(meshes, microbatches,
     plan = make_plan(load_spec(measured(meshes, microbatches, 5, memory=memory)), budget_s=1.0)
     assert not plan.notes
     assert plan.makespan_s <= 1.25 * plan.lower_bound_s
+
+
+@pytest.mark.parametrize(
+    ("meshes", "microbatches", "memory"), [(4, 16, 2.4), (8, 32, 5.0), (20, 40, None), (20, 40, 12.0)]
+)
+def test_choices_of_recomputation_and_whole_backwards_share_the_budget_of_the_search(
+    meshes, microbatches, memory
+):
+    spec = load_spec(measured(meshes, microbatches, 60, memory=memory, as_jobs=True))
+    found = plan_auto(spec, 2.0, None)
+    assert not found.notes
+    assert found.spent_s <= 1.25 * 2.0  # what constructive plans cost may come beside
+    for chosen in ((), may_recompute(spec)):
+        other = plan_auto(with_choice(spec, chosen), 0.0, None)
+        assert found.timeline.makespan <= other.timeline.makespan * (1 + 1e-9)
 
 
 def test_the_scale_of_measured_durations_is_a_number_and_rounds_down():
