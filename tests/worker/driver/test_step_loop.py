@@ -128,6 +128,10 @@ def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None):
                 limits=Limits(),
                 interrupted=interrupted,
             )
+        except BaseException:
+            for worker in run.workers:  # as when a gang is ended: nobody waits for a step that others never began
+                worker._engine.abort("the loop has ended")
+            raise
         finally:
             for actor in gang.workers:
                 actor._queue.shutdown(wait=True, cancel_futures=True)

@@ -274,7 +274,7 @@ def test_a_call_that_returns_ends_before_its_communicator_is_freed(connected):
 
 def test_a_connection_that_fails_half_way_is_aborted_not_delivered(monkeypatch):
     nccl, store = FakeNccl(), host_store("127.0.0.1")
-    transports = {mesh: make(nccl, store, mesh) for mesh in MESHES}
+    transports = {mesh: make(nccl, store, mesh, connect_timeout_s=3.0) for mesh in MESHES}
 
     def connect(mesh):
         if mesh == "m2":
