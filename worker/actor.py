@@ -64,7 +64,7 @@ class Worker:
         self._mesh = mesh
         self._worker = worker
         self._device = device
-        self._model = JobModel(job)
+        self._model = JobModel(job, device)
         self._engine: Engine | None = None
         self._reader: ReadAhead | None = None
         self._optimizer: torch.optim.Optimizer | None = None

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class JobModel:
-    """The traced model of `job`; see `worker/model/shipping.py` for what travels."""
+    """The traced model of `job`, whose stages will run on a `device`; see `worker/model/shipping.py` for what travels."""
 
-    def __init__(self, job: Job):
-        self._job = job
+    def __init__(self, job: Job, device: str):
+        self._job, self._device = job, device
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._taken = False
@@ -46,7 +46,9 @@ class JobModel:
                 check_trainable(self._built)
                 adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
             autocast = torch.bfloat16 if training.precision == "bf16" else None
-            self._traced = trace(self._built, sample, autocast=autocast, transfers=training.transfers)
+            self._traced = trace(
+                self._built, sample, autocast=autocast, device=self._device, transfers=training.transfers
+            )
         return self._traced
 
     @attributed_to(Reason.USER_CODE_RAISED)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from worker.model.checkpointing import is_checkpointed, regions_marked
+from worker.model.cuda_autocast import cuda_casts
 from worker.model.errors import CutError, TraceError
 from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
@@ -83,20 +85,36 @@ class TracedModel:
         return self.cut([layers[len(layers) * stage // stages] for stage in range(stages)])
 
 
+@dataclass(frozen=True)
+class _Autocast:
+    """Under which autocast, if any, the stages run, and where; here everything lies on CPU."""
+
+    device: str
+    dtype: torch.dtype | None
+
+    def entered(self) -> AbstractContextManager:
+        if self.dtype is None:
+            return nullcontext()
+        return cuda_casts(self.dtype) if self.device == "cuda" else torch.autocast("cpu", dtype=self.dtype)
+
+
 def trace(
     model: nn.Module,
     example_inputs: tuple[Tensor, ...],
     *,
     autocast: torch.dtype | None = None,
+    device: str = "cpu",
     transfers: str = "auto",
 ) -> TracedModel:
     """Export `model` for inputs of one microbatch's shapes; the model itself is not changed.
 
-    With `autocast` it is traced under autocast to that type, as the stages run: `x.to(y.dtype)` asks here what y
-    is. `transfers` is that of RunOptions. Raises TraceError with torch's reason when the model cannot be exported, and for
+    With `autocast` it is traced under autocast to that type, as the stages run on a `device`: `x.to(y.dtype)` asks here
+    what y is. `transfers` is that of RunOptions. Raises TraceError with torch's reason when the model cannot be
+    exported, and for
     models whose output is not one tensor.
     """
-    exported = _export(model, example_inputs, autocast)
+    cast = _Autocast(device, autocast)
+    exported = _export(model, example_inputs, cast)
     # after its passes over inner graphs, export's own graph no longer knows all users of a node
     module = copy_module(exported.graph_module)
     _name_random_operations(module)
@@ -124,7 +142,7 @@ def trace(
         (parameters if isinstance(value, nn.Parameter) else buffers)[node] = name
     calls = layer_calls(module.graph, expanded_modules(model))
     try:
-        fakes = _fake_values(module, values, autocast)
+        fakes = _fake_values(module, values, cast)
     except Exception as error:  # shapes or numbers that only values tell
         raise untraceable(model, error) from error
     updated = isolate_changes(module.graph, calls, fakes, buffers, parameters)
@@ -138,7 +156,7 @@ def trace(
         layers=layers.names,
         layer_of=layers.layer_of,
         replicated=layers.replicated,
-        values=_fake_values(module, values, autocast),
+        values=_fake_values(module, values, cast),
         inputs=inputs,
         parameters=parameters,
         buffers=buffers,
@@ -152,7 +170,7 @@ def trace(
 
 
 def _export(
-    model: nn.Module, example_inputs: tuple[Tensor, ...], autocast: torch.dtype | None
+    model: nn.Module, example_inputs: tuple[Tensor, ...], cast: _Autocast
 ) -> torch.export.ExportedProgram:
     if not all(isinstance(value, Tensor) for value in example_inputs):
         kinds = ", ".join(type(value).__name__ for value in example_inputs)
@@ -161,12 +179,12 @@ def _export(
         with (
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
-            _autocast(example_inputs, autocast),
+            cast.entered(),
             regions_marked(),
         ):
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
-        own = _own_error(model, example_inputs, autocast)
+        own = _own_error(model, example_inputs, cast)
         if isinstance(own, TraceError):
             raise own from None
         if own is not None:
@@ -187,12 +205,10 @@ def _name_random_operations(module: fx.GraphModule) -> None:
             part.recompile()
 
 
-def _own_error(
-    model: nn.Module, example_inputs: tuple[Tensor, ...], autocast: torch.dtype | None
-) -> Exception | None:
+def _own_error(model: nn.Module, example_inputs: tuple[Tensor, ...], cast: _Autocast) -> Exception | None:
     """What the model raises when it simply runs, if it does."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), _autocast(example_inputs, autocast):
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), cast.entered():
             model(*example_inputs)
     except Exception as error:
         return error
@@ -211,9 +227,7 @@ def _state(model: nn.Module, exported: torch.export.ExportedProgram, spec: Any) 
     return value
 
 
-def _fake_values(
-    module: fx.GraphModule, inputs: Sequence[Tensor], autocast: torch.dtype | None = None
-) -> dict:
+def _fake_values(module: fx.GraphModule, inputs: Sequence[Tensor], cast: _Autocast) -> dict:
     """Results by node of a run that computes shapes, types, aliases and requires_grad only."""
     found: dict[fx.Node, Any] = {}
 
@@ -225,14 +239,9 @@ def _fake_values(
     mode = FakeTensorMode()
     known: dict[int, Tensor] = {}
     fakes = [known.setdefault(id(value), mode.from_tensor(value, static_shapes=True)) for value in inputs]
-    context = _autocast(inputs, autocast)
-    with torch.random.fork_rng(devices=[]), mode, torch.enable_grad(), context:
+    with torch.random.fork_rng(devices=[]), mode, torch.enable_grad(), cast.entered():
         Recorder(module, garbage_collect_values=False).run(*fakes)
     return found
-
-
-def _autocast(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> AbstractContextManager:
-    return torch.autocast(inputs[-1].device.type, dtype=dtype) if dtype and inputs else nullcontext()
 
 
 def _describe(spec: Any) -> str:
