@@ -17,6 +17,7 @@ from service.job_meshes import short_form
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 _NOT_STORABLE = re.compile("[\x00\ud800-\udfff]")
 MAX_ARGUMENTS = 1000
