@@ -7,11 +7,13 @@ import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from service.jobspec import Name
+from service.principals import Role
 
 KIBIBYTE = 1 << 10
 MEBIBYTE = 1 << 20
@@ -43,6 +45,22 @@ class Settings(BaseSettings):
     )
     require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
     open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
+    oidc_issuer: str | None = Field(
+        default=None, description="JWTs of this issuer (their `iss`) are tokens too"
+    )
+    oidc_audience: str | None = Field(default=None, description="The `aud` that such a JWT must have")
+    oidc_jwks_url: str | None = Field(
+        default=None, description="Where the issuer's public keys are: https://..."
+    )
+    oidc_roles: dict[str, Role] = Field(
+        default={}, description='Values of the role claim and the roles they give: {"ml-admins": "admin"}'
+    )
+    oidc_role_claim: str = Field(
+        default="roles", description="A claim with a list or words, or the path of one: realm_access.roles"
+    )
+    oidc_name_claim: str = Field(
+        default="sub", description="The claim that names its owner, for ever and uniquely: oidc:<value>"
+    )
 
     # The cluster
     ray_address: str | None = Field(
@@ -177,6 +195,14 @@ class Settings(BaseSettings):
             )
         return value.rstrip("/") if value else None
 
+    @field_validator("oidc_jwks_url")
+    @classmethod
+    def _keys_come_over_tls(cls, value: str | None) -> str | None:
+        url = urlsplit(value or "")
+        if value and url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.hostname or "")):
+            raise ValueError("whoever changes the keys on their way says who everybody is: write https://...")
+        return value
+
     @field_validator("public_url", "driver_url")
     @classmethod
     def _url_is_http(cls, value: str | None) -> str | None:
@@ -198,19 +224,34 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
+    def _identity_provider_is_whole(self) -> Settings:
+        given = {
+            "SLOTLINE_OIDC_ISSUER": self.oidc_issuer,
+            "SLOTLINE_OIDC_AUDIENCE": self.oidc_audience,
+            "SLOTLINE_OIDC_JWKS_URL": self.oidc_jwks_url,
+            "SLOTLINE_OIDC_ROLES": self.oidc_roles,
+        }
+        missing = [name for name, value in given.items() if not value]
+        if missing and len(missing) < len(given):
+            raise ValueError(
+                f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _open_only_on_this_machine(self) -> Settings:
         if is_loopback(self.host) or self.authenticates or self.open_access:
             return self
         raise ValueError(
             f"SLOTLINE_HOST is {self.host}, which others can reach, and no token is asked for: set "
-            "SLOTLINE_API_TOKEN or SLOTLINE_REQUIRE_TOKEN=true, "
+            "SLOTLINE_API_TOKEN, SLOTLINE_REQUIRE_TOKEN=true or SLOTLINE_OIDC_ISSUER, "
             "or SLOTLINE_OPEN_ACCESS=true to allow everyone"
         )
 
     @property
     def authenticates(self) -> bool:
         """True where a call needs a bearer token."""
-        return self.require_token or self.api_token is not None
+        return self.require_token or self.api_token is not None or self.oidc_issuer is not None
 
     @property
     def ray_token(self) -> str | None:

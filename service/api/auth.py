@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 
 from service.api.context import Current, Service
 from service.api.errors import ProblemError
+from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, NoRoleError
 from service.api.roles import least_role
 from service.principals import EVERYBODY, ROOT, SCRAPER, Principal, Role
 from service.store.attempts import find_attempt
@@ -84,8 +85,25 @@ async def _principal(service: Service, token: str) -> Principal | None:
     ):
         if secret is not None and _same(token, secret.get_secret_value()):
             return owner
+    if service.identity is not None and token.count(".") == 2:  # a JWT: no token of ours has a dot
+        return await _said_by(service.identity, token)
     async with service.database.read() as session:
         return await find_token(session, token_digest(token), at=utc_now())
+
+
+async def _said_by(identity: IdentityProvider, token: str) -> Principal:
+    try:
+        return await identity.principal(token)
+    except InvalidTokenError as error:
+        raise ProblemError(
+            401, f"the token of the identity provider is not valid: {error}", headers=_CHALLENGE
+        ) from None
+    except NoRoleError as error:
+        raise ProblemError(403, f"{error}: ask an admin") from None
+    except KeysUnavailableError:
+        raise ProblemError(
+            503, "the identity provider's keys cannot be read: try again", headers={"Retry-After": "30"}
+        ) from None
 
 
 def _bearer(request: Request) -> str | None:
