@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from service.api.people_schemas import AuditPage, AuditView, NewToken, TokenList, TokenView, Whoami
+from service.api.people_schemas import (
+    AuditPage,
+    AuditView,
+    NewToken,
+    SecretList,
+    SecretView,
+    TokenList,
+    TokenView,
+    Whoami,
+)
 from service.principals import Role
 
 _PAGE = 500
@@ -34,6 +43,18 @@ class PeopleCalls:
     def revoke_token(self, name: str) -> None:
         """Make a token invalid, for admins."""
         self._call("DELETE", f"/api/v1/tokens/{name}")
+
+    def set_secret(self, name: str, value: str) -> None:
+        """Keep a secret of one's own: a job that names it in `secrets` finds it in its environment."""
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        self._call("PUT", f"/api/v1/secrets/{name}", content=value.encode(), headers=headers)
+
+    def secrets(self) -> list[SecretView]:
+        """The names of one's own secrets."""
+        return self._get(SecretList, "/api/v1/secrets").items
+
+    def remove_secret(self, name: str) -> None:
+        self._call("DELETE", f"/api/v1/secrets/{name}")
 
     def audit(
         self, *, principal: str | None = None, subject: str | None = None, limit: int | None = None

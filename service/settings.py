@@ -44,6 +44,11 @@ class Settings(BaseSettings):
         default=None, description="Opens the list of drivers for Prometheus, and nothing else"
     )
     require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
+    secrets_key: SecretStr | None = Field(
+        default=None,
+        description="Encrypts users' secrets: a long random text; several, with commas: the first seals, all open. "
+        "With SQLite in data_dir a file there holds one when none is given",
+    )
     open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
     oidc_issuer: str | None = Field(
         default=None, description="JWTs of this issuer (their `iss`) are tokens too"
@@ -184,6 +189,14 @@ class Settings(BaseSettings):
         if not text.strip():
             raise ValueError("a blank token keeps nobody out: give a secret, or leave the variable away")
         return text.strip()  # a secret made with `echo` ends in a newline
+
+    @field_validator("secrets_key")
+    @classmethod
+    def _keys_are_long(cls, value: SecretStr | None) -> SecretStr | None:
+        for key in (value.get_secret_value() if value else "").split(",") if value else ():
+            if len(key.strip()) < 32:
+                raise ValueError("a key has at least 32 characters: openssl rand -hex 32 makes one")
+        return value
 
     @field_validator("ray_address")
     @classmethod

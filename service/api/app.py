@@ -23,6 +23,7 @@ from service.api import (
     pages,
     people,
     plans,
+    secrets,
     system,
 )
 from service.api.context import Service
@@ -74,6 +75,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         packages.router,
         cluster.router,
         people.router,
+        secrets.router,
     ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401, 403))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])

@@ -31,10 +31,12 @@ from service.job_states import AttemptState
 from service.jobspec import Arguments
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
+from service.sealing import NoKeyError, SecretBox
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.plans import find_plan, record_plan
 from service.store.profiles import GANG, find_profile, record_costs, record_drivers_profile, scoped_key
+from service.store.secrets import MissingSecretError, open_secrets, stored_names
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
@@ -53,8 +55,9 @@ ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,200}$")]
 @router.get("")
 @router.get("/", include_in_schema=False)
 async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
-    """The job that this attempt runs, its device, and the checkpoint to go on from."""
+    """The job that this attempt runs, its device, the checkpoint to go on from, and its owner's secrets."""
     job = await _current_job(service, attempt)
+    secrets = await _secrets(service, job)
     return AttemptGiven(
         attempt_id=attempt.id,
         job_id=job.id,
@@ -62,6 +65,7 @@ async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
         job=job.spec,
         device=attempt.device,
         resume=checkpoint_view(job),
+        secrets=secrets,
     )
 
 
@@ -136,6 +140,16 @@ async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> Re
     if body.state is not None:
         service.wake()
     return ReportAnswer(command=command)
+
+
+async def _secrets(service: Service, job: Job) -> dict[str, str]:
+    if not (names := stored_names(job.spec)):
+        return {}
+    try:
+        async with service.database.read() as session:
+            return await open_secrets(session, SecretBox.of(service.settings), job.owner, names)
+    except (MissingSecretError, NoKeyError) as error:
+        raise ProblemError(422, str(error)) from None
 
 
 async def _current_job(service: Service, attempt: Attempt) -> Job:

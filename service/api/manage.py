@@ -27,6 +27,7 @@ from service.store.attempts import attempts_of
 from service.store.database import utc_now
 from service.store.jobs import PageKey
 from service.store.packages import find_package
+from service.store.secrets import missing_secrets
 from service.store.tables import Job
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
@@ -169,6 +170,7 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
             "is relative, and every worker has another current folder: "
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
         )
+    await _check_secrets(service, spec, caller)
     place = spec.code.working_dir
     if place is None or not place.startswith(PACKAGE_PREFIX):
         return
@@ -178,6 +180,15 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
     if not known:
         raise _field_problem(
             "code.working_dir", place, "you uploaded no such package: POST the zip to /api/v1/packages first"
+        )
+
+
+async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:
+    async with service.database.read() as session:
+        missing = await missing_secrets(session, caller.name, spec.secrets)
+    if missing:
+        raise _field_problem(
+            "secrets", missing[0], f"you have no such secret: `slotline secret set {missing[0]}` first"
         )
 
 

@@ -47,6 +47,17 @@ class TokenList(BaseModel):
     items: list[TokenView]
 
 
+class SecretView(BaseModel):
+    """A secret's name; no answer holds its value."""
+
+    name: str
+    set_at: datetime
+
+
+class SecretList(BaseModel):
+    items: list[SecretView]
+
+
 class AuditView(BaseModel):
     """What `principal` did (e.g. job.cancel) to `subject` (a job's id, a token's name)."""
 

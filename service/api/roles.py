@@ -30,6 +30,9 @@ _SUBMITTERS = (
     ("POST", "/api/v1/packages"),
     ("POST", "/api/v1/plans"),  # it computes
     ("POST", "/api/v1/plans/job"),  # it runs the job's code
+    ("GET", "/api/v1/secrets"),  # their own, as all of these
+    ("PUT", "/api/v1/secrets/{name}"),
+    ("DELETE", "/api/v1/secrets/{name}"),
 )
 _ADMINS = (
     ("GET", "/api/v1/audit"),

@@ -22,6 +22,7 @@ from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreacha
 from service.orchestrator.submission import Submitter
 from service.store.database import Database, utc_now
 from service.store.profiles import ONE_WORKER, find_costs, record_costs
+from service.store.secrets import stored_names
 from worker.costs import ANSWER_MARK, costs_digest
 
 _LOOK_EVERY_S = 0.5
@@ -80,6 +81,10 @@ class JobProfiler:
             return KnownCosts(*found)
         if (failure := self._failures.pop(digest, None)) is not None:
             raise ProfilingFailedError(failure)
+        if names := stored_names(spec):
+            raise ProfilingFailedError(
+                f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
+            )
         if digest not in self._runs:
             if len(self._runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
                 raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured or wait for it")

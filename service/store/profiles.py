@@ -33,7 +33,8 @@ def scoped_key(spec: Mapping[str, Any], key: str) -> str:
 
 
 def _scope(spec: Mapping[str, Any]) -> str:
-    parts = json.dumps([spec.get("model"), spec.get("code")], sort_keys=True, default=str)
+    given = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
+    parts = json.dumps(given, sort_keys=True, default=str)
     return f"model {hashlib.sha256(parts.encode()).hexdigest()} "
 
 

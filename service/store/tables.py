@@ -253,6 +253,16 @@ class ApiToken(Base):
     expires_at: Mapped[datetime | None]
 
 
+class Secret(Base):
+    __tablename__ = "secrets"
+
+    owner: Mapped[str] = mapped_column(String(200), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    sealed: Mapped[str] = mapped_column(Text)
+    """Encrypted with SLOTLINE_SECRETS_KEY: see service/sealing.py."""
+    set_at: Mapped[datetime]
+
+
 class AuditEntry(Base):
     __tablename__ = "audit"
 

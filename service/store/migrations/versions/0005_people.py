@@ -1,4 +1,4 @@
-"""Roles of tokens, owners of jobs and packages, who did what"""
+"""Roles of tokens, owners of jobs and packages, secrets, who did what"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -24,6 +24,14 @@ def upgrade() -> None:
     )
     op.execute("INSERT INTO package_owners (digest, owner) SELECT digest, '' FROM packages")
     op.create_table(
+        "secrets",
+        sa.Column("owner", sa.String(200), nullable=False),
+        sa.Column("name", sa.String(128), nullable=False),
+        sa.Column("sealed", sa.Text(), nullable=False),
+        sa.Column("set_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("owner", "name", name="pk_secrets"),
+    )
+    op.create_table(
         "audit",
         sa.Column(
             "number",
@@ -42,6 +50,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("audit")
+    op.drop_table("secrets")
     op.drop_table("package_owners")
     op.drop_column("events", "principal")
     op.drop_index("ix_jobs_owner_created", "jobs")
