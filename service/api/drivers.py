@@ -35,7 +35,14 @@ from service.sealing import NoKeyError, SecretBox
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.plans import find_plan, record_plan
-from service.store.profiles import GANG, find_profile, record_costs, record_drivers_profile, scoped_key
+from service.store.profiles import (
+    GANG,
+    find_profile,
+    owned_digest,
+    record_costs,
+    record_drivers_profile,
+    scoped_key,
+)
 from service.store.secrets import MissingSecretError, open_secrets, stored_names
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
@@ -74,7 +81,7 @@ async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey
     """The layer profile that an earlier attempt stored under `key`."""
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
-        profile = await find_profile(session, scoped_key(job.spec, key))
+        profile = await find_profile(session, scoped_key(job.spec, key, owner=job.owner))
     if profile is None:
         raise ProblemError(404, f"no profile is stored under {key}: measure one and PUT it here")
     return profile
@@ -94,7 +101,7 @@ async def write_profile(
             f"the profile is JSON of {size} bytes, the limit is {limit}: raise SLOTLINE_PROFILE_LIMIT_BYTES",
         )
     async with service.database.write() as session:
-        await record_drivers_profile(session, job.spec, key, profile, at=utc_now())
+        await record_drivers_profile(session, job.spec, key, profile, at=utc_now(), owner=job.owner)
     return Response(status_code=204)
 
 
@@ -121,7 +128,8 @@ async def plan(
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_plan(session, attempt, planned, at=utc_now())
-        await record_costs(session, costs_digest(job.spec), costs, measured_by=GANG, at=utc_now())
+        digest = owned_digest(costs_digest(job.spec), job.owner)
+        await record_costs(session, digest, costs, measured_by=GANG, at=utc_now())
     return Response(planned, media_type="application/json")
 
 

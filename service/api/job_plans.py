@@ -46,7 +46,8 @@ async def plan(
     await check_references(service, spec, caller)
     job = spec.model_dump(mode="json")
     try:
-        known = await service.profiler.costs(job, microbatch_counts(Job.from_json(job)))
+        counts = microbatch_counts(Job.from_json(job))
+        known = await service.profiler.costs(job, counts, owner=caller.name)
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
     if known is None:

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from service.store.database import utc_now
+from service.store.profiles import owned_digest
 from service.store.states import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.test_manage import problem
@@ -227,3 +228,23 @@ async def test_the_pages_open_with_any_viewers_token_as_password(api: Api):
     problem(await change(api, job["id"], "cancel", as_browser(viewer, **own_page)), 403)
     problem(await change(api, job["id"], "cancel", as_browser(alice)), 401)
     assert (await change(api, job["id"], "cancel", as_browser(alice, **own_page))).status_code == 202
+
+
+async def test_what_one_owners_driver_measured_is_not_another_owners(api: Api):
+    """A driver runs its owner's code, which can say of a model what it likes."""
+    alice, bob = await token(api, "alice"), await token(api, "bob")
+    jobs = [await submitted(api, who, pipeline={"stages": 2}) for who in (alice, alice, bob)]
+    api.cluster.workers = 8
+    for job in jobs:
+        await api.rounds(job["id"])
+    mine, later, others = [job["id"] for job in jobs]
+    key = {"params": {"key": "of the layers"}}
+    stored = await api.driver(mine, "PUT", "/profile", json={"layers": []}, **key)
+    assert stored.status_code == 204
+    assert (await api.driver(later, "GET", "/profile", **key)).json() == {"layers": []}
+    problem(await api.driver(others, "GET", "/profile", **key), 404)
+
+
+def test_costs_are_known_by_owner():
+    assert owned_digest("d", "") == "d"
+    assert len({owned_digest("d", owner) for owner in ("", "alice", "bob")}) == 3
