@@ -248,3 +248,10 @@ async def test_what_one_owners_driver_measured_is_not_another_owners(api: Api):
 def test_costs_are_known_by_owner():
     assert owned_digest("d", "") == "d"
     assert len({owned_digest("d", owner) for owner in ("", "alice", "bob")}) == 3
+
+
+async def test_a_token_with_a_role_of_a_newer_slotline_opens_nothing(api: Api):
+    alice = await token(api, "alice")
+    async with api.service.database.write() as session:
+        await session.execute(text("UPDATE tokens SET role = 'emperor' WHERE name = 'alice'"))
+    problem(await api.client.get("/api/v1/whoami", headers=alice), 401)
