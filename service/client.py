@@ -46,6 +46,7 @@ from service.api.schemas import (
 )
 from service.job_states import JobState
 from service.jobspec import JobSpec
+from service.people_client import PeopleCalls
 from service.settings import is_loopback
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -88,7 +89,7 @@ class ApiError(ClientError):
         return self.status in _NOT_NOW
 
 
-class Client:
+class Client(PeopleCalls):
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.
@@ -134,14 +135,21 @@ class Client:
         return self._get(JobView, f"/api/v1/jobs/{job_id}")
 
     def jobs(
-        self, *, state: JobState | None = None, queue: str | None = None, limit: int | None = None
+        self,
+        *,
+        state: JobState | None = None,
+        queue: str | None = None,
+        owner: str | None = None,
+        limit: int | None = None,
     ) -> Iterator[JobSummary]:
         """Jobs, newest first, at most `limit`; a page is asked for when it is needed."""
         path = "/api/v1/jobs"
         left, token = limit, None
         while left is None or left > 0:
             size = _PAGE if left is None else min(left, _PAGE)
-            page = self._get(JobPage, path, state=state, queue=queue, limit=size, page_token=token)
+            page = self._get(
+                JobPage, path, state=state, queue=queue, owner=owner, limit=size, page_token=token
+            )
             yield from page.items
             left = None if left is None else left - len(page.items)
             if (token := page.next_page_token) is None:

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from service.api.app import create_app
 from service.api.context import Service
+from service.api.oidc import IdentityProvider
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
@@ -74,6 +75,9 @@ async def run_control_plane(
             database, cluster, watcher, orchestrator.submitter, limit_s=settings.profile_timeout_s
         )
         stack.push_async_callback(profiler.close)
+        identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
+        if identity is not None:
+            stack.push_async_callback(identity.close)
         watcher.start()
         stack.push_async_callback(watcher.stop)
         loop = asyncio.create_task(orchestrator.run())
@@ -87,6 +91,7 @@ async def run_control_plane(
             logs=logs,
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
+            identity=identity,
             orchestrator=orchestrator,
         )
 

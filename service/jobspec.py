@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from service.job_environment import Environment, SecretNames
 from service.job_meshes import short_form
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 _NOT_STORABLE = re.compile("[\x00\ud800-\udfff]")
 MAX_ARGUMENTS = 1000
@@ -268,6 +270,11 @@ class JobSpec(_Part):
     checkpoint: Checkpoint | None = None
     retry: Retry = Retry()
     code: Code = Code()
+    env: Environment = Field(default={}, description="Environment variables of the driver and the workers")
+    secrets: SecretNames = Field(
+        default=[],
+        description="Secrets of the job's owner, by name: variables too, whose values nothing shows",
+    )
     queue: Name = "default"
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
 
@@ -287,6 +294,12 @@ class JobSpec(_Part):
         if not isinstance(stages, int) or stages < 1:
             return data  # refused where it stands, once
         return {**data, "resources": {**resources, "meshes": stages}}
+
+    @model_validator(mode="after")
+    def _each_variable_once(self) -> Self:
+        if both := sorted(set(self.env) & set(self.secrets)):
+            raise ValueError(f"{', '.join(both)} in env and in secrets: leave out one")
+        return self
 
     @model_validator(mode="after")
     def _tokens_can_be_counted(self) -> Self:

@@ -7,11 +7,13 @@ import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from service.jobspec import Name
+from service.principals import Role
 
 KIBIBYTE = 1 << 10
 MEBIBYTE = 1 << 20
@@ -42,7 +44,28 @@ class Settings(BaseSettings):
         default=None, description="Opens the list of drivers for Prometheus, and nothing else"
     )
     require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
+    secrets_key: SecretStr | None = Field(
+        default=None,
+        description="Encrypts users' secrets: a long random text; several, with commas: the first seals, all open. "
+        "With SQLite in data_dir a file there holds one when none is given",
+    )
     open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
+    oidc_issuer: str | None = Field(
+        default=None, description="JWTs of this issuer (their `iss`) are tokens too"
+    )
+    oidc_audience: str | None = Field(default=None, description="The `aud` that such a JWT must have")
+    oidc_jwks_url: str | None = Field(
+        default=None, description="Where the issuer's public keys are: https://..."
+    )
+    oidc_roles: dict[str, Role] = Field(
+        default={}, description='Values of the role claim and the roles they give: {"ml-admins": "admin"}'
+    )
+    oidc_role_claim: str = Field(
+        default="roles", description="A claim with a list or words, or the path of one: realm_access.roles"
+    )
+    oidc_name_claim: str = Field(
+        default="sub", description="The claim that names its owner, for ever and uniquely: oidc:<value>"
+    )
 
     # The cluster
     ray_address: str | None = Field(
@@ -167,6 +190,14 @@ class Settings(BaseSettings):
             raise ValueError("a blank token keeps nobody out: give a secret, or leave the variable away")
         return text.strip()  # a secret made with `echo` ends in a newline
 
+    @field_validator("secrets_key")
+    @classmethod
+    def _keys_are_long(cls, value: SecretStr | None) -> SecretStr | None:
+        for key in (value.get_secret_value() if value else "").split(",") if value else ():
+            if len(key.strip()) < 32:
+                raise ValueError("a key has at least 32 characters: openssl rand -hex 32 makes one")
+        return value
+
     @field_validator("ray_address")
     @classmethod
     def _ray_address_is_http(cls, value: str | None) -> str | None:
@@ -176,6 +207,14 @@ class Settings(BaseSettings):
                 "give the dashboard's address, e.g. http://head:8265"
             )
         return value.rstrip("/") if value else None
+
+    @field_validator("oidc_jwks_url")
+    @classmethod
+    def _keys_come_over_tls(cls, value: str | None) -> str | None:
+        url = urlsplit(value or "")
+        if value and url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.hostname or "")):
+            raise ValueError("whoever changes the keys on their way says who everybody is: write https://...")
+        return value
 
     @field_validator("public_url", "driver_url")
     @classmethod
@@ -198,19 +237,34 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
+    def _identity_provider_is_whole(self) -> Settings:
+        given = {
+            "SLOTLINE_OIDC_ISSUER": self.oidc_issuer,
+            "SLOTLINE_OIDC_AUDIENCE": self.oidc_audience,
+            "SLOTLINE_OIDC_JWKS_URL": self.oidc_jwks_url,
+            "SLOTLINE_OIDC_ROLES": self.oidc_roles,
+        }
+        missing = [name for name, value in given.items() if not value]
+        if missing and len(missing) < len(given):
+            raise ValueError(
+                f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _open_only_on_this_machine(self) -> Settings:
         if is_loopback(self.host) or self.authenticates or self.open_access:
             return self
         raise ValueError(
             f"SLOTLINE_HOST is {self.host}, which others can reach, and no token is asked for: set "
-            "SLOTLINE_API_TOKEN or SLOTLINE_REQUIRE_TOKEN=true, "
+            "SLOTLINE_API_TOKEN, SLOTLINE_REQUIRE_TOKEN=true or SLOTLINE_OIDC_ISSUER, "
             "or SLOTLINE_OPEN_ACCESS=true to allow everyone"
         )
 
     @property
     def authenticates(self) -> bool:
         """True where a call needs a bearer token."""
-        return self.require_token or self.api_token is not None
+        return self.require_token or self.api_token is not None or self.oidc_issuer is not None
 
     @property
     def ray_token(self) -> str | None:

@@ -84,10 +84,14 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
     light = (
         "service.client",
         "service.jobspec",
+        "service.job_environment",
         "service.job_meshes",
         "service.job_states",
         "service.settings",
         "service.api.schemas",
+        "service.api.people_schemas",
+        "service.people_client",
+        "service.principals",
     )
     assert _reached_by(*light) == set(light)
 

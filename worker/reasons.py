@@ -53,6 +53,7 @@ class Reason(StrEnum):
         Cause.USER,
         "checkpoint.uri cannot be written to, found out before the first step",
     )
+    SECRET_MISSING = "SECRET_MISSING", Cause.USER, "a secret that the job names is gone or cannot be opened"
     CODE_SETUP_FAILED = "CODE_SETUP_FAILED", Cause.USER, "the job's own code or packages cannot be installed"
 
     # The machines, the network or Slotline itself: another attempt may succeed.

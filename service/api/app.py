@@ -21,7 +21,9 @@ from service.api import (
     openapi,
     packages,
     pages,
+    people,
     plans,
+    secrets,
     system,
 )
 from service.api.context import Service
@@ -72,8 +74,10 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         plans.router,
         packages.router,
         cluster.router,
+        people.router,
+        secrets.router,
     ):
-        app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401))
+        app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401, 403))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])
     app.include_router(metrics.router)
     app.include_router(drivers.router)

@@ -2,6 +2,7 @@
 
 A token comes as `Authorization: Bearer`, or as the password of HTTP Basic, which browsers ask for;
 Basic may change nothing unless the page that asks is our own (browsers send it with any request).
+What a user may call is said by roles.py; what is whose, by the routes themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from fastapi import Depends, Request
 
 from service.api.context import Current, Service
 from service.api.errors import ProblemError
+from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, NoRoleError
+from service.api.roles import least_role
+from service.principals import EVERYBODY, ROOT, SCRAPER, Principal, Role
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.tables import Attempt
@@ -22,25 +26,36 @@ from service.store.tokens import find_token, token_digest
 
 _ADMITTED = "slotline.admitted"
 """In the scope of a request that was let through: its route asks before the body is read, its dependencies again."""
-_METRICS_PATH = "/api/v1/prometheus/targets"
-"""All that the metrics' token opens; /metrics itself is open to everybody."""
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
 
-async def user(request: Request, service: Current) -> None:
-    """Let the call through, or answer 401."""
-    settings = service.settings
-    if not settings.authenticates or request.scope.get(_ADMITTED):
-        return
+async def user(request: Request, service: Current) -> Principal:
+    """Who calls; 401 for nobody that is known, 403 for somebody who may not call this route."""
+    if not service.settings.authenticates:
+        return EVERYBODY
+    if (admitted := request.scope.get(_ADMITTED)) is not None:
+        return admitted
     token = _bearer(request) or _basic(request)
     if token is None:
         raise ProblemError(401, "a token is needed: send Authorization: Bearer <token>", headers=_CHALLENGE)
-    is_ours = settings.api_token is not None and _same(token, settings.api_token.get_secret_value())
-    if not is_ours and not _reads_targets(request, service, token) and not await _is_known(service, token):
+    caller = await _principal(service, token)
+    if caller is None:
         raise ProblemError(
             401, "the token is not valid: ask for one made by `slotline token`", headers=_CHALLENGE
         )
-    request.scope[_ADMITTED] = True
+    path = getattr(request.scope.get("route"), "path", "")
+    least = least_role(request.method, path)
+    if not caller.role.includes(least):
+        raise ProblemError(
+            403,
+            f"{caller.name} is {caller.role}, and {request.method} {path} takes {least}: "
+            "ask an admin for a token with that role",
+        )
+    request.scope[_ADMITTED] = caller
+    return caller
+
+
+Caller = Annotated[Principal, Depends(user)]
 
 
 async def driver(attempt_id: str, request: Request, service: Current) -> Attempt:
@@ -61,19 +76,34 @@ async def driver(attempt_id: str, request: Request, service: Current) -> Attempt
 DriverAttempt = Annotated[Attempt, Depends(driver)]
 
 
-def _reads_targets(request: Request, service: Service, token: str) -> bool:
-    wanted = service.settings.metrics_token
-    return (
-        wanted is not None
-        and request.method == "GET"
-        and request.scope["path"] == _METRICS_PATH
-        and _same(token, wanted.get_secret_value())
-    )
-
-
-async def _is_known(service: Service, token: str) -> bool:
+async def _principal(service: Service, token: str) -> Principal | None:
+    """Whose token it is: a setting's, else one of the store."""
+    settings = service.settings
+    for secret, owner in (
+        (settings.api_token, Principal(ROOT, Role.ADMIN)),
+        (settings.metrics_token, Principal(SCRAPER, Role.METRICS)),
+    ):
+        if secret is not None and _same(token, secret.get_secret_value()):
+            return owner
+    if service.identity is not None and token.count(".") == 2:  # a JWT: no token of ours has a dot
+        return await _said_by(service.identity, token)
     async with service.database.read() as session:
         return await find_token(session, token_digest(token), at=utc_now())
+
+
+async def _said_by(identity: IdentityProvider, token: str) -> Principal:
+    try:
+        return await identity.principal(token)
+    except InvalidTokenError as error:
+        raise ProblemError(
+            401, f"the token of the identity provider is not valid: {error}", headers=_CHALLENGE
+        ) from None
+    except NoRoleError as error:
+        raise ProblemError(403, f"{error}: ask an admin") from None
+    except KeysUnavailableError:
+        raise ProblemError(
+            503, "the identity provider's keys cannot be read: try again", headers={"Retry-After": "30"}
+        ) from None
 
 
 def _bearer(request: Request) -> str | None:

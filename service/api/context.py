@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI
 from starlette.requests import HTTPConnection
 
+from service.api.oidc import IdentityProvider
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
@@ -31,6 +32,7 @@ class Service:
     logs: LogReader
     wake: Callable[[], None]
     problem: Callable[[], str | None] = lambda: None
+    identity: IdentityProvider | None = None
 
     @property
     def backoff(self) -> Backoff:

@@ -53,6 +53,9 @@ class AttemptGiven(BaseModel):
     job: dict[str, Any]
     device: str
     resume: CheckpointView | None
+    secrets: dict[str, str] = Field(
+        default={}, description="Environment variables that nothing but this answer holds"
+    )
 
 
 class _FromDriver(BaseModel):

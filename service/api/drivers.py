@@ -31,10 +31,19 @@ from service.job_states import AttemptState
 from service.jobspec import Arguments
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
+from service.sealing import NoKeyError, SecretBox
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.plans import find_plan, record_plan
-from service.store.profiles import GANG, find_profile, record_costs, record_drivers_profile, scoped_key
+from service.store.profiles import (
+    GANG,
+    find_profile,
+    owned_digest,
+    record_costs,
+    record_drivers_profile,
+    scoped_key,
+)
+from service.store.secrets import MissingSecretError, open_secrets, stored_names
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
@@ -53,8 +62,9 @@ ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,200}$")]
 @router.get("")
 @router.get("/", include_in_schema=False)
 async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
-    """The job that this attempt runs, its device, and the checkpoint to go on from."""
+    """The job that this attempt runs, its device, the checkpoint to go on from, and its owner's secrets."""
     job = await _current_job(service, attempt)
+    secrets = await _secrets(service, job)
     return AttemptGiven(
         attempt_id=attempt.id,
         job_id=job.id,
@@ -62,6 +72,7 @@ async def read(attempt: DriverAttempt, service: Current) -> AttemptGiven:
         job=job.spec,
         device=attempt.device,
         resume=checkpoint_view(job),
+        secrets=secrets,
     )
 
 
@@ -70,7 +81,7 @@ async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey
     """The layer profile that an earlier attempt stored under `key`."""
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
-        profile = await find_profile(session, scoped_key(job.spec, key))
+        profile = await find_profile(session, scoped_key(job.spec, key, owner=job.owner))
     if profile is None:
         raise ProblemError(404, f"no profile is stored under {key}: measure one and PUT it here")
     return profile
@@ -90,7 +101,7 @@ async def write_profile(
             f"the profile is JSON of {size} bytes, the limit is {limit}: raise SLOTLINE_PROFILE_LIMIT_BYTES",
         )
     async with service.database.write() as session:
-        await record_drivers_profile(session, job.spec, key, profile, at=utc_now())
+        await record_drivers_profile(session, job.spec, key, profile, at=utc_now(), owner=job.owner)
     return Response(status_code=204)
 
 
@@ -117,7 +128,8 @@ async def plan(
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_plan(session, attempt, planned, at=utc_now())
-        await record_costs(session, costs_digest(job.spec), costs, measured_by=GANG, at=utc_now())
+        digest = owned_digest(costs_digest(job.spec), job.owner)
+        await record_costs(session, digest, costs, measured_by=GANG, at=utc_now())
     return Response(planned, media_type="application/json")
 
 
@@ -136,6 +148,16 @@ async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> Re
     if body.state is not None:
         service.wake()
     return ReportAnswer(command=command)
+
+
+async def _secrets(service: Service, job: Job) -> dict[str, str]:
+    if not (names := stored_names(job.spec)):
+        return {}
+    try:
+        async with service.database.read() as session:
+            return await open_secrets(session, SecretBox.of(service.settings), job.owner, names)
+    except (MissingSecretError, NoKeyError) as error:
+        raise ProblemError(422, str(error)) from None
 
 
 async def _current_job(service: Service, attempt: Attempt) -> Job:

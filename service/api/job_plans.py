@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from service.api.auth import Caller
 from service.api.callers import while_connected
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
@@ -34,6 +35,7 @@ _AGAIN_S = "1"
 async def plan(
     request: Request,
     spec: JobSpec,
+    caller: Caller,
     service: Current,
     budget_s: Annotated[float | None, Query(ge=0, le=600, description="Search time of auto")] = None,
 ) -> Response:
@@ -41,10 +43,11 @@ async def plan(
 
     Else one worker measures them, and the answer is 202 until it has: send the same again.
     """
-    await check_references(service, spec)
+    await check_references(service, spec, caller)
     job = spec.model_dump(mode="json")
     try:
-        known = await service.profiler.costs(job, microbatch_counts(Job.from_json(job)))
+        counts = microbatch_counts(Job.from_json(job))
+        known = await service.profiler.costs(job, counts, owner=caller.name)
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
     if known is None:

@@ -13,18 +13,21 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.api.auth import Caller
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
 from service.job_states import JobState
-from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec
+from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, OWNER_PATTERN, PACKAGE_PREFIX, JobSpec
+from service.principals import Principal, Role
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
 from service.store.jobs import PageKey
 from service.store.packages import find_package
+from service.store.secrets import missing_secrets
 from service.store.tables import Job
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
@@ -39,15 +42,19 @@ IdempotencyKey = Annotated[
 
 @router.post("", status_code=201, responses=responses(422))
 async def submit(
-    spec: JobSpec, service: Current, response: Response, idempotency_key: IdempotencyKey = None
+    spec: JobSpec,
+    caller: Caller,
+    service: Current,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
 ) -> JobView:
-    """Queue a job. With a used Idempotency-Key and the same body, the job of that key is answered again."""
+    """Queue a job. With an Idempotency-Key that the caller has used, and the same body, its job is answered again."""
     # without defaults: a new version knows more fields, and the same body must stay the same
     digest = hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
-    job = await _find_by_key(service, idempotency_key)
+    job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
-        await check_references(service, spec)
-        job = await _create_once(service, spec, idempotency_key, digest)
+        await check_references(service, spec, caller)
+        job = await _create_once(service, spec, caller, idempotency_key, digest)
     if job.request_digest != digest:
         raise ProblemError(
             422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
@@ -62,13 +69,18 @@ async def list_all(
     service: Current,
     state: JobState | None = None,
     queue: Annotated[str | None, Query(pattern=NAME_PATTERN, max_length=100)] = None,
+    owner: Annotated[
+        str | None, Query(max_length=200, pattern=OWNER_PATTERN, description="Only this principal's jobs")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     page_token: Annotated[str | None, Query(max_length=200)] = None,
 ) -> JobPage:
     """Jobs, newest first; pass `next_page_token` on to see more."""
     after = None if page_token is None else _parse_page_token(page_token)
     async with service.database.read() as session:
-        jobs = await store.list_jobs(session, state=state, queue=queue, limit=limit + 1, after=after)
+        jobs = await store.list_jobs(
+            session, state=state, queue=queue, owner=owner, limit=limit + 1, after=after
+        )
     token = _page_token(jobs[limit - 1]) if len(jobs) > limit else None
     return JobPage(items=[job_summary(job) for job in jobs[:limit]], next_page_token=token)
 
@@ -82,19 +94,21 @@ async def read(job_id: JobId, service: Current) -> JobView:
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=responses(404, 409, 422))
-async def cancel(job_id: JobId, service: Current) -> JobView:
+async def cancel(job_id: JobId, caller: Caller, service: Current) -> JobView:
     """End a job: at once when it waits, else by way of its driver."""
     async with service.database.write() as session:
-        job = found(await store.cancel_job(session, job_id, at=utc_now()), job_id)
+        await _theirs(session, caller, job_id)
+        job = found(await store.cancel_job(session, job_id, at=utc_now(), by=caller.name), job_id)
     service.wake()
     return await _view(service, job)
 
 
 @router.post("/{job_id}/retry", status_code=202, responses=responses(404, 409, 422))
-async def retry(job_id: JobId, service: Current) -> JobView:
+async def retry(job_id: JobId, caller: Caller, service: Current) -> JobView:
     """Queue a failed or cancelled job again, with its retries as new, from its last checkpoint."""
     async with service.database.write() as session:
-        job = found(await store.retry_job(session, job_id, at=utc_now()), job_id)
+        await _theirs(session, caller, job_id)
+        job = found(await store.retry_job(session, job_id, at=utc_now(), by=caller.name), job_id)
     service.wake()
     return await _view(service, job)
 
@@ -106,8 +120,22 @@ async def existing_job(session: AsyncSession, job_id: str) -> Job:
 
 def found(job: Job | None, job_id: str) -> Job:
     if job is None:
-        raise ProblemError(404, f"there is no job {job_id}: GET /api/v1/jobs lists them")
+        raise _no_job(job_id)
     return job
+
+
+def _no_job(job_id: str) -> ProblemError:
+    return ProblemError(404, f"there is no job {job_id}: GET /api/v1/jobs lists them")
+
+
+async def _theirs(session: AsyncSession, caller: Principal, job_id: str) -> None:
+    """404 for no job, 403 for one that is another's, unless the caller is an operator."""
+    owner = await store.owner_of(session, job_id)
+    if owner is None:
+        raise _no_job(job_id)
+    if not caller.may_change(owner):
+        whose = f"{owner}'s" if owner else "nobody's that is known"
+        raise ProblemError(403, f"job {job_id} is {whose}, and {caller.name} is no operator: ask one")
 
 
 async def _view(service: Service, job: Job) -> JobView:
@@ -115,8 +143,8 @@ async def _view(service: Service, job: Job) -> JobView:
         return job_view(job, list(await attempts_of(session, job.id)))
 
 
-async def check_references(service: Service, spec: JobSpec) -> None:
-    """What a specification names must exist: its queue, its uploaded code, one place of its checkpoints.
+async def check_references(service: Service, spec: JobSpec, caller: Principal) -> None:
+    """What a specification names must exist: its queue, the caller's uploaded code, one place of its checkpoints.
 
     And it must be small enough to be planned.
     """
@@ -142,36 +170,49 @@ async def check_references(service: Service, spec: JobSpec) -> None:
             "is relative, and every worker has another current folder: "
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
         )
+    await _check_secrets(service, spec, caller)
     place = spec.code.working_dir
     if place is None or not place.startswith(PACKAGE_PREFIX):
         return
+    owner = None if caller.role.includes(Role.OPERATOR) else caller.name
     async with service.database.read() as session:
-        known = await find_package(session, place.removeprefix(PACKAGE_PREFIX))
+        known = await find_package(session, place.removeprefix(PACKAGE_PREFIX), owner=owner)
     if not known:
         raise _field_problem(
-            "code.working_dir", place, "no such package was uploaded: POST the zip to /api/v1/packages first"
+            "code.working_dir", place, "you uploaded no such package: POST the zip to /api/v1/packages first"
         )
 
 
-async def _create_once(service: Service, spec: JobSpec, key: str | None, digest: str) -> Job:
+async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:
+    async with service.database.read() as session:
+        missing = await missing_secrets(session, caller.name, spec.secrets)
+    if missing:
+        raise _field_problem(
+            "secrets", missing[0], f"you have no such secret: `slotline secret set {missing[0]}` first"
+        )
+
+
+async def _create_once(
+    service: Service, spec: JobSpec, caller: Principal, key: str | None, digest: str
+) -> Job:
     """A new job, or the one that is being made with this key at this moment."""
     try:
         async with service.database.write() as session:
             return await store.create_job(
-                session, spec, at=utc_now(), idempotency_key=key, request_digest=digest
+                session, spec, at=utc_now(), owner=caller.name, idempotency_key=key, request_digest=digest
             )
     except IntegrityError:
-        job = await _find_by_key(service, key)
+        job = await _find_by_key(service, caller, key)
         if job is None:
             raise
         return job
 
 
-async def _find_by_key(service: Service, key: str | None) -> Job | None:
+async def _find_by_key(service: Service, caller: Principal, key: str | None) -> Job | None:
     if key is None:
         return None
     async with service.database.read() as session:
-        return await store.find_by_idempotency_key(session, key)
+        return await store.find_by_idempotency_key(session, key, owner=caller.name)
 
 
 def _field_problem(field: str, value: str, message: str) -> ProblemError:

@@ -13,13 +13,14 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Response
 from sqlalchemy.exc import IntegrityError
 
+from service.api.auth import Caller
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.schemas import PackageView
 from service.jobspec import PACKAGE_PREFIX
 from service.store.database import utc_now
-from service.store.packages import renew_package, store_package
+from service.store.packages import find_package, renew_package, store_package
 
 router = APIRouter(prefix="/api/v1/packages", tags=["packages"], route_class=UserRoute)
 _FILE_LIMIT = 20_000
@@ -27,24 +28,31 @@ _FILE_LIMIT = 20_000
 
 @router.post("", status_code=201, responses={200: {"model": PackageView}, **responses(413, 422)})
 async def upload(
-    content: Annotated[bytes, Body(media_type="application/zip")], service: Current, response: Response
+    content: Annotated[bytes, Body(media_type="application/zip")],
+    caller: Caller,
+    service: Current,
+    response: Response,
 ) -> PackageView:
-    """Store a zip; 200 when the same one is there already. `uri` goes into code.working_dir."""
+    """Store a zip; 200 when the caller has done so before. `uri` goes into code.working_dir."""
     settings = service.settings
     if len(content) > settings.package_limit_bytes:
         raise ProblemError(
             413, f"the zip is longer than {settings.package_limit_bytes} bytes: leave data out"
         )
     digest = await asyncio.to_thread(_checked_digest, content, settings.package_unpacked_limit_bytes)
+    who = caller.name
     async with service.database.write() as session:
-        known = await renew_package(session, digest, at=utc_now())
+        theirs = await find_package(session, digest, owner=who)
+        known = await renew_package(session, digest, at=utc_now(), owner=who)
     if not known:
         try:
             async with service.database.write() as session:
-                store_package(session, digest, content, at=utc_now())
-        except IntegrityError:
-            known = True  # somebody stored the same one a moment ago
-    if known:
+                await store_package(session, digest, content, at=utc_now(), owner=who)
+        except IntegrityError:  # somebody stored the same one a moment ago
+            async with service.database.write() as session:
+                theirs = await find_package(session, digest, owner=who)
+                await renew_package(session, digest, at=utc_now(), owner=who)
+    if theirs:
         response.status_code = 200
     return PackageView(uri=f"{PACKAGE_PREFIX}{digest}", digest=digest, size_bytes=len(content))
 

@@ -54,6 +54,7 @@ class CheckpointView(BaseModel):
 class JobSummary(BaseModel):
     id: str
     name: str
+    owner: str = Field(default="", description="Who submitted it; empty where nobody was asked for a name")
     queue: str
     priority: int
     accelerators: int
@@ -88,6 +89,7 @@ class EventView(BaseModel):
     attempt: int | None
     kind: str
     message: str
+    principal: str | None = Field(default=None, description="Who asked for it, where somebody did")
 
 
 class EventPage(BaseModel):

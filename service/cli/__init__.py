@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from service.cli import demo, migrate, plan, reshard, serve, submit, tokens, verify, watch
+from service.cli import demo, migrate, people, plan, reshard, secrets, serve, submit, tokens, verify, watch
 from service.cli.output import CliError, err
 from service.client import ClientError
 
@@ -44,6 +44,9 @@ def options(
 for verbs in (serve, demo, submit, watch, plan, verify, reshard, migrate):
     app.add_typer(verbs.app)
 app.add_typer(tokens.app, name="token")
+app.add_typer(tokens.app, name="tokens", hidden=True)
+app.add_typer(people.app)
+app.add_typer(secrets.app, name="secret")
 
 
 def main() -> None:

@@ -28,5 +28,8 @@ def _setting_error(error: Mapping[str, Any]) -> str:
     if not name:
         return message
     value = str(error["input"])
-    shown = repr(value) if "@" not in value else "..."  # the password of a database's URL
+    secret = "@" in value or name.upper().endswith(
+        ("TOKEN", "KEY")
+    )  # with @: the password of a database's URL
+    shown = "..." if secret else repr(value)
     return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"

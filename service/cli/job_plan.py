@@ -141,7 +141,7 @@ def _measure(spec: dict[str, Any], device: str, folder: Path | None) -> dict[str
             text=True,
             timeout=limit_s,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": python_path(folder)},
+            env={**os.environ, **spec.get("env", {}), "PYTHONPATH": python_path(folder)},
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -78,7 +78,8 @@ def _job_line(job: JobView) -> str:
     why = ": ".join(part for part in (job.reason, job.message) if part)
     done = job.progress
     loss = "" if done.loss is None else f", loss {done.loss:.4g}"
-    line = f"{job.id} {job.name} [{_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
+    owner = f" of {escape(job.owner)}" if job.owner else ""
+    line = f"{job.id} {job.name}{owner} [{_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
     return f"{line}  {escape(why)}" if why else line
 
 

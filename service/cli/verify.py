@@ -106,7 +106,7 @@ def _run(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dic
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": python_path(folder)},
+        env={**os.environ, **request["job"].get("env", {}), "PYTHONPATH": python_path(folder)},
     ) as process:
         try:
             output, _ = process.communicate(json.dumps(request), timeout=limit_s)

@@ -27,11 +27,12 @@ app = typer.Typer()
 def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state")] = None,
     queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
+    owner: Annotated[str | None, typer.Option(help="Only jobs that this principal submitted")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 50,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    jobs = list(Client().jobs(state=state, queue=queue, limit=limit))
+    jobs = list(Client().jobs(state=state, queue=queue, owner=owner, limit=limit))
     if as_json:
         print_json(to_json(jobs))
     else:

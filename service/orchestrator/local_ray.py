@@ -34,6 +34,12 @@ _AGAIN_S = 1.0
 _AGAIN_LIMIT_S = 60.0
 _STEADY_S = 120.0
 """A Ray that lived so long did not end because of how it was started."""
+_OF_THE_CONTROL_PLANE = (
+    "SLOTLINE_API_TOKEN",
+    "SLOTLINE_METRICS_TOKEN",
+    "SLOTLINE_DATABASE_URL",
+    "SLOTLINE_SECRETS_KEY",
+)
 
 
 class LocalRay:
@@ -184,7 +190,7 @@ class LocalRay:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         # users' code runs in it: what opens the control plane and its database is none of its business
-        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "SLOTLINE_API_TOKEN", "SLOTLINE_DATABASE_URL"):
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_OF_THE_CONTROL_PLANE):
             environment.pop(name, None)
         return environment
 

@@ -20,8 +20,10 @@ from service.orchestrator.decide import RayState, device_of
 from service.orchestrator.planning import PlannerBusyError
 from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError
 from service.orchestrator.submission import Submitter
+from service.principals import NOBODY
 from service.store.database import Database, utc_now
-from service.store.profiles import ONE_WORKER, find_costs, record_costs
+from service.store.profiles import ONE_WORKER, find_costs, owned_digest, record_costs
+from service.store.secrets import stored_names
 from worker.costs import ANSWER_MARK, costs_digest
 
 _LOOK_EVERY_S = 0.5
@@ -67,19 +69,25 @@ class JobProfiler:
         self._turn = asyncio.Semaphore(_RUNS_AT_ONCE)
         self._failures: dict[str, str] = {}
 
-    async def costs(self, spec: Mapping[str, Any], counts: Sequence[int]) -> KnownCosts | None:
-        """What is known of the job (JSON of a JobSpec) with these numbers of microbatches; None while it is being
+    async def costs(
+        self, spec: Mapping[str, Any], counts: Sequence[int], *, owner: str = NOBODY
+    ) -> KnownCosts | None:
+        """What is known of the owner's job (JSON of a JobSpec) with these numbers of microbatches; None while it is being
         measured, which begins with the first call: ask again.
 
         Raises ProfilingFailedError, once, where measuring has failed, and ProfilingBusyError.
         """
-        digest = costs_digest(spec)
+        digest = owned_digest(costs_digest(spec), owner)
         async with self._database.read() as session:
             found = await find_costs(session, digest, counts)
         if found is not None:
             return KnownCosts(*found)
         if (failure := self._failures.pop(digest, None)) is not None:
             raise ProfilingFailedError(failure)
+        if names := stored_names(spec):
+            raise ProfilingFailedError(
+                f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
+            )
         if digest not in self._runs:
             if len(self._runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
                 raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured or wait for it")

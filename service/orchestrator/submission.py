@@ -12,11 +12,13 @@ from service.jobspec import PACKAGE_PREFIX, stored
 from service.orchestrator.admission import explain_waits
 from service.orchestrator.decide import RESOURCES, Device, End, Wait
 from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError, Submission
+from service.sealing import NoKeyError, SecretBox
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
 from service.store.jobs import find_job
 from service.store.packages import package_content
+from service.store.secrets import MissingSecretError, open_secrets, stored_environment, stored_names
 from service.store.states import lock_job
 from service.store.tables import Attempt, Job
 from worker.costs import REQUEST_VARIABLE
@@ -40,6 +42,8 @@ class Submitter:
         """
         try:
             await self._cluster.submit(await self._submission(attempt))
+        except (MissingSecretError, NoKeyError) as error:
+            return End(AttemptState.FAILED, Reason.SECRET_MISSING, str(error))
         except ClusterUnreachableError as error:
             wait = Wait(job.id, _NOT_TAKEN, f"not started yet: {error}")
             await explain_waits(self._database, [(job, wait)])
@@ -67,7 +71,8 @@ class Submitter:
         return Submission(
             id=run_id,
             entrypoint=f"{shlex.quote(self._python)} -m worker.profiler",
-            env={
+            env=stored_environment(spec)
+            | {
                 REQUEST_VARIABLE: request,
                 "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
             },
@@ -80,11 +85,14 @@ class Submitter:
     async def _submission(self, attempt: Attempt) -> Submission:
         async with self._database.read() as session:  # rounds leave the specification out
             job = await find_job(session, attempt.job_id)
-        assert job is not None, attempt.job_id
+            assert job is not None, attempt.job_id
+            if names := stored_names(job.spec):  # the driver asks for them: Ray shows a driver's environment
+                await open_secrets(session, SecretBox.of(self._settings), job.owner, names)
         return Submission(
             id=attempt.id,
             entrypoint=f"{shlex.quote(self._python)} -m worker.driver",
-            env=self._address_of_the_cluster()
+            env=stored_environment(job.spec)
+            | self._address_of_the_cluster()
             | {
                 "SLOTLINE_CONTROL_URL": self._settings.control_url,
                 "SLOTLINE_ATTEMPT_ID": attempt.id,

@@ -5,6 +5,7 @@ Functions take the caller's session; those that change something need a write se
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import string
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import WAITING_STATES, JobState
 from service.jobspec import JobSpec
+from service.principals import NOBODY, by_whom
+from service.store.audit import add_audit
 from service.store.states import add_event, lock_job, move_job
 from service.store.tables import WITHOUT_SPEC, Job
 from worker.reasons import Reason
@@ -36,10 +39,11 @@ async def create_job(
     spec: JobSpec,
     *,
     at: datetime,
+    owner: str = NOBODY,
     idempotency_key: str | None = None,
     request_digest: str | None = None,
 ) -> Job:
-    """Store a job as QUEUED. A used `idempotency_key` raises sqlalchemy's IntegrityError at flush."""
+    """Store a job as QUEUED. An `idempotency_key` that its owner has used raises sqlalchemy's IntegrityError."""
     job = Job(
         id="job-" + "".join(secrets.choice(_ALPHABET) for _ in range(10)),
         name=spec.name,
@@ -53,7 +57,8 @@ async def create_job(
         state=JobState.QUEUED,
         created_at=at,
         queued_at=at,
-        idempotency_key=idempotency_key,
+        owner=owner,
+        idempotency_key=None if idempotency_key is None else owned_key(owner, idempotency_key),
         request_digest=request_digest,
         attempts_made=0,
         attempts_forgiven=0,
@@ -62,7 +67,9 @@ async def create_job(
     )
     session.add(job)
     await session.flush()
-    add_event(session, job, "state", "QUEUED: submitted", at=at)
+    submitted = f"submitted by {owner}" if owner else "submitted"
+    add_event(session, job, "state", f"QUEUED: {submitted}", at=at, by=owner)
+    add_audit(session, owner, "job.submit", job.id, at=at, detail=job.name)
     return job
 
 
@@ -70,8 +77,23 @@ async def find_job(session: AsyncSession, job_id: str) -> Job | None:
     return await session.get(Job, job_id)
 
 
-async def find_by_idempotency_key(session: AsyncSession, key: str) -> Job | None:
-    return (await session.execute(select(Job).where(Job.idempotency_key == key))).scalar_one_or_none()
+async def owner_of(session: AsyncSession, job_id: str) -> str | None:
+    """Who submitted the job; None: no such job. Loads no job, so that one can be locked afterwards."""
+    return (await session.execute(select(Job.owner).where(Job.id == job_id))).scalar_one_or_none()
+
+
+async def find_by_idempotency_key(session: AsyncSession, key: str, *, owner: str = NOBODY) -> Job | None:
+    """The job that this owner submitted with this key."""
+    query = select(Job).where(Job.idempotency_key == owned_key(owner, key))
+    return (await session.execute(query)).scalar_one_or_none()
+
+
+def owned_key(owner: str, key: str) -> str:
+    """An owner's key as the store has it, where keys are unique. No key holds a blank, so that none can be
+    taken for another owner's."""
+    if owner == NOBODY:
+        return key
+    return f"{hashlib.sha256(owner.encode()).hexdigest()} {hashlib.sha256(key.encode()).hexdigest()}"
 
 
 async def list_jobs(
@@ -79,6 +101,7 @@ async def list_jobs(
     *,
     state: JobState | None = None,
     queue: str | None = None,
+    owner: str | None = None,
     limit: int = 50,
     after: PageKey | None = None,
 ) -> Sequence[Job]:
@@ -88,6 +111,8 @@ async def list_jobs(
         query = query.where(Job.state == state)
     if queue is not None:
         query = query.where(Job.queue == queue)
+    if owner is not None:
+        query = query.where(Job.owner == owner)
     if after is not None:
         same_time = and_(Job.created_at == after.created_at, Job.id < after.job_id)
         query = query.where(or_(Job.created_at < after.created_at, same_time))
@@ -103,14 +128,15 @@ async def waiting_jobs(session: AsyncSession) -> list[Job]:
     return list((await session.execute(query)).scalars())
 
 
-async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job | None:
-    """Cancel at once what only waits; ask a running job to end. Twice is once. None: no such job.
+async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = NOBODY) -> Job | None:
+    """Cancel at once what only waits; ask a running job to end. Twice is once. None: no such job. `by` asks.
 
     Raises TransitionError for a job that has ended in another way.
     """
     job = await lock_job(session, job_id)
     if job is None or job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
         return job
+    add_audit(session, by, "job.cancel", job.id, at=at, detail=job.state)
     job.cancel_requested_at = at
     if job.job_state in WAITING_STATES:
         move_job(
@@ -119,7 +145,8 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job
             JobState.CANCELLED,
             at=at,
             reason=Reason.CANCELLED_BY_USER,
-            message="cancelled by the user",
+            message=f"cancelled by {by_whom(by)}",
+            by=by,
         )
     else:
         move_job(
@@ -128,12 +155,13 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job
             JobState.CANCELLING,
             at=at,
             reason=Reason.CANCELLED_BY_USER,
-            message="the driver is asked to end",
+            message="the driver is asked to end" + (f", by {by}" if by else ""),
+            by=by,
         )
     return job
 
 
-async def retry_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job | None:
+async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = NOBODY) -> Job | None:
     """Queue a failed or cancelled job again; it goes on from its last checkpoint. None: no such job.
 
     Raises TransitionError for a job that is not FAILED or CANCELLED.
@@ -141,7 +169,9 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job 
     job = await lock_job(session, job_id)
     if job is None:
         return None
-    move_job(session, job, JobState.QUEUED, at=at, message="retried by the user")
+    before = job.state
+    move_job(session, job, JobState.QUEUED, at=at, message=f"retried by {by_whom(by)}", by=by)
+    add_audit(session, by, "job.retry", job.id, at=at, detail=before)
     job.message = None
     job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
     job.attempts_forgiven = job.attempts_made

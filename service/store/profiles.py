@@ -1,8 +1,9 @@
 """What was measured, in the store: profiles of layers by model, microbatch shape and device, for later attempts;
 and all costs of a job by its digest, for plans without training.
 
-What drivers store is kept apart by model and code: the driver of one job, which runs its user's code, says nothing of
-the layers of another. Only what links cost is shared by all that use the same nodes. Of each the newest are kept.
+What drivers store is kept apart by owner, model and code: the driver of one job, which runs its user's code, says
+nothing of the layers of another, and nothing to another owner. Only what links cost is shared by all that use the
+same nodes. Of each the newest are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.principals import NOBODY
 from service.store.tables import Profile
 from service.store.upsert import upsert
 
@@ -25,25 +27,38 @@ _LINKS_KEY = re.compile(r"links of (cpu|cuda) [0-9a-f]{64}")
 _KEPT_OF_A_MODEL, _KEPT_LINKS = 64, 10_000
 
 
-def scoped_key(spec: Mapping[str, Any], key: str) -> str:
-    """Under which key the driver of a job (JSON of a JobSpec) finds and stores what it calls `key`."""
+def scoped_key(spec: Mapping[str, Any], key: str, *, owner: str = NOBODY) -> str:
+    """Under which key the driver of an owner's job (JSON of a JobSpec) finds and stores what it calls `key`."""
     if _LINKS_KEY.fullmatch(key):
         return key
-    return f"{_scope(spec)}{key}"
+    return f"{_scope(spec, owner)}{key}"
 
 
-def _scope(spec: Mapping[str, Any]) -> str:
-    parts = json.dumps([spec.get("model"), spec.get("code")], sort_keys=True, default=str)
+def owned_digest(digest: str, owner: str) -> str:
+    """A digest of costs as the store has it: what one owner's drivers measured is not another's."""
+    return f"{digest} of {hashlib.sha256(owner.encode()).hexdigest()}" if owner else digest
+
+
+def _scope(spec: Mapping[str, Any], owner: str) -> str:
+    given = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
+    given += [{"owner": owner}] if owner else []
+    parts = json.dumps(given, sort_keys=True, default=str)
     return f"model {hashlib.sha256(parts.encode()).hexdigest()} "
 
 
 async def record_drivers_profile(
-    session: AsyncSession, spec: Mapping[str, Any], key: str, body: dict[str, Any], *, at: datetime
+    session: AsyncSession,
+    spec: Mapping[str, Any],
+    key: str,
+    body: dict[str, Any],
+    *,
+    at: datetime,
+    owner: str = NOBODY,
 ) -> None:
     """Keep what the driver of a job measured; the oldest of its kind goes where there are too many."""
-    found = scoped_key(spec, key)
+    found = scoped_key(spec, key, owner=owner)
     await record_profile(session, found, body, at=at)
-    prefix, kept = (_LINKS, _KEPT_LINKS) if found == key else (_scope(spec), _KEPT_OF_A_MODEL)
+    prefix, kept = (_LINKS, _KEPT_LINKS) if found == key else (_scope(spec, owner), _KEPT_OF_A_MODEL)
     same = Profile.key.startswith(prefix, autoescape=True)
     newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(kept)
     await session.execute(delete(Profile).where(same, Profile.key.not_in(newest)))

@@ -48,8 +48,9 @@ def move_job(
     reason: str | None = None,
     message: str | None = None,
     attempt: int | None = None,
+    by: str | None = None,
 ) -> None:
-    """Change the state; reason and message replace the old ones. Raises TransitionError."""
+    """Change the state; reason and message replace the old ones; `by` asked for it. Raises TransitionError."""
     if to not in TRANSITIONS[job.job_state]:
         raise TransitionError(job, to)
     job.state, job.reason, job.message = to, reason, printable(message)
@@ -58,9 +59,8 @@ def move_job(
     if to.final:
         job.finished_at = at
     described = f"{to}: {reason}" if reason else str(to)
-    add_event(
-        session, job, "state", f"{described}: {message}" if message else described, at=at, attempt=attempt
-    )
+    told = f"{described}: {message}" if message else described
+    add_event(session, job, "state", told, at=at, attempt=attempt, by=by)
 
 
 def explain_wait(session: AsyncSession, job: Job, reason: str, message: str, *, at: datetime) -> None:
@@ -88,9 +88,16 @@ def move_attempt(
 
 
 def add_event(
-    session: AsyncSession, job: Job, kind: str, message: str, *, at: datetime, attempt: int | None = None
+    session: AsyncSession,
+    job: Job,
+    kind: str,
+    message: str,
+    *,
+    at: datetime,
+    attempt: int | None = None,
+    by: str | None = None,
 ) -> None:
-    """Append to the job's event log under the job's next number."""
+    """Append to the job's event log under the job's next number; `by` is who asked for what happened."""
     job.last_event += 1
     session.add(
         Event(
@@ -100,6 +107,7 @@ def add_event(
             attempt=attempt,
             kind=kind,
             message=printable(message) or "",
+            principal=by or None,
         )
     )
 

@@ -59,6 +59,7 @@ class Job(Base):
     __table_args__ = (
         Index("ix_jobs_created", "created_at", "id"),
         Index("ix_jobs_state_queue", "state", "queue"),
+        Index("ix_jobs_owner_created", "owner", "created_at"),
     )
 
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
@@ -81,7 +82,10 @@ class Job(Base):
     queued_at: Mapped[datetime]
     not_before: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
+    owner: Mapped[str] = mapped_column(String(200), default="", server_default="")
+    """The name of the principal that submitted it; empty where nobody was asked for one."""
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    """The owner's own: see jobs.owned_key."""
     request_digest: Mapped[str | None] = mapped_column(String(64))
     current_attempt: Mapped[str | None] = mapped_column(String(60))
     attempts_made: Mapped[int] = mapped_column(default=0)
@@ -152,6 +156,8 @@ class Event(Base):
     attempt: Mapped[int | None]
     kind: Mapped[str] = mapped_column(String(100))
     message: Mapped[str] = mapped_column(Text)
+    principal: Mapped[str | None] = mapped_column(String(200))
+    """Who asked for it, where somebody did."""
 
 
 class Step(Base):
@@ -228,13 +234,46 @@ class Package(Base):
     content: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+class PackageOwner(Base):
+    """Who uploaded a package: everybody who did may use it."""
+
+    __tablename__ = "package_owners"
+
+    digest: Mapped[str] = mapped_column(ForeignKey("packages.digest", ondelete="CASCADE"), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(200), primary_key=True)
+
+
 class ApiToken(Base):
     __tablename__ = "tokens"
 
     name: Mapped[str] = mapped_column(String(100), primary_key=True)
+    role: Mapped[str] = mapped_column(String(20), server_default="operator")
     digest: Mapped[str] = mapped_column(String(64), unique=True)
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]
+
+
+class Secret(Base):
+    __tablename__ = "secrets"
+
+    owner: Mapped[str] = mapped_column(String(200), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    sealed: Mapped[str] = mapped_column(Text)
+    """Encrypted with SLOTLINE_SECRETS_KEY: see service/sealing.py."""
+    set_at: Mapped[datetime]
+
+
+class AuditEntry(Base):
+    __tablename__ = "audit"
+
+    number: Mapped[int] = mapped_column(
+        BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
+    )
+    at: Mapped[datetime]
+    principal: Mapped[str] = mapped_column(String(200))
+    action: Mapped[str] = mapped_column(String(100))
+    subject: Mapped[str] = mapped_column(String(200))
+    detail: Mapped[str] = mapped_column(Text, default="")
 
 
 class Pulse(Base):

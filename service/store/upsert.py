@@ -18,4 +18,7 @@ async def upsert(session: AsyncSession, table: type[Base], rows: list[dict[str, 
     key = [column.name for column in table.__table__.primary_key]
     statement = dialect.insert(table)
     others = {name: statement.excluded[name] for name in rows[0] if name not in key}
+    if not others:
+        await session.execute(statement.on_conflict_do_nothing(index_elements=key), rows)
+        return
     await session.execute(statement.on_conflict_do_update(index_elements=key, set_=others), rows)

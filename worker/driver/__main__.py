@@ -17,6 +17,7 @@ from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.report import Reporter
 from worker.driver.termination import Termination
+from worker.masking import mask_output
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ TERMINATED_REPORT_LIMIT_S = 10.0
 
 def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
+    mask = mask_output()
     logging.basicConfig(
         level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
         format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
@@ -40,12 +42,16 @@ def main() -> int:
         os.environ["SLOTLINE_CONTROL_URL"],
         os.environ["SLOTLINE_ATTEMPT_ID"],
         os.environ["SLOTLINE_ATTEMPT_TOKEN"],
+        mask=mask,
     )
     try:
         given = control.attempt()
     except Refused as refused:
         log.error("the control plane wants nothing of this attempt: %s", refused.detail)
         return 1
+    secrets = given.get("secrets") or {}
+    mask.hide(secrets.values())
+    os.environ.update(secrets)
     attempt = Attempt(
         job_id=given["job_id"],
         number=given["number"],
@@ -53,6 +59,7 @@ def main() -> int:
         device=given["device"],
         limits=limits,
         resume_uri=(given.get("resume") or {}).get("uri"),
+        secrets=secrets,
     )
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -26,6 +26,7 @@ from worker.driver.termination import Termination
 from worker.engine.results import SlotLimits
 from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
 from worker.job import Job
+from worker.masking import take_environment
 from worker.model.memory_plan import planned_peak_bytes
 from worker.node import own_node_address
 from worker.reasons import Reason
@@ -49,6 +50,8 @@ class Attempt:
     device: str
     limits: Limits
     resume_uri: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of the workers' environment that nothing but their processes and this one may hold."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,16 @@ def _train(
                 },
                 raise_if_cancelled,
             )
+            if attempt.secrets:
+                gang.call(
+                    [
+                        worker.__ray_call__.remote(take_environment, attempt.secrets)
+                        for worker in gang.workers
+                    ],
+                    what="taking its environment",
+                    limit_s=limits.start_s,
+                    interrupted=raise_if_cancelled,
+                )
             reporter.event(
                 "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
             )

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import tenacity
 
+from worker.masking import Mask
+
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 30.0
@@ -42,7 +44,9 @@ class ControlPlane:
     answers 5xx, for `patience_s`; a 4xx raises Refused with the problem's detail.
     """
 
-    def __init__(self, url: str, attempt_id: str, token: str, *, patience_s: float = 600.0):
+    def __init__(
+        self, url: str, attempt_id: str, token: str, *, patience_s: float = 600.0, mask: Mask | None = None
+    ):
         self._client = httpx.Client(
             base_url=f"{url.rstrip('/')}/api/v1/attempts/{attempt_id}",
             headers={"Authorization": f"Bearer {token}"},
@@ -50,6 +54,7 @@ class ControlPlane:
             trust_env=httpx.URL(url).host not in _THIS_MACHINE,  # a proxy is for what is elsewhere
         )
         self._patience_s = patience_s
+        self._mask = mask or Mask()
 
     def attempt(self) -> dict[str, Any]:
         """The attempt with its job: `attempt_id`, `job_id`, `number`, `job`, `device`."""
@@ -89,6 +94,8 @@ class ControlPlane:
         return retry(self._once, method, path, **kwargs)
 
     def _once(self, method: str, path: str, **kwargs: Any) -> Any:
+        if "json" in kwargs:
+            kwargs["json"] = self._mask.json(kwargs["json"])
         try:
             response = self._client.request(method, path, **kwargs)
         except ValueError:  # a number or a text that JSON has no word for

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
+from service.api.roles import LEAST_ROLE, least_role
 from service.control_plane import control_plane_app
+from service.principals import Role
 from service.settings import Settings
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.test_manage import problem
@@ -90,7 +93,7 @@ async def test_the_metrics_token_opens_the_list_of_drivers_and_nothing_else(make
         targets = "/api/v1/prometheus/targets"
         assert (await api.client.get(targets, headers=headers)).json() == []
         for method, path in sorted(ROUTES - OPEN - {("GET", targets)}):
-            problem(await ask(api, method, path, headers), 401)
+            problem(await ask(api, method, path, headers), 401 if path.startswith(DRIVERS) else 403)
         problem(await api.client.get(targets, headers={"Authorization": "Bearer wrong"}), 401)
     async with make_api(api_token="secret") as api:
         problem(await api.client.get(targets, headers=headers), 401)
@@ -137,3 +140,53 @@ async def test_a_token_comes_as_bearer_or_as_the_password_of_basic(make_api: Api
 async def test_what_is_no_token_is_refused_however_it_is_written(make_api: ApiMaker, header: str):
     async with make_api(api_token="secret") as api:
         problem(await api.client.get("/api/v1/jobs", headers={"Authorization": header}), 401)
+
+
+def test_every_route_has_a_stated_least_role_and_no_other_has():
+    asked = {(method, path) for method, path in ROUTES - OPEN if not path.startswith(DRIVERS)}
+    assert asked - set(LEAST_ROLE) == set(), "state its least role in service/api/roles.py"
+    assert set(LEAST_ROLE) - asked == set(), "there is no such route any more"
+
+
+def test_an_unstated_route_is_for_admins():
+    assert least_role("GET", "/api/v1/not-stated") is Role.ADMIN
+    assert least_role("HEAD", "/") is least_role("GET", "/") is Role.VIEWER
+
+
+@pytest.fixture
+async def people(make_api: ApiMaker) -> AsyncIterator[tuple[Api, dict[Role, dict[str, str]]]]:
+    """A server with one token of each role, and the headers that carry them."""
+    async with make_api(api_token="secret", plan_budget_s=0) as api:
+        headers = {}
+        for role in Role:
+            answer = await api.client.post(
+                "/api/v1/tokens",
+                json={"name": f"a-{role}", "role": role},
+                headers={"Authorization": "Bearer secret"},
+            )
+            headers[role] = {"Authorization": f"Bearer {answer.raise_for_status().json()['token']}"}
+        yield api, headers
+
+
+async def test_each_role_is_let_in_from_the_least_one_on_and_told_403_below(people):
+    """Every route, by every role: the tokens are real ones, of the store."""
+    api, headers = people
+    for method, path in sorted(ROUTES - OPEN):
+        for role in Role:
+            answer = await ask(api, method, path, headers[role])
+            if path.startswith(DRIVERS):
+                problem(answer, 401)
+            elif role.includes(least_role(method, path)):
+                assert answer.status_code not in (401, 403), (method, path, role, answer.text)
+            else:
+                told = problem(answer, 403)["detail"]
+                assert f"a-{role} is {role}" in told and least_role(method, path) in told
+
+
+async def test_below_the_role_a_body_is_not_read(people):
+    """What cannot be JSON would be 422 where it was looked at."""
+    api, headers = people
+    content = {"content": b"{", "headers": headers[Role.VIEWER] | {"Content-Type": "application/json"}}
+    problem(await api.client.post("/api/v1/jobs", **content), 403)
+    content["headers"] = headers[Role.SUBMITTER] | {"Content-Type": "application/json"}
+    problem(await api.client.post("/api/v1/jobs", **content), 422)

@@ -430,16 +430,17 @@ async def test_programs_and_our_own_pages_are_no_other_origin(make_api: ApiMaker
 
 
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
+    from service.principals import Role
     from service.store.tokens import delete_token, new_token, store_token, token_digest
 
     async with make_api(require_token=True) as api:
         token = new_token()
         async with api.service.database.write() as session:
-            store_token(session, "me", token_digest(token), at=utc_now())
+            await store_token(session, "me", Role.VIEWER, token_digest(token), by="", at=utc_now())
         headers = {"Authorization": f"Bearer {token}"}
         assert (await api.client.get("/api/v1/jobs", headers=headers)).status_code == 200
         async with api.service.database.write() as session:
-            assert await delete_token(session, "me")
+            assert await delete_token(session, "me", by="", at=utc_now())
         problem(await api.client.get("/api/v1/jobs", headers=headers), 401)
 
 

@@ -73,7 +73,7 @@ def test_arguments_are_bounded_as_the_description_says(path: str, limits: dict):
 def test_the_description_says_what_else_is_answered(path: str, also: set[str]):
     app = control_plane_app(Settings(), FakeCluster())
     described = app.openapi()["paths"][f"/api/v1/jobs/{{job_id}}/{path}"]["get"]
-    assert set(described["responses"]) == {"200", "401", "404", "422"} | also
+    assert set(described["responses"]) == {"200", "401", "403", "404", "422"} | also
     assert described["tags"] == ["jobs"]
 
 

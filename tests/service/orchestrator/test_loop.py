@@ -457,7 +457,7 @@ async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_l
 async def test_uploaded_code_reaches_the_cluster_with_the_start(world: World):
     digest = "ab" * 32
     async with world.database.write() as session:
-        store_package(session, digest, b"zip", at=utc_now())
+        await store_package(session, digest, b"zip", at=utc_now())
     job_id = await world.submit(code={"working_dir": f"package:{digest}", "pip": ["einops"]})
     await world.rounds(2)
     submission = world.cluster.submissions[f"{job_id}-1"]

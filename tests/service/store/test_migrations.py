@@ -9,9 +9,13 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, text
 
+from service.principals import Principal, Role
 from service.store import database as room
-from service.store.database import Database
-from service.store.jobs import find_job
+from service.store.database import Database, utc_now
+from service.store.events import events_of
+from service.store.jobs import find_by_idempotency_key, find_job
+from service.store.packages import find_package
+from service.store.tokens import find_token
 from tests.service.conftest import job_body
 
 
@@ -60,4 +64,60 @@ async def test_older_jobs_get_their_columns_from_their_specifications(
             connection = await connection.execution_options(slotline_write=True)
             async with connection.begin():
                 await connection.run_sync(go, "back to 0002")
+    await older.close()
+
+
+async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Up from 0004, down and up again: tokens may do what they could, jobs are nobody's, keys find their jobs."""
+
+    def go(connection: Connection, to: str) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(room._MIGRATIONS))
+        config.attributes["connection"] = connection
+        (command.downgrade if to == "back to 0004" else command.upgrade)(config, to[-4:])
+
+    older = Database(database_url)
+    with monkeypatch.context() as patched:
+        patched.setattr(room, "_migrate", lambda connection: go(connection, "0004"))
+        await older.start()
+    at = "'2026-01-01 00:00:00'"
+    async with older.engine.begin() as connection:
+        await connection.execute(
+            text(f"INSERT INTO tokens (name, digest, created_at) VALUES ('me', 'd', {at})")
+        )
+        await connection.execute(
+            text(
+                f"INSERT INTO packages (digest, created_at, size_bytes, content) VALUES ('p', {at}, 1, :zip)"
+            ),
+            {"zip": b"z"},
+        )
+        await connection.execute(
+            text(
+                "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at,"
+                " queued_at, attempts_made, attempts_forgiven, last_event, idempotency_key) VALUES ('a', 'n',"
+                f" 'default', 0, 2, 'auto', '{{}}', 'FAILED', {at}, {at}, 0, 0, 1, 'key')"
+            )
+        )
+        await connection.execute(
+            text(
+                "INSERT INTO events (job_id, number, at, kind, message)"
+                f" VALUES ('a', 1, {at}, 'state', 'QUEUED')"
+            )
+        )
+    for _ in range(2):
+        await older.start()
+        async with older.read() as session:
+            job = await find_by_idempotency_key(session, "key")
+            assert (job.id, job.owner) == ("a", "")
+            assert await find_by_idempotency_key(session, "key", owner="alice") is None
+            assert await find_token(session, "d", at=utc_now()) == Principal("me", Role.OPERATOR)
+            assert await find_package(session, "p", owner="")
+            assert not await find_package(session, "p", owner="alice")
+            assert [event.principal for event in await events_of(session, "a")] == [None]
+        async with older.engine.connect() as connection:
+            connection = await connection.execution_options(slotline_write=True)
+            async with connection.begin():
+                await connection.run_sync(go, "back to 0004")
     await older.close()

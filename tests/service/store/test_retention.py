@@ -120,8 +120,8 @@ async def test_packages_that_no_job_names_go_unless_somebody_uploaded_them_again
     used, unused, renewed, fresh = (letter * 64 for letter in "abcd")
     async with database.write() as session:
         for digest in (used, unused, renewed):
-            store_package(session, digest, b"zip", at=NOW - timedelta(days=31))
-        store_package(session, fresh, b"zip", at=NOW - timedelta(days=29))
+            await store_package(session, digest, b"zip", at=NOW - timedelta(days=31))
+        await store_package(session, fresh, b"zip", at=NOW - timedelta(days=29))
     await job_with_everything(database, ended_days_ago=31, code={"working_dir": f"package:{used}"})
     await job_with_everything(database, ended_days_ago=31)  # its working_dir is null
     async with database.write() as session:
@@ -152,6 +152,6 @@ def test_a_number_of_days_that_means_nothing_is_refused():
 
 def test_every_table_is_either_kept_for_ever_or_tidied():
     """A new table needs a decision."""
-    tidied = {"slots", "timelines", "steps", "plans", "packages"}
-    kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses"}
+    tidied = {"slots", "timelines", "steps", "plans", "packages", "package_owners"}
+    kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses", "audit", "secrets"}
     assert set(Base.metadata.tables) == tidied | kept

@@ -1,0 +1,238 @@
+"""Who somebody is by the word of an identity provider: JWTs of one issuer, checked with the keys that it publishes.
+
+Nothing in a token says how it is to be checked: issuer, audience, algorithms and the address of the keys are
+settings. Keys are asked for rarely, whatever callers send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import jwt
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+
+from service.jobspec import OWNER_PATTERN
+from service.principals import Principal, Role
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""With a public key only: never `none`, and no HS..., for which the public key would be the secret."""
+_LEEWAY_S = 30
+_TOKEN_LIMIT = 16_384
+_RSA_BITS = 2048
+_FRESH_S = 600.0
+"""So old may keys be before they are asked for again."""
+_STALE_S = 3600.0
+"""So old may keys be at all: an identity provider that is away is borne with for so long."""
+_AGAIN_S = 30.0
+"""So long after one question the next is asked, whatever key ids callers make up."""
+_FETCH_S = 5.0
+_KEYS_BYTES = 262_144
+_KEYS = 100
+
+
+class InvalidTokenError(Exception):
+    """The token is not one that the issuer made for us and that is valid now; the message says why."""
+
+
+class NoRoleError(Exception):
+    """The token is good, and its claims give no role here, or no name."""
+
+
+class KeysUnavailableError(Exception):
+    """The issuer's keys cannot be read now: nothing can be said of a token."""
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """A public key, and the algorithms that it may be used with: what it says itself, else all of its kind."""
+
+    public: Any
+    algorithms: tuple[str, ...]
+
+
+class IdentityProvider:
+    """The issuer that the settings name."""
+
+    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        assert settings.oidc_issuer and settings.oidc_audience and settings.oidc_jwks_url
+        self._issuer, self._audience = settings.oidc_issuer, settings.oidc_audience
+        self._name_claim, self._role_claim = settings.oidc_name_claim, settings.oidc_role_claim
+        self._roles = settings.oidc_roles
+        self.keys = KeySet(settings.oidc_jwks_url, clock=clock)
+
+    async def principal(self, token: str) -> Principal:
+        """Whose token it is. Raises InvalidTokenError, NoRoleError or KeysUnavailableError."""
+        if len(token) > _TOKEN_LIMIT:
+            raise InvalidTokenError(f"it has more than {_TOKEN_LIMIT} characters")
+        try:
+            header = jwt.get_unverified_header(token)
+        except jwt.PyJWTError as error:
+            raise InvalidTokenError(str(error)) from None
+        algorithm, key_id = header.get("alg"), header.get("kid")
+        if algorithm not in ALGORITHMS:
+            raise InvalidTokenError(f"its algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+        key = await self.keys.find(key_id)
+        if key is None:
+            raise InvalidTokenError(f"the issuer has no key {key_id!r}")
+        if algorithm not in key.algorithms:
+            raise InvalidTokenError(f"the key {key_id!r} is not for the algorithm {algorithm}")
+        try:
+            claims = jwt.decode(
+                token,
+                key=key.public,
+                algorithms=key.algorithms,
+                audience=self._audience,
+                issuer=self._issuer,
+                leeway=_LEEWAY_S,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.PyJWTError as error:
+            raise InvalidTokenError(str(error)) from None
+        return Principal(self._name(claims), self._role(claims))
+
+    async def close(self) -> None:
+        await self.keys.close()
+
+    def _name(self, claims: Mapping[str, Any]) -> str:
+        value = claims.get(self._name_claim)
+        name = f"oidc:{value}"
+        if not isinstance(value, str) or not value or not re.fullmatch(OWNER_PATTERN, name):
+            raise NoRoleError(
+                f"the token's claim {self._name_claim} is {value!a:.200}, no name of up to 195 printable ASCII characters"
+            )
+        return name
+
+    def _role(self, claims: Mapping[str, Any]) -> Role:
+        found = _claim(claims, self._role_claim)
+        values = found.split() if isinstance(found, str) else found if isinstance(found, list) else []
+        roles = [self._roles[value] for value in values if isinstance(value, str) and value in self._roles]
+        if not roles:
+            raise NoRoleError(
+                f"the token's claim {self._role_claim} has none of the values to which this server gives a role"
+            )
+        return max(roles, key=list(Role).index)
+
+
+class KeySet:
+    """The public keys at an address, by their ids."""
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url, self._clock = url, clock
+        self._keys: dict[str | None, SigningKey] = {}
+        self._read_at = self._asked_at = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
+
+    async def find(self, key_id: Any) -> SigningKey | None:
+        """The key with this id, or the only one where none is named; None where there is none.
+
+        Raises KeysUnavailableError where no keys are known, or too old ones.
+        """
+        if self._age() > _STALE_S or self._look_up(key_id) is None:
+            if (asking := self._ask()) is not None:
+                await asyncio.shield(asking)
+            if self._age() > _STALE_S:
+                raise KeysUnavailableError(f"the keys at {self._url} cannot be read")
+        elif self._age() > _FRESH_S:
+            self._ask()  # nobody waits for it: the key at hand is still good
+        return self._look_up(key_id)
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    def _age(self) -> float:
+        return self._clock() - self._read_at
+
+    def _look_up(self, key_id: Any) -> SigningKey | None:
+        if key_id is None:
+            return next(iter(self._keys.values())) if len(self._keys) == 1 else None
+        return self._keys.get(key_id) if isinstance(key_id, str) else None
+
+    def _ask(self) -> asyncio.Task[None] | None:
+        """The question that is being asked, begun now unless the last one was a moment ago."""
+        if self._asking is not None and not self._asking.done():
+            return self._asking
+        if self._clock() - self._asked_at < _AGAIN_S:
+            return None
+        self._asked_at = self._clock()
+        self._asking = asyncio.create_task(self._read())
+        return self._asking
+
+    async def _read(self) -> None:
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                keys = usable_keys(json.loads(await self._fetch()))
+        except (httpx.HTTPError, OSError, TimeoutError, ValueError, RecursionError) as error:
+            reason = str(error) or type(error).__name__
+            logger.warning("the identity provider's keys at %s cannot be read: %s", self._url, reason)
+            return
+        self._keys, self._read_at = keys, self._clock()
+
+    async def _fetch(self) -> bytes:
+        async with (
+            httpx.AsyncClient(timeout=_FETCH_S, follow_redirects=False) as client,
+            client.stream("GET", self._url, headers={"Accept": "application/json"}) as response,
+        ):
+            if response.status_code != 200:
+                raise ValueError(f"the answer is {response.status_code}")
+            content = bytearray()
+            async for piece in response.aiter_bytes():
+                content += piece
+                if len(content) > _KEYS_BYTES:
+                    raise ValueError(f"the answer is longer than {_KEYS_BYTES} bytes")
+            return bytes(content)
+
+
+def usable_keys(document: Any) -> dict[str | None, SigningKey]:
+    """The public keys for signatures in a JWK set, by id; others are left out. ValueError where there are none."""
+    entries = document.get("keys") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or len(entries) > _KEYS:
+        raise ValueError(f"it is no JWK set with a list `keys` of at most {_KEYS}")
+    found = {}
+    for entry in entries:
+        if isinstance(entry, dict) and (key := _signing_key(entry)) is not None:
+            key_id = entry.get("kid")
+            found[key_id if isinstance(key_id, str) else None] = key
+    if not found:
+        raise ValueError("it holds no public key for signatures that can be used")
+    return found
+
+
+def _signing_key(entry: Mapping[str, Any]) -> SigningKey | None:
+    """The public key of an entry; None for a secret one, one for other work, and one too weak."""
+    if entry.get("kty") not in ("RSA", "EC", "OKP") or entry.get("use", "sig") != "sig":
+        return None
+    try:
+        read = jwt.PyJWK.from_dict({name: value for name, value in entry.items() if name != "d"})
+    except (jwt.PyJWTError, ValueError, TypeError, KeyError):
+        return None
+    if isinstance(read.key, RSAPublicKey) and read.key.key_size < _RSA_BITS:
+        return None
+    said = entry.get("alg")
+    if said is None and entry["kty"] == "RSA":
+        return SigningKey(read.key, tuple(name for name in ALGORITHMS if name[:2] in ("RS", "PS")))
+    if (algorithm := said or read.algorithm_name) not in ALGORITHMS:
+        return None
+    return SigningKey(read.key, (algorithm,))
+
+
+def _claim(claims: Mapping[str, Any], name: str) -> Any:
+    """A claim by its name, or by its path: `realm_access.roles`."""
+    if name in claims:
+        return claims[name]
+    value: Any = claims
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,53 @@
+"""The least role of every route, in one table. A route that is not in it is for admins; a test finds it."""
+
+from __future__ import annotations
+
+from service.principals import Role
+
+_VIEWERS = (
+    ("GET", "/"),
+    ("GET", "/jobs/{job_id}"),
+    ("GET", "/jobs/{job_id}/choice"),
+    ("GET", "/jobs/{job_id}/gaps"),
+    ("GET", "/jobs/{job_id}/memory"),
+    ("GET", "/jobs/{job_id}/profiled-steps"),
+    ("GET", "/static/{name}"),
+    ("GET", "/api/v1/cluster"),
+    ("GET", "/api/v1/jobs"),
+    ("GET", "/api/v1/jobs/{job_id}"),
+    ("GET", "/api/v1/jobs/{job_id}/events"),
+    ("GET", "/api/v1/jobs/{job_id}/logs"),
+    ("GET", "/api/v1/jobs/{job_id}/plan"),
+    ("GET", "/api/v1/jobs/{job_id}/steps"),
+    ("GET", "/api/v1/jobs/{job_id}/timeline"),
+    ("GET", "/api/v1/queues"),
+    ("GET", "/api/v1/whoami"),
+)
+_SUBMITTERS = (
+    ("POST", "/api/v1/jobs"),
+    ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators those of all
+    ("POST", "/api/v1/jobs/{job_id}/retry"),
+    ("POST", "/api/v1/packages"),
+    ("POST", "/api/v1/plans"),  # it computes
+    ("POST", "/api/v1/plans/job"),  # it runs the job's code
+    ("GET", "/api/v1/secrets"),  # their own, as all of these
+    ("PUT", "/api/v1/secrets/{name}"),
+    ("DELETE", "/api/v1/secrets/{name}"),
+)
+_ADMINS = (
+    ("GET", "/api/v1/audit"),
+    ("GET", "/api/v1/tokens"),
+    ("POST", "/api/v1/tokens"),
+    ("DELETE", "/api/v1/tokens/{name}"),
+)
+LEAST_ROLE: dict[tuple[str, str], Role] = {
+    ("GET", "/api/v1/prometheus/targets"): Role.METRICS,
+    **dict.fromkeys(_VIEWERS, Role.VIEWER),
+    **dict.fromkeys(_SUBMITTERS, Role.SUBMITTER),
+    **dict.fromkeys(_ADMINS, Role.ADMIN),
+}
+
+
+def least_role(method: str, path: str) -> Role:
+    """What a caller of the route with this template of a path must at least be."""
+    return LEAST_ROLE.get(("GET" if method == "HEAD" else method, path), Role.ADMIN)
