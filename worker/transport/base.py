@@ -114,6 +114,12 @@ class Topology:
         return tuple(f"{mesh}/{worker}" for worker in range(self.workers(mesh)))
 
 
+def topology_of(sizes: Mapping[str, int]) -> Topology:
+    """The topology of meshes by their number of workers."""
+    numbers = tuple(sizes.values())
+    return Topology(tuple(sizes), numbers if len({*numbers}) > 1 else numbers[0])
+
+
 @dataclass(frozen=True)
 class Failure:
     """The first failure of the attempt that anybody announced."""
