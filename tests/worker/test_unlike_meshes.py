@@ -29,12 +29,20 @@ def unet(**changes):
 LOSSES = {"gpt": torch.nn.functional.cross_entropy, "unet": torch.nn.functional.mse_loss}
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_on_meshes_of_unlike_sizes_are_those_of_a_plain_loop(name, sizes):
-    """Tied weights, skips, clipping; every worker of every mesh steps alike."""
+def test_losses_are_those_of_a_plain_loop_on_two_and_one_workers_and_resumed_on_one_and_two(name, tmp_path):
+    """Tied weights, skips, clipping, Adam's state; every worker of every mesh steps alike."""
     spec = {"gpt": job, "unet": unet}[name]()
-    expected, _ = plain(spec, range(1, 4), LOSSES[name])
-    with Workers(on(sizes, spec)) as workers:
-        assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
-        assert workers.planned["reshardings"]
+    expected, _ = plain(spec, range(1, 5), LOSSES[name])
+    uri = checkpoint.step_uri(str(tmp_path), "job", 2)
+    with Workers(on((2, 1), spec)) as workers:
+        assert workers.losses(range(1, 3)) == pytest.approx(expected[:2], rel=1e-5)
+        assert {(one["edge"], one["backward"]) for one in workers.planned["reshardings"]} >= {
+            (0, False),
+            (0, True),
+        }
+        workers.call(lambda w: w.save(uri, 2))
+        checkpoint.finish(uri, step=2, shards=["m0", "m1"], keep=1)
+    with Workers(on((1, 2), spec)) as workers:
+        assert workers.call(lambda w: w.restore(uri)) == [2, 2, 2]
+        assert workers.losses(range(3, 5)) == pytest.approx(expected[2:], rel=1e-5)

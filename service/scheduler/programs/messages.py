@@ -207,11 +207,9 @@ def _add_resharding(
     waits: _Waits, messages: Sequence[PlannedMessage], part_of: Mapping[str, tuple[int, int]]
 ) -> None:
     """The messages of one transfer; `part_of`: start and end of each worker's instruction."""
-    nodes: list[int] = []
     last: dict[tuple[str, bool, bool], int] = {}
-    for message in messages:
-        node = waits.node(f"a message from worker {message.sender} to worker {message.receiver}")
-        nodes.append(node)
+    nodes = [waits.node(f"a message from worker {one.sender} to worker {one.receiver}") for one in messages]
+    for message, node in zip(messages, nodes, strict=True):
         for before in message.after:
             waits.wait(node, nodes[before])
         for worker, sends in ((message.sender, True), (message.receiver, False)):
