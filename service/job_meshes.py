@@ -1,12 +1,14 @@
 """`resources.meshes` as a list: one entry a mesh, with its workers and how they share its work (DESIGN section 12).
 
-What runs today are meshes that are all alike and data parallel: such a list is the short form written out. Everything else
-that a list can say is read, checked against itself, and refused by name until it runs.
+What runs today are data-parallel meshes. A list of meshes that are all alike is the short form written out; where they have
+unlike numbers of workers, `workers` says them. Everything else that a list can say is read, checked against itself, and
+refused by name until it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,18 +39,67 @@ class MeshEntry(_Part):
 def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
     """`resources` with meshes and workers_per_mesh as numbers; raises ValueError for a list that cannot run (yet)."""
     listed = resources["meshes"]
-    if resources.get("workers_per_mesh") is not None:
-        raise ValueError(
-            "meshes is a list and workers_per_mesh is given too: each entry says its workers, leave it out"
-        )
+    for field in ("workers_per_mesh", "workers"):
+        if resources.get(field) is not None:
+            raise ValueError(
+                f"meshes is a list and {field} is given too: each entry says its workers, leave it out"
+            )
     if not 1 <= len(listed) <= LARGEST:
         raise ValueError(f"meshes lists {len(listed)} meshes: list 1 to {LARGEST}")
     entries = [_entry(f"meshes.{k}", one) for k, one in enumerate(listed)]
     for k, entry in enumerate(entries):
         _check_sizes(f"meshes.{k}", entry)
     for k, entry in enumerate(entries):
-        _check_runs(f"meshes.{k}", entry, entries[0])
-    return {**resources, "meshes": len(entries), "workers_per_mesh": entries[0].workers}
+        _check_runs(f"meshes.{k}", entry)
+    return {**resources, "meshes": len(entries), **sizes_of([entry.workers for entry in entries])}
+
+
+def sizes_of(workers: Sequence[int]) -> dict[str, Any]:
+    """The fields of resources that say how many workers each mesh has."""
+    unlike = len({*workers}) > 1
+    return {"workers_per_mesh": max(workers), "workers": list(workers) if unlike else None}
+
+
+def check_listed(meshes: int | None, largest: int, workers: Sequence[int], device: str) -> None:
+    """Raise ValueError unless `workers` are one number for each mesh, not all alike, the largest of them `largest`."""
+    if meshes != len(workers) or sizes_of(workers) != {"workers_per_mesh": largest, "workers": list(workers)}:
+        raise ValueError(
+            f"workers {list(workers)} does not say how many workers each of {meshes} meshes has, with workers_per_mesh "
+            f"{largest}: write meshes as a list, one entry {{workers: N}} a mesh, and leave both out"
+        )
+    if device == "cuda":
+        raise ValueError(
+            f"meshes of unlike sizes ({', '.join(map(str, workers))} workers) run on cpu so far: set device to cpu, or give "
+            "all meshes the same number of workers"
+        )
+
+
+def check_shared(batch: int, microbatches: int | None, sizes: Sequence[int]) -> None:
+    """Raise ValueError unless the workers of every mesh can have equally many samples of a microbatch, naming what fits;
+    `microbatches` None: their number is still to be chosen."""
+    step = math.lcm(*sizes)
+    unlike = len({*sizes}) > 1
+    whom = f"meshes of {list(sizes)} workers" if unlike else f"resources.workers_per_mesh {step}"
+    if microbatches is None:
+        if batch % step:
+            raise ValueError(
+                f"training.global_batch {batch} cannot be shared by {whom}, "
+                f"whatever training.microbatches is: set global_batch to a multiple of {step}"
+            )
+        return
+    size = batch // microbatches
+    if size % step == 0:
+        return
+    if unlike:
+        raise ValueError(
+            f"a microbatch of {size} samples cannot be shared by {whom}, each mesh among its own: give microbatches of a "
+            f"multiple of {step} samples, with training.global_batch {-(-size // step) * step * microbatches}, or give "
+            f"each mesh a divisor of {size}: {_divisors(size)}"
+        )
+    raise ValueError(
+        f"a microbatch of {size} samples cannot be shared by {whom}: "
+        f"choose a divisor of {size}, or raise training.global_batch"
+    )
 
 
 def _entry(place: str, data: Any) -> MeshEntry:
@@ -84,7 +135,7 @@ def _check_sizes(place: str, entry: MeshEntry) -> None:
         )
 
 
-def _check_runs(place: str, entry: MeshEntry, first: MeshEntry) -> None:
+def _check_runs(place: str, entry: MeshEntry) -> None:
     if entry.parallel.tensor > 1:
         raise ValueError(
             f"{place}.parallel.tensor is {entry.parallel.tensor}: tensor parallel cannot run yet; "
@@ -92,11 +143,6 @@ def _check_runs(place: str, entry: MeshEntry, first: MeshEntry) -> None:
         )
     if entry.shard != "none":
         raise ValueError(f"{place}.shard is {entry.shard}: sharded optimizers cannot run yet; set it to none")
-    if entry.workers != first.workers:
-        raise ValueError(
-            f"{place}.workers is {entry.workers} and meshes.0.workers is {first.workers}: meshes of different sizes cannot "
-            f"run yet; give all of them {entry.workers} or all {first.workers}"
-        )
 
 
 def _divisors(number: int) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from service.job_environment import Environment, SecretNames
-from service.job_meshes import short_form
+from service.job_meshes import check_listed, check_shared, short_form
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
@@ -215,6 +215,10 @@ class Resources(_Part):
         description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
     )
     workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
+    workers: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        default=None,
+        description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_per_worker: MemoryPerWorker = Field(
         default="auto",
@@ -225,6 +229,12 @@ class Resources(_Part):
     @classmethod
     def _listed_meshes(cls, data: object) -> object:
         return short_form(data) if isinstance(data, dict) and isinstance(data.get("meshes"), list) else data
+
+    @model_validator(mode="after")
+    def _workers_of_each_mesh(self) -> Self:
+        if self.workers is not None:
+            check_listed(self.meshes, self.workers_per_mesh, self.workers, self.device)
+        return self
 
 
 class Checkpoint(_Part):
@@ -322,7 +332,7 @@ class JobSpec(_Part):
                 "pipeline.stages is auto and resources.meshes is not given: say how many meshes the job may have, "
                 "their stages are chosen"
             )
-        meshes, workers = self.resources.meshes or 1, self.resources.workers_per_mesh
+        meshes = self.resources.meshes or 1
         stages, what = self.pipeline.stages, "pipeline.stages"
         if stages == "auto" and self.pipeline.cut != "auto":
             stages, what = len(self.pipeline.cut), "the modules named in pipeline.cut,"
@@ -331,26 +341,20 @@ class JobSpec(_Part):
                 f"resources.meshes {meshes} is more than {what} {stages}: "
                 f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
             )
-        batch, count = self.training.global_batch, self.training.microbatches
-        if count == "auto":
-            if batch % workers:
-                raise ValueError(
-                    f"training.global_batch {batch} cannot be shared by resources.workers_per_mesh {workers}, "
-                    f"whatever training.microbatches is: set global_batch to a multiple of {workers}"
-                )
-            return self
-        size = batch // count
-        if size % workers:
-            raise ValueError(
-                f"a microbatch of {size} samples cannot be shared by resources.workers_per_mesh {workers}: "
-                f"choose a divisor of {size}, or raise training.global_batch"
-            )
+        count = self.training.microbatches
+        check_shared(self.training.global_batch, None if count == "auto" else count, self.mesh_sizes)
         return self
+
+    @property
+    def mesh_sizes(self) -> list[int]:
+        """The number of workers of each mesh."""
+        resources = self.resources
+        return resources.workers or [resources.workers_per_mesh] * (resources.meshes or 1)
 
     @property
     def accelerators(self) -> int:
         """How many accelerators the whole gang needs."""
-        return (self.resources.meshes or 1) * self.resources.workers_per_mesh
+        return sum(self.mesh_sizes)
 
 
 def stored(spec: Mapping[str, Any], section: str, field: str, default: Any) -> Any:

@@ -22,12 +22,12 @@ from worker.choices import microbatch_counts
 from worker.data.ahead import ReadAhead, ReadTooSlowError
 from worker.data.staging import read_steps
 from worker.device import choose_device, make_transport
-from worker.engine import Engine, EngineError, RunOptions, SlotLimits
-from worker.engine_failure import engine_failure
+from worker.engine import Engine, EngineError, Plans, RunOptions, SlotLimits
+from worker.engine_failure import engine_failure, out_of_memory
 from worker.engine_measure import measure_action
-from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
+from worker.failure import AttemptFailure, as_failure, attributed_to
 from worker.job import Job
-from worker.memory import PeakMemory, memory_limit, tried_bytes
+from worker.memory import PeakMemory, memory_limit
 from worker.model import measure_layers, resolve
 from worker.model.profile import OptimizerState
 from worker.model.shipping import Values
@@ -102,7 +102,7 @@ class Worker:
         )
         self._model.keywords = self._batches.keywords
         self._build_loss()
-        workers = self._job.meshes * workers_per_mesh
+        workers = sum(self._job.mesh_sizes)
         return {
             count: profile_key(self._job, self._device, self._batches, count, workers) for count in counts
         }
@@ -116,9 +116,15 @@ class Worker:
             return []
         return self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
 
-    def graph(self) -> bytes:
-        """The traced model for the other workers, without its parameters."""
-        return self._model.graph(self._batches.sample[0])
+    def graph(self, workers: int | None = None) -> bytes:
+        """The traced model for the other workers, without its parameters; for those of a mesh of `workers`."""
+        if workers in (None, self._workers_per_mesh):
+            return self._model.graph(self._batches.sample[0])
+        return self._model.graph(self._batches.samples(workers)[0], workers)
+
+    def check_shares(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
+        """Refuse a cut whose tensors would not arrive as they are meant, between meshes of unlike sizes."""
+        self._model.check_shares(self._workers_per_mesh, self._batches.samples, begins, workers_of_stage)
 
     def take_graph(self, graph: bytes, microbatches: int) -> None:
         """Have what another worker traced for so many microbatches: nothing is built here."""
@@ -209,12 +215,13 @@ class Worker:
         recomputed: Sequence[int] = (),
         weights: Values | None = None,
         planned_starts_s: Sequence[float | None] | None = None,
+        reshardings: Plans | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
         The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
         mesh holds by the plan, for messages; `microbatches` what was planned, where the job leaves it open;
-        `weights` are those of a worker that took its graph.
+        `weights` are those of a worker that took its graph; `reshardings` the transfers between unlike meshes.
         """
         self._planned_bytes = planned_bytes
         self._use(microbatches)
@@ -262,6 +269,7 @@ class Worker:
                 planned_s=planned_s,
                 recomputed=frozenset(recomputed),
                 planned_starts_s=planned_starts_s,
+                reshardings=reshardings,
             )
             self._stages = stages
             self._memory.settle(
@@ -384,13 +392,5 @@ class Worker:
             failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.INTERNAL)
             if failure.reason is not Reason.OUT_OF_MEMORY:
                 raise
-            peak, tried = self._memory.read(), tried_bytes(failure.message)
-            planned = "an unknown number of" if self._planned_bytes is None else f"{self._planned_bytes:,}"
-            way = "allocated by torch" if self._device == "cuda" else "resident in its process"
-            raise OutOfMemoryFailure(
-                f"{failure.message}; mesh {self._mesh} was planned with {planned} bytes and had come to "
-                f"{peak:,} bytes ({way})",
-                failure.details,
-                self._mesh,
-                peak + min(tried, peak),
-            ) from None
+            peak = self._memory.read()
+            raise out_of_memory(failure, self._mesh, self._device, self._planned_bytes, peak) from None

@@ -65,11 +65,17 @@ class Batches:
     @attributed_to(Reason.DATA_FAILED)
     def microbatch(self, step: int, microbatch: int) -> Rows:
         """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
+        return self._share(step, microbatch, self._worker, self._workers_per_mesh)
+
+    @attributed_to(Reason.DATA_FAILED)
+    def samples(self, workers: int) -> list[tuple[torch.Tensor, ...]]:
+        """The inputs of the first microbatch, as each worker of a mesh of so many has them."""
+        return [self._share(0, 0, worker, workers)[0] for worker in range(workers)]
+
+    def _share(self, step: int, microbatch: int, worker: int, workers: int) -> Rows:
         indices = self._sampler.indices(step, microbatch)
-        share = len(indices) // self._workers_per_mesh
-        return self._collate(
-            [self.example(step, i) for i in indices[self._worker * share : (self._worker + 1) * share]]
-        )
+        share = len(indices) // workers
+        return self._collate([self.example(step, i) for i in indices[worker * share : (worker + 1) * share]])
 
     def first_row(self) -> Rows:
         """Sample 0, as step 0 draws it."""

@@ -28,14 +28,18 @@ def microbatch_counts(job: Job) -> tuple[int, ...]:
 
     Raises ValueError where no number fits.
     """
-    training, workers = job.training, job.resources.workers_per_mesh
+    training, workers = job.training, job.row_step
     if training.microbatches != AUTO:
         return (int(training.microbatches),)
     shares, rest = divmod(training.global_batch, workers)
     if rest:
+        sizes = job.resources.workers
+        whom = (
+            f"resources.workers_per_mesh {workers}" if sizes is None else f"meshes of {list(sizes)} workers"
+        )
         raise ValueError(
-            f"training.global_batch {training.global_batch} cannot be shared by resources.workers_per_mesh "
-            f"{workers}, whatever training.microbatches is: set global_batch to a multiple of {workers}"
+            f"training.global_batch {training.global_batch} cannot be shared by {whom}, "
+            f"whatever training.microbatches is: set global_batch to a multiple of {workers}"
         )
     divisors = [count for count in range(1, shares + 1) if shares % count == 0]
     most = MOST_MICROBATCHES_A_MESH * job.meshes

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from worker.model.profile import PROFILE_FORMAT, LayerProfile
+from worker.model.profile import PROFILE_FORMAT, LayerProfile, slowest_profile
 
 # worker/profiler.py reads its request from this variable of the environment, and answers in a line with this mark.
 REQUEST_VARIABLE = "SLOTLINE_PROFILE_JOB"
@@ -39,6 +39,25 @@ def profiles_json(profiles: Mapping[int, LayerProfile]) -> dict[str, Any]:
             {"microbatches": count, "profile": profile.to_json()} for count, profile in profiles.items()
         ]
     }
+
+
+def of_meshes_json(
+    by_key: Mapping[str, LayerProfile],
+    keys: Sequence[Mapping[int, str]],
+    sizes: Sequence[int],
+    counts: Iterable[int],
+) -> dict[str, Any]:
+    """The part of a request with the profiles of meshes of unlike sizes, whose workers have unlike numbers of samples:
+    of the slowest kind of accelerator of each size. `keys` (by microbatches) and `sizes` (of its mesh) are one a worker."""
+    if len({*sizes}) <= 1:
+        return {}
+    found = []
+    for count in counts:
+        for size in sorted({*sizes}):
+            own = dict.fromkeys(key[count] for key, of in zip(keys, sizes, strict=True) if of == size)
+            slowest = slowest_profile([by_key[key] for key in own])
+            found.append({"microbatches": count, "workers": size, "profile": slowest.to_json()})
+    return {"mesh_profiles": found}
 
 
 def costs_digest(spec: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@ from worker.engine import (
     StageError,
     StallError,
 )
-from worker.failure import AttemptFailure, as_failure
+from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
+from worker.memory import tried_bytes
 from worker.reasons import Reason
 
 
@@ -23,3 +24,18 @@ def engine_failure(error: EngineError) -> AttemptFailure:
     if isinstance(error, (StallError, PeerLostError, AbortedError)):
         return as_failure(error, Reason.SLOT_STALLED)
     return as_failure(error, Reason.INTERNAL)
+
+
+def out_of_memory(
+    failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
+) -> OutOfMemoryFailure:
+    """`failure` of a worker of `mesh` that ran out of memory, with what was planned and what was seen."""
+    planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
+    way = "allocated by torch" if device == "cuda" else "resident in its process"
+    return OutOfMemoryFailure(
+        f"{failure.message}; mesh {mesh} was planned with {planned} bytes and had come to "
+        f"{peak_bytes:,} bytes ({way})",
+        failure.details,
+        mesh,
+        peak_bytes + min(tried_bytes(failure.message), peak_bytes),
+    )

@@ -7,6 +7,7 @@ plane may be newer than the worker's image in a rolling upgrade.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -81,10 +82,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Resources:
-    """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes."""
+    """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes. `workers` has one number a
+    mesh where they are not alike; then `workers_per_mesh` is the largest."""
 
     meshes: int | None = None
     workers_per_mesh: int = 1
+    workers: tuple[int, ...] | None = None
     device: str = "auto"
     memory_per_worker: str | int = "auto"
 
@@ -129,6 +132,16 @@ class Job:
             raise ValueError("job.pipeline.stages is auto: give resources.meshes, which it fills")
         return int(self.pipeline.stages)
 
+    @property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """The number of workers of each mesh."""
+        return self.resources.workers or (self.resources.workers_per_mesh,) * self.meshes
+
+    @property
+    def row_step(self) -> int:
+        """A microbatch's samples are a multiple of this, so that the workers of every mesh have equally many."""
+        return math.lcm(*(self.resources.workers or (self.resources.workers_per_mesh,)))
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
         """The job of a JSON object; ValueError names a field that is missing or of another type."""
@@ -156,6 +169,8 @@ def _value(wanted: Any, value: Any, where: str) -> Any:
             return _part(choice, value, where)
         if choice == tuple[str, ...] and isinstance(value, list | tuple):
             return tuple(_value(str, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        if choice == tuple[int, ...] and isinstance(value, list | tuple):
+            return tuple(_value(int, entry, f"{where}[{i}]") for i, entry in enumerate(value))
         if choice is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if choice == Mapping[str, Any] and isinstance(value, Mapping):

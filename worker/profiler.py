@@ -73,16 +73,16 @@ def measure(job: Job, device: str) -> dict[str, Any]:
             )
             break
         profiles[count] = LayerProfile.from_json(worker.profile(count))
-    if device == "cpu" and job.meshes * workers_per_mesh > 1:
-        notes.append(
-            f"the layers were measured by one worker alone: {job.meshes * workers_per_mesh} that share cores are slower"
-        )
+    gang = sum(job.mesh_sizes)
+    if device == "cpu" and gang > 1:
+        notes.append(f"the layers were measured by one worker alone: {gang} that share cores are slower")
     together = _measure_together(job, device)
     network = _network(job, together.links, next(iter(profiles.values())))
     if network["bandwidth_bytes_per_s"] is None and job.meshes > 1:
         notes.append("the links between meshes were not measured: transfers count as nothing")
     return {
         **profiles_json(dict(sorted(profiles.items()))),
+        **_of_meshes(job, device, sorted(profiles)),
         "tried": sorted(counts),
         "network": network,
         **memory,
@@ -94,10 +94,24 @@ def measure(job: Job, device: str) -> dict[str, Any]:
     }
 
 
+def _of_meshes(job: Job, device: str, counts: Sequence[int]) -> dict[str, Any]:
+    """The profiles of meshes of unlike sizes, each by a worker that has the samples of one of them."""
+    if job.resources.workers is None:
+        return {}
+    found = []
+    for size in sorted({*job.mesh_sizes}):
+        worker = Worker(job=job, mesh="m0", worker=0, device=device)
+        worker.prepare(size)
+        found += [
+            {"microbatches": count, "workers": size, "profile": worker.profile(count)} for count in counts
+        ]
+    return {"mesh_profiles": found}
+
+
 def _memory(worker: Worker, job: Job, device: str) -> dict[str, Any]:
     """What every mesh may hold, if all workers are as this one; on CPU all of them share this machine."""
     on_gpu = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))
-    sharing = job.meshes * job.resources.workers_per_mesh if device == "cpu" else on_gpu
+    sharing = sum(job.mesh_sizes) if device == "cpu" else on_gpu
     limit = worker.memory_limit(sharing)
     meshes = [] if limit is None else [f"m{index}" for index in range(job.meshes)]
     return {"memory": [{"mesh": mesh, "memory_bytes": limit} for mesh in meshes]}
@@ -108,8 +122,8 @@ def _workers(job: Job, device: str) -> list[dict[str, Any]]:
     cores = processor_cores() if device == "cpu" else None
     return [
         {"mesh": mesh, "worker": worker, "node": "here", "device": device, "cores": cores}
-        for mesh in (f"m{index}" for index in range(job.meshes))
-        for worker in range(job.resources.workers_per_mesh)
+        for mesh, size in ((f"m{index}", size) for index, size in enumerate(job.mesh_sizes))
+        for worker in range(size)
     ]
 
 

@@ -71,13 +71,19 @@ class Resharder:
         Raises ValueError where it has another shape or element size; EngineError where a peer fails or stalls: then the
         transport is aborted.
         """
+        return self.begin(tensor, first_tag).finish
+
+    def begin(self, tensor: torch.Tensor, first_tag: int = 0) -> Run:
+        """As `start`, but what is returned also tells whom it waits for."""
         _check_tensor(self._worker, self._plan, tensor)
-        return _Run(
+        return Run(
             self._plan, self._worker, self._mine, tensor.detach(), self._transport, self._limit_s, first_tag
-        ).finish
+        )
 
 
-class _Run:
+class Run:
+    """A resharding that runs, this worker's part of it."""
+
     def __init__(
         self,
         plan: ReshardingPlan,
@@ -88,6 +94,7 @@ class _Run:
         limit_s: float,
         first_tag: int,
     ):
+        self._worker = worker
         self._transport = transport
         self._limit_s = limit_s
         self._first_tag = first_tag
@@ -122,6 +129,15 @@ class _Run:
         if self._failed is not None:
             raise self._failed
         return sorted(self._measured, key=lambda one: one.number)
+
+    def missing(self) -> tuple[str, ...]:
+        """The workers at the other ends of messages that could go on and have not ended."""
+        with self._lock:
+            ready = [
+                one for one in self._open.values() if not any(before in self._open for before in one.after)
+            ]
+        others = {end for one in ready for end in (one.sender, one.receiver)} - {self._worker}
+        return tuple(sorted(others))
 
     def _waiting(self) -> str:
         with self._lock:

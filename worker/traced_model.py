@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,8 +16,10 @@ from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
 from worker.model import StageGraph, TracedModel, build_model, trace
 from worker.model.check import check_trace, needed_bytes
+from worker.model.distance import tolerance_of
 from worker.model.errors import ModelError
 from worker.model.interface import adapt
+from worker.model.share_check import Samples, check_shares
 from worker.model.shipping import Values, fill, pack, unpack, values_of
 from worker.model.suspects import check_trainable
 from worker.reasons import Reason
@@ -34,6 +36,7 @@ class JobModel:
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._taken = False
+        self._of_others: dict[int, TracedModel] = {}
         self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
@@ -45,11 +48,15 @@ class JobModel:
                 self._built = build_model(model.factory, model.args, seed=training.seed)
                 check_trainable(self._built)
                 adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
-            autocast = torch.bfloat16 if training.precision == "bf16" else None
-            self._traced = trace(
-                self._built, sample, autocast=autocast, device=self._device, transfers=training.transfers
-            )
+            self._traced = self._trace(sample)
         return self._traced
+
+    def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        training = self._job.training
+        autocast = torch.bfloat16 if training.precision == "bf16" else None
+        return trace(
+            self._built, sample, autocast=autocast, device=self._device, transfers=training.transfers
+        )
 
     @attributed_to(Reason.USER_CODE_RAISED)
     def check(
@@ -83,9 +90,15 @@ class JobModel:
         return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def graph(self, sample: tuple[torch.Tensor, ...]) -> bytes:
-        """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent."""
-        traced = self.traced(sample)
+    def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:
+        """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent.
+
+        `workers`: of a mesh of another size, whose workers have other rows, like `sample`; traced now for them.
+        """
+        if workers is None:
+            traced = self.traced(sample)
+        else:
+            traced = self._of_others[workers] = self._trace(sample)
         try:
             return pack(traced)
         except Exception as error:  # an object of a user's own, say
@@ -97,6 +110,22 @@ class JobModel:
         """Have what another worker traced: nothing is built here, unless it could not be sent."""
         if graph:
             self._traced, self._taken = unpack(graph), True
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def check_shares(
+        self,
+        own: int,
+        samples: Callable[[int], Samples],
+        begins: Sequence[str],
+        workers_of_stage: Sequence[int],
+    ) -> None:
+        """Refuse a cut between meshes of unlike sizes where parts of a tensor are not what their shapes say; `samples`
+        gives the inputs of each worker of a mesh of so many. On the worker that traced for all, of `own` workers."""
+        if self._built is None or not self._of_others:
+            return
+        models = {own: self.traced(samples(own)[0]), **self._of_others}
+        tolerance = tolerance_of(self._built, models[own].placed.autocast, "cpu")
+        check_shares(models, {size: samples(size) for size in models}, begins, workers_of_stage, tolerance)
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def weights(
@@ -120,8 +149,9 @@ class JobModel:
             fill(traced, weights)
         graph = traced.cut(begins, keep=keep)
         self._traced = self._built = None
+        self._of_others = {}
         return graph
 
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""
-        self._traced, self._taken = None, False
+        self._traced, self._taken, self._of_others = None, False, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -16,7 +17,7 @@ from service.api.views import job_summary
 from service.orchestrator.decide import RESOURCES
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
-from service.store.jobs import waiting_jobs
+from service.store.jobs import unlike_meshes, waiting_jobs
 
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
@@ -36,6 +37,7 @@ async def read_cluster(service: Current) -> ClusterView:
     snapshot, capacity = service.cluster.snapshot, service.cluster.capacity
     async with service.database.read() as session:
         active = await active_attempts(session)
+        unlike = await unlike_meshes(session, [job.id for _, job in active if not job.workers_per_mesh])
     used = {
         device: sum(a.accelerators for a, _ in active if a.device == device) for device in ("cpu", "cuda")
     }
@@ -65,12 +67,17 @@ async def read_cluster(service: Current) -> ClusterView:
                 job_id=job.id,
                 attempt=attempt.number,
                 device=attempt.device,
-                meshes=attempt.accelerators // job.workers_per_mesh,
-                workers_per_mesh=job.workers_per_mesh,
+                **_meshes(attempt.accelerators, job.workers_per_mesh, unlike.get(job.id)),
             )
             for attempt, job in active
         ],
     )
+
+
+def _meshes(accelerators: int, workers_per_mesh: int, unlike: list[int] | None) -> dict[str, Any]:
+    """The meshes of a gang, and how many workers they have; `unlike` where they are not alike."""
+    sizes = unlike or [workers_per_mesh] * (accelerators // max(workers_per_mesh, 1))
+    return {"meshes": len(sizes), "workers_per_mesh": max(sizes, default=1), "workers": sizes}
 
 
 @router.get("/queues")

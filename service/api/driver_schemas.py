@@ -180,6 +180,8 @@ class UpdateSeconds(_FromDriver):
 
     reduce: LinearSeconds = LinearSeconds()
     step: LinearSeconds = LinearSeconds()
+    norm: LinearSeconds | None = None
+    alone: Annotated[list[str], Field(max_length=1024)] = []
 
 
 class ProfileOfCount(_FromDriver):
@@ -187,6 +189,12 @@ class ProfileOfCount(_FromDriver):
 
     microbatches: Count
     profile: Arguments
+
+
+class ProfileOfMesh(ProfileOfCount):
+    """The same as a mesh of so many workers measures it, where meshes have unlike sizes."""
+
+    workers: Count
 
 
 class PlanRequest(_FromDriver):
@@ -200,6 +208,7 @@ class PlanRequest(_FromDriver):
     profile: Arguments | None = None
     microbatches: Count | None = None
     profiles: Annotated[list[ProfileOfCount], Field(max_length=100)] = []
+    mesh_profiles: Annotated[list[ProfileOfMesh], Field(max_length=10_000)] = []
     tried: Annotated[list[Count], Field(max_length=100)] = []
     network: Network = Network()
     memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []

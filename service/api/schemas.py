@@ -218,13 +218,14 @@ class AcceleratorsView(BaseModel):
 
 
 class GangView(BaseModel):
-    """The meshes of one running attempt."""
+    """The meshes of one running attempt: `workers` of each, the largest has `workers_per_mesh`."""
 
     job_id: str
     attempt: int
     device: str
     meshes: int
     workers_per_mesh: int
+    workers: list[int] = []
 
 
 class ClusterView(BaseModel):

@@ -119,7 +119,7 @@ class JobProfiler:
         if capacity is None:
             raise ProfilingFailedError("the Ray cluster does not answer: ask again when it does")
         resources = spec["resources"]
-        gang = (resources["meshes"] or 1) * resources["workers_per_mesh"]
+        gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
         run_id = f"profile-{secrets.token_hex(8)}"
         device = device_of(resources["device"], gang, capacity)
         submission = await self._submitter.profiling(run_id, spec, device)

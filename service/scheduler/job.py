@@ -6,13 +6,15 @@ The choice itself is joint.py's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
+from service.scheduler.cut.unlike import unlike_profile
 from service.scheduler.joint import JobPlan, choose, longest
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
+from service.scheduler.programs.messages import check_messages
 from worker.choices import stage_counts
 from worker.job import Job
 from worker.model.profile import LayerProfile, OptimizerState
@@ -23,7 +25,8 @@ from worker.model.update_costs import UpdateCosts
 class JobCosts:
     """What was measured of a job: its layers at each number of microbatches, its network, the bytes that each
     mesh may hold, what its optimizer keeps and takes, which workers share processor cores, and what the engine
-    itself takes for each action."""
+    itself takes for each action. `of_meshes` are the profiles of meshes of unlike sizes, by number of microbatches and
+    of workers; `nodes` where each worker runs."""
 
     profiles: Mapping[int, LayerProfile]
     network: NetworkSpec
@@ -32,6 +35,8 @@ class JobCosts:
     update: UpdateCosts
     shared: Sequence[SharedCores] = ()
     action_s: float = 0.0
+    of_meshes: Mapping[tuple[int, int], LayerProfile] = field(default_factory=dict)
+    nodes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], job: Job) -> JobCosts:
@@ -57,6 +62,15 @@ class JobCosts:
                 (one["mesh"], one.get("node"), one.get("cores")) for one in data.get("workers") or ()
             ),
             action_s=data.get("action_s") or 0.0,
+            of_meshes={
+                (one["microbatches"], one["workers"]): LayerProfile.from_json(one["profile"])
+                for one in data.get("mesh_profiles") or ()
+            },
+            nodes={
+                (one["mesh"], one["worker"]): one["node"]
+                for one in data.get("workers") or ()
+                if one.get("node") is not None and one.get("worker") is not None
+            },
         )
 
 
@@ -93,11 +107,11 @@ def _choose(
     budget_s: float,
     expired: Callable[[], bool] | None,
 ) -> JobPlan:
-    profiles = {count: costs.profiles[count] for count in counts}
+    profiles = {count: _profile(job, costs, count) for count in counts}
     given = job.resources.memory_per_worker  # for drivers that tell no memory
     limit = given if isinstance(given, int) else None
     names = [f"m{index}" for index in range(job.meshes)]
-    return choose(
+    found = choose(
         profiles,
         stages=stage_counts(job, len(next(iter(profiles.values())).layers)),
         meshes=[MeshSpec(name=name, memory_bytes=costs.memory_bytes.get(name, limit)) for name in names],
@@ -112,6 +126,31 @@ def _choose(
         recompute=_recompute(job),
         budget_s=budget_s,
         expired=expired,
+    )
+    if job.resources.workers is not None:  # no message of a worker may wait for another in a circle
+        programs = {name: found.plan.program(name) for name in found.plan.programs}
+        sizes = dict(zip(names, job.mesh_sizes, strict=True))
+        check_messages(programs, found.partition.reshardings, sizes)
+    return found
+
+
+def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
+    """The profile of so many microbatches; with that of each mesh, where they have unlike sizes."""
+    if job.resources.workers is None:
+        return costs.profiles[count]
+    sizes = job.mesh_sizes
+    if missing := sorted(size for size in {*sizes} if (count, size) not in costs.of_meshes):
+        raise SpecError(
+            f"no profile was sent of a mesh of {missing[0]} workers with {count} microbatches: meshes of unlike sizes are "
+            "planned with the costs of each"
+        )
+    return unlike_profile(
+        [costs.of_meshes[count, size] for size in sizes],
+        sizes,
+        [
+            [costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)]
+            for mesh, size in enumerate(sizes)
+        ],
     )
 
 
@@ -130,4 +169,18 @@ def answer_json(found: JobPlan) -> dict[str, Any]:
         "update_s": longest(found.update),
         "update": [asdict(one) for one in found.update],
         "slowdown": found.slowdown,
+        **_reshardings(found),
+    }
+
+
+def _reshardings(found: JobPlan) -> dict[str, Any]:
+    """The transfers between meshes of unlike sizes, where there are some."""
+    plans = found.partition.reshardings
+    if not plans:
+        return {}
+    return {
+        "reshardings": [
+            {"edge": edge, "backward": backward, "plan": plan.to_json()}
+            for (edge, backward), plan in plans.items()
+        ]
     }

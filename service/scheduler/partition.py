@@ -7,22 +7,26 @@ order in which the worker's cut of the same model lists them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from service.scheduler.cut.formula import best_cut
 from service.scheduler.cut.layers import CutProblem, layer_ranges, stage_of_layer
 from service.scheduler.cut.recompute import Recompute, check_names, recompute_spec
+from service.scheduler.cut.unlike import UnlikeProfile, resharding_between
 from service.scheduler.model.spec import EdgeSpec, MeshSpec, NetworkSpec, PipelineSpec, SpecError, StageSpec
+from service.scheduler.resharding import ReshardingPlan
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count, resolve_begins
 
 
 @dataclass(frozen=True)
 class PartitionResult:
-    """The layers that begin the stages, and the planning problem that this cut makes."""
+    """The layers that begin the stages, and the planning problem that this cut makes; `reshardings` are the transfers
+    between meshes of unlike sizes, by edge and whether they go back."""
 
     begins: list[str]
     spec: PipelineSpec
+    reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
 
 
 def partition(
@@ -77,13 +81,15 @@ def partition(
                 f"cut begins {len(given)} stages ({', '.join(given)}), but stages is {stages}: make them agree"
             )
         begins = [names.index(name) for name in given]
+    edges, reshardings = _edge_specs(problem, begins)
     return PartitionResult(
         begins=[names[index] for index in begins],
+        reshardings=reshardings,
         spec=PipelineSpec(
             microbatches=microbatches,
             meshes=list(meshes),
             stages=_stage_specs(problem, begins, optimizer or OptimizerState(), recompute, action_s),
-            edges=_edge_specs(problem, begins),
+            edges=edges,
             network=problem.network,
             overlap=overlap,
             schedule=schedule,
@@ -111,10 +117,11 @@ def _stage_specs(
     recompute: Recompute,
     action_s: float,
 ) -> list[StageSpec]:
-    layers, receives = problem.profile.layers, _stages_with_input_gradients(problem, begins)
-    specs = []
-    for index, (first, end) in enumerate(layer_ranges(begins, len(layers))):
-        part = layers[first:end]
+    count, receives = len(problem.profile.layers), _stages_with_input_gradients(problem, begins)
+    specs, whole = [], problem
+    for index, (first, end) in enumerate(layer_ranges(begins, count)):
+        problem = whole.on(index)
+        part = problem.profile.layers[first:end]
         activation = problem.kept_bytes(first)[end - first - 1]
         whole_s = action_s + sum(layer.whole_backward_s for layer in part)
         input_s = action_s + sum(layer.backward_input_s for layer in part)
@@ -145,23 +152,45 @@ def _stages_with_input_gradients(problem: CutProblem, begins: Sequence[int]) -> 
     return {stage_of[edge.target] for edge in crossing if edge.differentiable}
 
 
-def _edge_specs(problem: CutProblem, begins: Sequence[int]) -> list[EdgeSpec]:
-    """Edges by source, target and order of production, each tensor once for every pair of stages."""
+def _edge_specs(
+    problem: CutProblem, begins: Sequence[int]
+) -> tuple[list[EdgeSpec], dict[tuple[int, bool], ReshardingPlan]]:
+    """Edges by source, target and order of production, each tensor once for every pair of stages; and what is resharded."""
     stage_of = stage_of_layer(begins, len(problem.profile.layers))
     found = {}
-    for edge in problem.profile.edges:
+    for number, edge in enumerate(problem.profile.edges):
         source, target = stage_of[edge.source], stage_of[edge.target]
         if source != target:
-            found[source, target, edge.order] = edge
-    specs = []
-    for (source, target, _), edge in sorted(found.items(), key=lambda item: item[0]):
+            found[source, target, edge.order] = number
+    specs: list[EdgeSpec] = []
+    reshardings: dict[tuple[int, bool], ReshardingPlan] = {}
+    for (source, target, _), number in sorted(found.items()):
+        edge = problem.on(source).profile.edges[number]
         costs: dict[str, Any] = {}
         for direction in ("forward", "backward"):
             if direction == "backward" and not edge.differentiable:
                 costs["backward_s"] = 0.0
+            elif (plan := _resharding(problem, number, source, target, direction)) is not None:
+                reshardings[len(specs), direction == "backward"] = plan
+                bandwidth = problem.network.bandwidth_bytes_per_s
+                costs[f"{direction}_s"] = problem.network.latency_s if bandwidth is None else plan.makespan_s
+                costs["held_bytes"] = max(problem.on(s).profile.edges[number].bytes for s in (source, target))
             elif problem.network.bandwidth_bytes_per_s is None:
                 costs[f"{direction}_s"] = problem.network.latency_s
             else:
                 costs[f"{direction}_bytes"] = edge.bytes
         specs.append(EdgeSpec(source=f"s{source}", target=f"s{target}", tensor=edge.tensor, **costs))
-    return specs
+    return specs, reshardings
+
+
+def _resharding(
+    problem: CutProblem, edge: int, source: int, target: int, direction: str
+) -> ReshardingPlan | None:
+    """How the tensor of an edge of the profile goes between two stages, or its gradient back; None between meshes of one
+    size, whose workers exchange it in pairs."""
+    profile, (here, there) = problem.profile, (problem.mesh_of_stage[s] for s in (source, target))
+    if not isinstance(profile, UnlikeProfile) or profile.sizes[here] == profile.sizes[there]:
+        return None
+    way = (here, there) if direction == "forward" else (there, here)
+    names = problem.meshes[way[0]].name, problem.meshes[way[1]].name
+    return resharding_between(profile, edge, way, names, problem.network)

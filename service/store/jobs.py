@@ -50,7 +50,7 @@ async def create_job(
         queue=spec.queue,
         priority=spec.priority,
         accelerators=spec.accelerators,
-        workers_per_mesh=spec.resources.workers_per_mesh,
+        workers_per_mesh=0 if spec.resources.workers else spec.resources.workers_per_mesh,
         device=spec.resources.device,
         steps_wanted=spec.training.steps,
         spec=spec.model_dump(mode="json"),
@@ -126,6 +126,14 @@ async def waiting_jobs(session: AsyncSession) -> list[Job]:
         select(Job).options(WITHOUT_SPEC).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
     )
     return list((await session.execute(query)).scalars())
+
+
+async def unlike_meshes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:
+    """The workers of each mesh, by job, of jobs whose meshes have unlike sizes."""
+    if not job_ids:
+        return {}
+    query = select(Job.id, Job.spec["resources"]["workers"]).where(Job.id.in_(job_ids))
+    return {job_id: sizes for job_id, sizes in (await session.execute(query)).all() if sizes}
 
 
 async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = NOBODY) -> Job | None:

@@ -67,6 +67,7 @@ class Job(Base):
     queue: Mapped[str] = mapped_column(String(100))
     priority: Mapped[int]
     accelerators: Mapped[int]
+    # 0: not all meshes have as many; the specification says how many each has
     workers_per_mesh: Mapped[int] = mapped_column(default=1, server_default="1")
     device: Mapped[str] = mapped_column(String(10))
     """As submitted; where that is auto, what the first attempt took, and all later ones take."""

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from service.jobspec import JobSpec
 from tests.service.conftest import job_body
+from worker.job import Job
 
 
 def _spec(resources: dict) -> JobSpec:
@@ -29,6 +30,15 @@ def test_meshes_that_are_all_alike_are_the_short_form(entry):
     assert _spec({"meshes": [entry, entry]}) == _spec({"meshes": 2, "workers_per_mesh": 2})
 
 
+def test_meshes_of_unlike_sizes_are_kept_one_by_one():
+    spec = _spec({"meshes": [{"workers": 2}, {"workers": 1}]})
+    assert spec.mesh_sizes == [2, 1] and spec.accelerators == 3
+    stored = spec.model_dump(mode="json")
+    assert JobSpec.model_validate(stored) == spec
+    job = Job.from_json(stored)
+    assert job.mesh_sizes == (2, 1) and job.row_step == 2
+
+
 def test_entries_need_not_say_how_their_workers_share():
     assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
 
@@ -37,9 +47,20 @@ def test_entries_need_not_say_how_their_workers_share():
     ("resources", "said"),
     [
         (
-            {"meshes": [{"workers": 2}, {"workers": 1}]},
-            "meshes of different sizes cannot run yet; give all of them 1 or all 2",
+            {"meshes": [{"workers": 2}, {"workers": 3}]},
+            "a microbatch of 4 samples cannot be shared by meshes of [2, 3] workers, each mesh among its own: give "
+            "microbatches of a multiple of 6 samples, with training.global_batch 12, or give each mesh a divisor of 4: "
+            "1, 2, 4",
         ),
+        (
+            {"meshes": [{"workers": 2}, {"workers": 1}], "device": "cuda"},
+            "meshes of unlike sizes (2, 1 workers) run on cpu so far: set device to cpu",
+        ),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1, 1]},
+            "workers [2, 1, 1] does not say how many workers each of 2 meshes has",
+        ),
+        ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
         (
             {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}]},
             "tensor parallel cannot run yet; set it to 1 and data to 4",

@@ -53,7 +53,7 @@ def job(schedule=None, *, stages=2, meshes=2, workers_per_mesh=1, **changes):
     }
 
 
-def plain(spec, steps):
+def plain(spec, steps, loss=torch.nn.functional.cross_entropy):
     """Loss and learning rate of each step of a plain loop."""
     training = spec["training"]
     model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=training["seed"])
@@ -77,7 +77,7 @@ def plain(spec, steps):
     losses, rates = [], []
     for step in steps:
         optimizer.zero_grad()
-        found = accumulate(model, batches(step), torch.nn.functional.cross_entropy)
+        found = accumulate(model, batches(step), loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), training["clip_grad_norm"])
         losses.append(sum(found) / len(found))
         rates.append(optimizer.param_groups[0]["lr"])

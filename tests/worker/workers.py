@@ -99,6 +99,24 @@ def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -
     return answer_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=budget_s))
 
 
+def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a driver sends besides, of meshes of unlike sizes: the layers as each measures them (`measured`: the first)."""
+    if job.resources.workers is None:
+        return {}
+    size_of = {f"m{mesh}": size for mesh, size in enumerate(job.mesh_sizes)}
+    ones = {size_of[worker.mesh]: worker for worker in reversed(workers)}
+    found = []
+    for of in measured:
+        for size, one in ones.items():
+            count, profile = of["microbatches"], of["profile"]
+            if one is not workers[0]:
+                workers[0].trace(count)
+                one.take_graph(workers[0].graph(size), count)
+                profile = one.profile(count)
+            found.append({"microbatches": count, "workers": size, "profile": profile})
+    return {"mesh_profiles": found}
+
+
 class Workers(LocalWorkers):
     """All workers of `job`, planned and loaded; closes their engines at the end."""
 
@@ -106,10 +124,12 @@ class Workers(LocalWorkers):
         read = Job.from_json(job)
         workers = make_workers(read)
         for worker in workers:  # one after the other: torch seeds for a whole process
-            counts = list(worker.prepare(read.resources.workers_per_mesh))
+            counts = list(worker.prepare(read.mesh_sizes[int(worker.mesh[1:])]))
         first = workers[0]
+        profiles = [{"microbatches": count, "profile": first.profile(count)} for count in counts]
         costs = {
-            "profiles": [{"microbatches": count, "profile": first.profile(count)} for count in counts],
+            "profiles": profiles,
+            **mesh_profiles(workers, read, profiles),
             "network": {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5},
             "optimizer": asdict(first.optimizer_state()),
             "update": first.update_costs().to_json(),

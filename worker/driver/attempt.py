@@ -30,7 +30,7 @@ from worker.masking import take_environment
 from worker.model.memory_plan import planned_peak_bytes
 from worker.node import own_node_address
 from worker.reasons import Reason
-from worker.transport import Topology
+from worker.transport import topology_of
 from worker.transport.rendezvous import serve_rendezvous
 
 log = logging.getLogger(__name__)
@@ -107,15 +107,20 @@ def run_attempt(
 def _train(
     attempt: Attempt, job: Job, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
 ) -> None:
-    workers_per_mesh, limits = job.resources.workers_per_mesh, attempt.limits
+    limits = attempt.limits
+    if attempt.device == "cuda" and job.resources.workers is not None:
+        raise AttemptFailure(
+            Reason.PLAN_INFEASIBLE,
+            f"meshes of unlike sizes ({', '.join(map(str, job.mesh_sizes))} workers) run on cpu so far: set "
+            "resources.device to cpu, or give all meshes the same number of workers",
+        )
 
     def raise_if_cancelled() -> None:
         if reporter.cancelled.is_set() or reporter.fenced.is_set():
             raise Cancelled
 
     gang = Gang(
-        meshes=job.meshes,
-        workers_per_mesh=workers_per_mesh,
+        sizes=job.mesh_sizes,
         device=attempt.device,
         start_timeout_s=limits.start_s,
         workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
@@ -168,7 +173,7 @@ def _train(
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
             _store, place = serve_rendezvous(own_node_address(), [a.node for a in gang.addresses])
             gang.call(
-                _load(gang, planned, workers_per_mesh, place, limits),
+                _load(gang, planned, place, limits),
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,
@@ -199,9 +204,7 @@ def _train(
         raise
 
 
-def _load(
-    gang: Gang, planned: PlannedJob, workers_per_mesh: int, store: tuple[str, int], limits: Limits
-) -> list[ray.ObjectRef]:
+def _load(gang: Gang, planned: PlannedJob, store: tuple[str, int], limits: Limits) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
     starts_s = planned_starts(planned.plan, planned.stage_names)
@@ -212,7 +215,7 @@ def _load(
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers)
     }
-    topology = Topology(tuple(mesh.name for mesh in gang.meshes), workers_per_mesh)
+    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes})
     return [
         worker.load.remote(
             begins=planned.begins,
@@ -229,6 +232,7 @@ def _load(
             slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
             planned_bytes=peaks[address.mesh],
             microbatches=planned.microbatches,
+            reshardings=planned.reshardings,
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]

@@ -47,21 +47,20 @@ class Mesh:
 
 
 class Gang:
-    """All meshes of an attempt; a context that leaves neither actor nor placement group behind."""
+    """All meshes of an attempt, of so many workers each; a context that leaves neither actor nor placement group behind."""
 
     def __init__(
         self,
         *,
-        meshes: int,
-        workers_per_mesh: int,
+        sizes: Sequence[int],
         device: str,
         start_timeout_s: float,
         workers_per_gpu: int = 1,
     ):
         if workers_per_gpu < 1:
             raise ValueError(f"workers_per_gpu is {workers_per_gpu}; a GPU serves 1 worker or more")
-        self._names = tuple(f"m{i}" for i in range(meshes))
-        self._workers_per_mesh = workers_per_mesh
+        self._names = tuple(f"m{i}" for i in range(len(sizes)))
+        self._sizes = tuple(sizes)
         self._device = device
         self._workers_per_gpu = workers_per_gpu
         self._start_timeout_s = start_timeout_s
@@ -87,7 +86,7 @@ class Gang:
         where they are not to be had, START_TIMEOUT where the actors do not come up.
         """
         deadline = time.monotonic() + self._start_timeout_s
-        count = len(self._names) * self._workers_per_mesh
+        count = sum(self._sizes)
         bundle = {"GPU": self._gpu_share()} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
         name = group_name(
             os.environ.get("SLOTLINE_ATTEMPT_ID", "")
@@ -103,15 +102,16 @@ class Gang:
                     f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
                 )
         meshes = []
-        for m, name in enumerate(self._names):
+        bundles = iter(range(count))
+        for name, size in zip(self._names, self._sizes, strict=True):
             workers = []
-            for w in range(self._workers_per_mesh):
+            for w in range(size):
                 options: dict[str, Any] = {
                     "num_cpus": 0,
                     "max_restarts": 0,
                     "max_concurrency": 1,  # all calls on one thread: a current CUDA device is a thread's own
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=m * self._workers_per_mesh + w
+                        self._group, placement_group_bundle_index=next(bundles)
                     ),
                 }
                 if self._device == "cuda":
@@ -219,8 +219,12 @@ class Gang:
 
     def name(self, index: int) -> str:
         """The worker at `index` of `workers`, for messages."""
-        mesh, worker = divmod(index, self._workers_per_mesh)
-        return f"worker {worker} of mesh {self._names[mesh]}" if mesh < len(self._names) else f"call {index}"
+        left = index
+        for mesh, size in zip(self._names, self._sizes, strict=True):
+            if left < size:
+                return f"worker {left} of mesh {mesh}"
+            left -= size
+        return f"call {index}"
 
     def _end_processes(self) -> None:
         """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""

@@ -6,11 +6,11 @@ Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from worker.choices import may_loop, microbatch_counts
-from worker.costs import least_memory_bytes, outgrows, profiles_json
+from worker.costs import least_memory_bytes, of_meshes_json, outgrows, profiles_json
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
@@ -23,6 +23,7 @@ from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.model.update_costs import MeshUpdate, UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
+from worker.resharding_plan import ReshardingPlan
 from worker.transport.rendezvous import serve_rendezvous
 
 SUM_LIMIT_S = 60.0
@@ -33,7 +34,8 @@ class PlannedJob:
     """What the control plane answered: JSON of a PipelineSpec and a Plan, the layers that begin stages, and
     of each mesh what REDUCE and STEP take behind the makespan.
 
-    `slowdown` is how many times as long as alone actions take by it, where workers share processor cores.
+    `slowdown` is how many times as long as alone actions take by it, where workers share processor cores;
+    `reshardings` are the transfers between meshes of unlike sizes, by edge and whether they are of gradients.
     """
 
     begins: tuple[str, ...]
@@ -41,6 +43,7 @@ class PlannedJob:
     plan: Mapping[str, Any]
     update: tuple[MeshUpdate, ...] = ()
     slowdown: float = 1.0
+    reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
 
     @property
     def microbatches(self) -> int:
@@ -77,6 +80,10 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         plan=answer["plan"],
         update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
+        reshardings={
+            (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
+            for one in answer.get("reshardings") or ()
+        },
     )
 
 
@@ -110,9 +117,11 @@ class Planner:
 
         Raises AttemptFailure PLAN_INFEASIBLE when there is no plan, START_TIMEOUT when a worker is too slow.
         """
-        workers_per_mesh = self._job.resources.workers_per_mesh
         keys = self._call(
-            [worker.prepare.remote(workers_per_mesh) for worker in self._gang.workers],
+            [
+                worker.prepare.remote(size)
+                for worker, size in zip(self._gang.workers, self._mesh_size_of_workers(), strict=True)
+            ],
             "building the data and the loss",
             self._limits.prepare_s,
         )
@@ -131,9 +140,11 @@ class Planner:
             skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
         )
         measured = {"update": self._measure_update().to_json(), "action_s": together.action_s()}
+        measured |= of_meshes_json(self._profiles, keys, self._mesh_size_of_workers(), profiles)
         planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
         self._trace_once(planned.microbatches)
+        self._check_shares(planned)
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}: {planned.microbatches} microbatches, {len(planned.begins)} stages, "
@@ -157,13 +168,36 @@ class Planner:
         )
         for note in notes or ():
             self._reporter.event("traced", note)
-        graph = first.graph.remote()
+        own, *sizes = self._mesh_size_of_workers()
+        graphs = {
+            size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
+        }
         self._call(
-            [worker.take_graph.remote(graph, microbatches) for worker in others],
+            [
+                worker.take_graph.remote(graphs[size], microbatches)
+                for worker, size in zip(others, sizes, strict=True)
+            ],
             "handing on the graph of the model",
             self._limits.prepare_s,
         )
         self._traced_for = microbatches
+
+    def _check_shares(self, planned: PlannedJob) -> None:
+        """That what goes between meshes of unlike sizes arrives as it is meant."""
+        if self._job.resources.workers is None:
+            return
+        workers_of_stage = [self._job.mesh_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
+        self._call(
+            [self._gang.workers[0].check_shares.remote(planned.begins, workers_of_stage)],
+            "comparing what meshes of unlike sizes mean by their parts of a tensor",
+            self._limits.prepare_s,
+        )
+
+    def _mesh_size_of_workers(self) -> list[int]:
+        """Of each worker of the gang, how many workers its mesh has."""
+        if self._job.resources.workers is None:
+            return [self._job.resources.workers_per_mesh] * len(self._gang.workers)
+        return [size for size in self._job.mesh_sizes for _ in range(size)]
 
     def correct(self, failure: OutOfMemoryFailure) -> None:
         """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""
@@ -288,7 +322,12 @@ class Planner:
         if self._job.resources.workers_per_mesh == 1:
             return costs
         nodes = [address.node for address in self._gang.addresses]
-        stores = {mesh.name: serve_rendezvous(own_node_address(), nodes) for mesh in self._gang.meshes}
+        alone = tuple(mesh.name for mesh in self._gang.meshes if len(mesh.workers) == 1)
+        stores = {
+            mesh.name: serve_rendezvous(own_node_address(), nodes)
+            for mesh in self._gang.meshes
+            if mesh.name not in alone
+        }
         measured = self._call(
             [
                 worker.measure_sum.remote(
@@ -297,6 +336,7 @@ class Planner:
                     connect_s=self._limits.connect_s,
                 )
                 for worker, address in zip(self._gang.workers, self._gang.addresses, strict=True)
+                if address.mesh in stores
             ],
             f"summing gradients in each of {len(stores)} meshes",
             2 * self._limits.connect_s + SUM_LIMIT_S,
@@ -307,7 +347,7 @@ class Planner:
             "sums_measured",
             f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
         )
-        return costs.with_sum(latency_s, bandwidth)
+        return costs.with_sum(latency_s, bandwidth, alone)
 
     def _ask(
         self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]

@@ -67,6 +67,7 @@ def run_steps(
             meshes=[mesh.name for mesh in gang.meshes],
             stage_names=planned.stage_names,
             results=results,
+            sizes=[len(mesh.workers) for mesh in gang.meshes],
             offsets=clocks.offsets,
             step_s=ended - max(before, asked.at_s),
             clock=(time.time(), time.monotonic()),

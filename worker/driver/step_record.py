@@ -27,21 +27,22 @@ def record_step(
     meshes: Sequence[str],
     stage_names: Sequence[str],
     results: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
     offsets: Sequence[ClockOffset],
     step_s: float,
     clock: tuple[float, float],
 ) -> StepRecord:
     """Put one step together.
 
-    `results` and `offsets` come mesh by mesh, the workers of a mesh beside each other; worker 0 of a
+    `results` and `offsets` come mesh by mesh, the workers of a mesh (`sizes`) beside each other; worker 0 of a
     mesh lends it its slots. `clock` is one instant in Unix and in the driver's monotonic seconds.
     The loss is the mean over microbatches and workers, the peak of a mesh's memory that of its worker with
     the most; times are relative to the first slot's start.
     """
-    per_mesh = len(results) // len(meshes)
+    firsts = [sum(sizes[:i]) for i in range(len(meshes))]
     measured = {
-        mesh: to_driver_clock(results[i * per_mesh]["slots"], offsets[i * per_mesh])
-        for i, mesh in enumerate(meshes)
+        mesh: to_driver_clock(results[first]["slots"], offsets[first])
+        for mesh, first in zip(meshes, firsts, strict=True)
     }
     slots = [
         _slot(mesh, slot, stage_names)
@@ -69,10 +70,8 @@ def record_step(
             "learning_rate": _first(results, "learning_rate"),
             "started_at": started_at,
             "peak_memory_bytes": {
-                mesh: max(
-                    result["peak_memory_bytes"] for result in results[i * per_mesh : (i + 1) * per_mesh]
-                )
-                for i, mesh in enumerate(meshes)
+                mesh: max(result["peak_memory_bytes"] for result in results[first : first + size])
+                for mesh, first, size in zip(meshes, firsts, sizes, strict=True)
             },
         },
         timeline={

@@ -10,6 +10,7 @@ from worker.engine.errors import (
     StageError,
     StallError,
 )
+from worker.engine.reshard import Plans
 from worker.engine.results import MeasuredSlot, RunOptions, SlotLimits, StepResult, StreamPriorities
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MeasuredSlot",
     "NonFiniteError",
     "PeerLostError",
+    "Plans",
     "RunOptions",
     "SlotLimits",
     "StageError",

@@ -13,6 +13,7 @@ import torch
 from worker.engine.buffers import plan_buffers
 from worker.engine.errors import StageError
 from worker.engine.lanes import Action, Finish, followed_by
+from worker.engine.reshard import Reshardings
 from worker.engine.routes import Route, transfer_tag
 from worker.engine.stage import Exchange, StageRunner
 from worker.engine.update import ModelUpdate
@@ -61,8 +62,10 @@ class Actions:
         transport: Transport,
         gradient_buckets: Mapping[int, tuple[str, ...]],
         releases: Mapping[int, tuple[int, ...]],
+        reshardings: Reshardings,
     ):
         self._program = program
+        self._reshardings = reshardings
         self._gradient_buckets = gradient_buckets
         self._releases = releases
         self._routes = routes
@@ -118,12 +121,16 @@ class Actions:
             return _nothing
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         peer, exchange = instruction.peer, self._exchange
+        resharded = (instruction.edge, backward) in self._reshardings
 
         def action() -> Finish | None:
             # The tensor is dropped when the send has ended, not before: where a stream carries it, by an action
             # that waits for its end (sent.py), or with the step.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
-            ended = self.transport.send(peer, tag, waiting[key])
+            if resharded:
+                ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key])
+            else:
+                ended = self.transport.send(peer, tag, waiting[key])
             return None if ended is None else followed_by(ended, lambda: waiting.pop(key))
 
         return action
@@ -137,14 +144,17 @@ class Actions:
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         buffer = self._buffers.tensors[number]
         peer, exchange = instruction.peer, self._exchange
+        resharded = (instruction.edge, backward) in self._reshardings
 
         def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
             torch.autograd.graph.increment_version(buffer)
             received = exchange.received_gradients if backward else exchange.received
-            return followed_by(
-                self.transport.receive(peer, tag, buffer), lambda: received.update({key: buffer})
-            )
+            if resharded:
+                ended = self._reshardings.start((key[0], backward), key[1], tag, buffer)
+            else:
+                ended = self.transport.receive(peer, tag, buffer)
+            return followed_by(ended, lambda: received.update({key: buffer}))
 
         return action
 

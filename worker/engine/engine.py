@@ -19,25 +19,19 @@ from worker.engine.actions import Actions, ReceiveBuffers
 from worker.engine.buckets import with_buckets
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
-from worker.engine.errors import (
-    AbortedError,
-    ConnectError,
-    EngineError,
-)
+from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.lanes import Action, Lanes
 from worker.engine.measured import measured_slot
+from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
-from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
+from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, Exchange, Observer, StageRunner
 from worker.engine.token_weights import token_weights
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import Kept, Silent
 from worker.engine.watch import Watch
-from worker.program import (
-    COMPUTE_OPS,
-    Program,
-)
+from worker.program import COMPUTE_OPS, Program
 from worker.transport.base import Transport
 
 # How often a running step is looked at: limits, failures of others, progress to publish.
@@ -46,6 +40,8 @@ _LOOK_S = 0.25
 _END_S = 2.0
 # How long the first run, which loads kernels, may take.
 _WARM_UP_S = 600.0
+# How many times the longest slot's limit a resharding waits by itself: the watch names who is missing before.
+_LONGEST = 4
 
 
 class Engine:
@@ -53,7 +49,8 @@ class Engine:
 
     `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
     every worker. `planned_s` and `planned_starts_s` have the planned duration and start of each instruction of
-    `program`; the stages `recomputed` keep their inputs only and run their forward again in B or I.
+    `program`; the stages `recomputed` keep their inputs only and run their forward again in B or I. `reshardings` are
+    the transfers between meshes of unlike sizes.
     """
 
     def __init__(
@@ -75,6 +72,7 @@ class Engine:
         planned_s: Sequence[float] | None = None,
         recomputed: Collection[int] = (),
         planned_starts_s: Sequence[float | None] | None = None,
+        reshardings: Plans | None = None,
     ):
         self._mesh, self._worker = mesh, worker
         self._program = tuple(program)
@@ -86,6 +84,8 @@ class Engine:
         self._device = torch.device(self._options.device)
         self._check(stages, planned_s)
         self._routes = find_routes(edges, self._mesh_of_stage)
+        self._sizes = dict(zip(transport.topology.meshes, transport.topology.sizes, strict=True))
+        check_plans(reshardings or {}, self._routes, self._sizes, training=self._training)
         self._exchange = Exchange()
         tie_local_parameters(stages, tied)
         self._update = ModelUpdate(
@@ -121,8 +121,15 @@ class Engine:
             index: StageRunner(wiring, module, self._exchange, self._settings, recompute=index in recomputed)
             for index, (module, wiring) in self._stages.items()
         }
+        self._reshardings = Reshardings(
+            reshardings or {},
+            transport,
+            transfers=transfer_tag(len(edges), False, 0, microbatches),
+            limit_s=_LONGEST * max(self._limits_s, default=1.0),
+        )
         self._actions = Actions(
             self._program,
+            reshardings=self._reshardings,
             routes=self._routes,
             microbatches=microbatches,
             buffers=self._buffers,
@@ -143,7 +150,8 @@ class Engine:
     def connect(self) -> None:
         """Block until every peer is there. ConnectError names who is missing."""
         try:
-            self._transport.connect(self._update.groups, directed_pairs(self._routes, self._training))
+            pairs = directed_pairs(self._routes, self._training, self._sizes)
+            self._transport.connect(self._update.groups, pairs + self._reshardings.lanes())
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
@@ -154,6 +162,7 @@ class Engine:
             limits_s=self._limits_s,
             transport=self._transport,
             lanes=self._lanes,
+            missing=self._reshardings.missing,
         )
 
     def run_step(

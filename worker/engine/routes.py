@@ -113,15 +113,18 @@ def find_routes(edges: Sequence[Edge], mesh_of_stage: Sequence[str]) -> dict[int
     return routes
 
 
-def directed_pairs(routes: Mapping[int, Route], training: bool) -> tuple[tuple[str, str], ...]:
-    """The directed pairs of meshes that exchange tensors, in the one order in which everybody connects."""
+def directed_pairs(
+    routes: Mapping[int, Route], training: bool, sizes: Mapping[str, int] | None = None
+) -> tuple[tuple[str, str], ...]:
+    """The directed pairs of meshes that exchange tensors, in the one order in which everybody connects; with `sizes`,
+    the workers of each mesh, only those whose workers exchange them in pairs."""
     forward = {(route.source_mesh, route.target_mesh) for route in routes.values()}
     back = {
         (route.target_mesh, route.source_mesh)
         for route in routes.values()
         if training and route.differentiable
     }
-    return tuple(sorted(forward | back))
+    return tuple(pair for pair in sorted(forward | back) if sizes is None or sizes[pair[0]] == sizes[pair[1]])
 
 
 def wire_stage(

@@ -18,7 +18,7 @@ def token_weights(targets: Sequence[torch.Tensor], ignored: int, transport: Tran
     Every worker of the mesh calls this at the same place of its program.
     """
     tokens = torch.stack([(target != ignored).sum() for target in targets]).double()
-    total, workers = tokens.sum(), transport.topology.workers_per_mesh
+    total, workers = tokens.sum(), transport.topology.workers(transport.mesh)
     if workers > 1:
         transport.all_reduce(f"{ALL_WORKERS}/{transport.mesh}", total)
     return tokens * (len(targets) * workers) / total.clamp(min=1)

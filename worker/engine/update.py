@@ -22,6 +22,7 @@ from worker.transport.base import Topology, Transport, finish
 
 ALL_MESHES = "meshes"
 ALL_WORKERS = "workers"
+EVERYBODY = "everybody"
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,28 @@ def reduce_groups(
     topology: Topology, tied: Mapping[str, Sequence[int]], mesh_of_stage: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
-    the same worker of all meshes that hold a tied parameter. The same mapping on every worker."""
+    the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
+    in place of the same ones. The same mapping on every worker."""
     groups: dict[str, tuple[int, ...]] = {}
-    workers = range(topology.workers_per_mesh)
-    for mesh in topology.meshes:
-        groups[f"{ALL_WORKERS}/{mesh}"] = tuple(topology.rank(mesh, w) for w in workers)
-    for w in workers:
+    shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
+    shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
+    for mesh, size in zip(topology.meshes, topology.sizes, strict=True):
+        groups[f"{ALL_WORKERS}/{mesh}"] = tuple(topology.rank(mesh, w) for w in range(size))
+    if not topology.alike:
+        groups[EVERYBODY] = tuple(range(topology.size))
+        for name, holders in shared.items():
+            groups[f"tied/{name}"] = tuple(
+                topology.rank(mesh, w)
+                for mesh in topology.meshes
+                if mesh in holders
+                for w in range(topology.workers(mesh))
+            )
+        return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    for w in range(max(topology.sizes)):
         groups[f"{ALL_MESHES}/{w}"] = tuple(topology.rank(mesh, w) for mesh in topology.meshes)
-        for name, stages in tied.items():
-            holders = {mesh_of_stage[stage] for stage in stages}
-            if len(holders) > 1:
-                ranks = (topology.rank(mesh, w) for mesh in topology.meshes if mesh in holders)
-                groups[f"tied/{name}/{w}"] = tuple(ranks)
+        for name, holders in shared.items():
+            ranks = (topology.rank(mesh, w) for mesh in topology.meshes if mesh in holders)
+            groups[f"tied/{name}/{w}"] = tuple(ranks)
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
@@ -83,12 +94,17 @@ class ModelUpdate:
         mesh, worker = transport.mesh, transport.worker
         self._groups = reduce_groups(transport.topology, tied, mesh_of_stage)
         self._workers_group = f"{ALL_WORKERS}/{mesh}"
-        self._meshes_group = f"{ALL_MESHES}/{worker}"
+        self._alike = transport.topology.alike
+        self._meshes_group = f"{ALL_MESHES}/{worker}" if self._alike else EVERYBODY
         self._tied_groups = {
             name: group
             for name in sorted(tied)
-            if name in self.parameters and (group := f"tied/{name}/{worker}") in self._groups
+            if name in self.parameters
+            and (group := f"tied/{name}/{worker}" if self._alike else f"tied/{name}") in self._groups
         }
+        # Every worker that has the loss makes gradients of the mean over its own rows: the sum over all workers of a
+        # mesh, each with its rows, is as many times too large, however many workers this mesh has.
+        self._shares = transport.topology.workers(mesh_of_stage[-1])
         owner = {
             name: min(stages, key=lambda s: transport.topology.meshes.index(mesh_of_stage[s]))
             for name, stages in tied.items()
@@ -125,12 +141,20 @@ class ModelUpdate:
             parameter = self.parameters[name]
             if parameter.requires_grad:
                 self._sum_tied(parameter, group)
+        late = [
+            p
+            for name, p in self.parameters.items()
+            if name not in self._bucketed
+            and p.requires_grad
+            and (self._alike or name not in self._tied_groups)
+        ]
         if self._workers_group in self._groups:
-            late = [
-                p for name, p in self.parameters.items() if name not in self._bucketed and p.requires_grad
-            ]
             for parameters in _by_dtype(late).values():
                 finish(self._average(parameters))
+        elif self._shares > 1:
+            for parameter in late:
+                if parameter.grad is not None:
+                    parameter.grad /= self._shares
         self._norm = self._global_norm(losses)
         if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
             self._norm = torch.ones_like(self._norm)
@@ -255,6 +279,8 @@ class ModelUpdate:
         makers = torch.full((), float(made), device=parameter.device)
         self.transport.all_reduce(group, _gradient(parameter))
         self.transport.all_reduce(group, makers)
+        if not self._alike:
+            parameter.grad /= self._shares  # over all workers of all meshes: nothing is left to be summed
         if not made:
             self._makers[parameter] = makers
 
@@ -271,7 +297,7 @@ class ModelUpdate:
         def hand_out() -> None:
             *parts, makers = flat.split([*(g.numel() for g in gradients), len(gradients)])
             for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient) / self.transport.topology.workers_per_mesh)
+                gradient.copy_(part.view_as(gradient) / self._shares)
             for k in unmade:
                 self._makers[parameters[k]] = makers[k].clone()
 
@@ -283,12 +309,14 @@ class ModelUpdate:
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
         total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
-        if gradients:
+        if gradients and (
+            self._alike or self.transport.worker == 0
+        ):  # once a mesh: its workers have the same
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
-            if self._workers_group in self._groups:
+            if self._workers_group in self._groups and self._alike:
                 self.transport.all_reduce(self._workers_group, finite)
             total += finite
         if self._meshes_group in self._groups:

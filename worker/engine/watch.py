@@ -5,8 +5,9 @@ Talks to peers over the transport's store only. Must not know stages, tensors or
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from worker.engine.errors import AbortedError, EngineError, PeerLostError, StallError
 from worker.engine.lanes import Lanes, LaneStatus
@@ -19,19 +20,29 @@ _LAST_WORDS_S = 2.0
 # it or someone behind it will name the slot that everybody waits for.
 _PEER_GRACE_S = 2.0
 _PEER_LIVES_S = 1.0
+_REDUCING = re.compile(r"running \d*REDUCE")  # in what a worker publishes: it has come to a sum over workers
 
 
 class Watch:
-    """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take."""
+    """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; `missing`
+    are the workers that a running resharding (edge, backward, microbatch) waits for."""
 
     def __init__(
-        self, *, mesh: str, program: Program, limits_s: Sequence[float], transport: Transport, lanes: Lanes
+        self,
+        *,
+        mesh: str,
+        program: Program,
+        limits_s: Sequence[float],
+        transport: Transport,
+        lanes: Lanes,
+        missing: Callable[[int, bool, int], tuple[str, ...]] = lambda *_: (),
     ):
         self._mesh = mesh
         self._program = program
         self._limits_s = limits_s
         self._transport = transport
         self._lanes = lanes
+        self._missing = missing
         self.published_s = 0.0
 
     def publish(self, step: int, statuses: Sequence[LaneStatus]) -> None:
@@ -40,7 +51,7 @@ class Watch:
         last = self._lanes.last_compute()
         text = f"step {step}, last finished {'nothing' if last is None else self._program[last]}"
         for status in statuses:
-            if status.lane == COMPUTE_LANE and status.current is not None:
+            if status.current is not None and self._tells(status):
                 doing = "running" if status.waits_for is None else "waiting to run"
                 text += f", {doing} {self._program[status.current]} for {now - status.since_s:.1f} s"
         self.published_s = now
@@ -85,9 +96,9 @@ class Watch:
             f"mesh {self._mesh}: {instruction} on lane {instruction.lane} has not ended after {waited_s:.1f} s "
             f"(limit {self._limits_s[index]:.1f} s)"
         ]
-        if instruction.peer is not None:
-            peer = instruction.peer
-            parts.append(f"it waits for {peer}")
+        if peers := self._peers(index):
+            parts.append(f"it waits for {', '.join(peers)}")
+        for peer in peers:
             progress = self._progress(peer)
             parts.append(
                 f"{peer} said {progress.age_s:.1f} s ago: {progress.text}"
@@ -109,16 +120,49 @@ class Watch:
 
     def _lost(self, error: PeerLostError) -> PeerLostError:
         text = f"mesh {self._mesh}: {error}"
-        if progress := (
-            self._progress(error.peer) if error.peer in self._transport.topology.meshes else None
-        ):
+        if progress := (self._progress(error.peer) if self._is_peer(error.peer) else None):
             text += f"; {error.peer} said {progress.age_s:.1f} s ago: {progress.text}"
         return PeerLostError(text, error.peer)
 
+    def _tells(self, status: LaneStatus) -> bool:
+        """Whether the peers want to know of it: what is computed, and the sums over workers that this one has come to."""
+        return status.lane == COMPUTE_LANE or self._program[status.current].op == "REDUCE"
+
+    def _is_peer(self, name: str) -> bool:
+        topology = self._transport.topology
+        return name in topology.meshes or topology.is_worker(name)
+
+    def _peers(self, index: int) -> tuple[str, ...]:
+        """Whom an instruction that does not end waits for: a mesh, or the workers whose part is missing."""
+        instruction, topology = self._program[index], self._transport.topology
+        if instruction.op == "REDUCE":
+            return self._not_reducing()
+        if instruction.peer is None:
+            return ()
+        if topology.workers(instruction.peer) == topology.workers(self._mesh):
+            return (instruction.peer,)
+        backward = instruction.op.endswith("B")
+        return self._missing(instruction.edge, backward, instruction.microbatch) or topology.names(
+            instruction.peer
+        )
+
+    def _not_reducing(self) -> tuple[str, ...]:
+        """The other workers of this mesh that have not come to a REDUCE; of all meshes, where all of these have."""
+        topology = self._transport.topology
+        mine = topology.name(topology.rank(self._mesh, self._transport.worker))
+        for meshes in ((self._mesh,), topology.meshes):
+            others = [name for mesh in meshes for name in topology.names(mesh) if name != mine]
+            late = [
+                name for name in others if not _REDUCING.search(getattr(self._progress(name), "text", ""))
+            ]
+            if late:
+                return tuple(late)
+        return ()
+
     def _peer_lives(self, index: int) -> bool:
-        peer = self._program[index].peer
-        progress = self._progress(peer) if peer is not None else None
-        return progress is not None and progress.age_s < _PEER_LIVES_S
+        """Whether somebody that it waits for watches himself."""
+        found = [self._progress(peer) for peer in self._peers(index)]
+        return any(progress is not None and progress.age_s < _PEER_LIVES_S for progress in found)
 
     def _progress(self, mesh: str) -> Progress | None:
         try:

@@ -107,6 +107,7 @@ def measure_layers(
                 order=order[edge.tensor],
                 saved_by_source=edge.source in saved_at.get(edge.tensor, ()),
                 saved_by_target=edge.target in saved_at.get(edge.tensor, ()),
+                shape=edge.shape,
             )
             for edge in edges
         ),

@@ -14,7 +14,7 @@ from typing import Any
 from worker.model.errors import CutError
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 4
+PROFILE_FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class LayerEdge:
     """A tensor that layer `source` makes and layer `target` uses.
 
     `order` is the tensor's place among all tensors in order of production. `saved_by_source` and
-    `saved_by_target` say whose activation_bytes contain it.
+    `saved_by_target` say whose activation_bytes contain it. `shape` is that of one worker's part of a microbatch, as it
+    travels; None where it was not told.
     """
 
     source: int
@@ -70,6 +71,7 @@ class LayerEdge:
     order: int = 0
     saved_by_source: bool = False
     saved_by_target: bool = False
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class LayerProfile:
                 "frozen_parameters": tuple(top.get("frozen_parameters", ())),
                 "updated_buffers": frozenset(top.get("updated_buffers", ())),
                 "checkpointed": frozenset(top.get("checkpointed", ())),
-                "edges": tuple(LayerEdge(**_checked(LayerEdge, item)) for item in top["edges"]),
+                "edges": tuple(_edge(_checked(LayerEdge, item)) for item in top["edges"]),
             }
         )
 
@@ -255,6 +257,11 @@ def _find_layer(layers: Sequence[str], name: str) -> int:
             return index
     near = difflib.get_close_matches(name, layers, n=3) or list(layers[:8])
     raise CutError(f"cut name {name!r} is no module that may begin a stage: did you mean {', '.join(near)}?")
+
+
+def _edge(data: Mapping[str, Any]) -> LayerEdge:
+    shape = data.get("shape")
+    return LayerEdge(**{**data, "shape": None if shape is None else tuple(shape)})
 
 
 def _checked(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -287,6 +287,11 @@ class StageBuilder:
         order = tuple(sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim])))
         return order if value.permute(order).is_contiguous() else None
 
+    def as_it_travels(self, node: fx.Node, value: Tensor) -> Tensor:
+        """A value of `node` with its dimensions in the order in which they travel."""
+        order = self._travelling_order(node)
+        return value.permute(order) if order else value
+
     def _travelling_shape(self, node: fx.Node) -> tuple[int, ...]:
         shape = self._placed.values[node].shape
         return tuple(shape[dim] for dim in self._travelling_order(node) or range(len(shape)))

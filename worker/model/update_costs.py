@@ -27,28 +27,37 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCosts:
-    """`reduce`: the sums over the workers of a mesh, and the gradients' norm; `step`: clipping and the optimizer."""
+    """`reduce`: the sums over the workers of a mesh, and the gradients' norm; `step`: clipping and the optimizer.
+
+    The meshes `alone` have one worker where others have several: their gradients' norm takes `norm`.
+    """
 
     reduce: LinearCost = LinearCost()
     step: LinearCost = LinearCost()
+    norm: LinearCost = LinearCost()
+    alone: tuple[str, ...] = ()
 
-    def with_sum(self, latency_s: float, bandwidth_bytes_per_s: float) -> UpdateCosts:
-        """The same with gradients that are summed over the workers of a mesh, as measured there."""
+    def with_sum(
+        self, latency_s: float, bandwidth_bytes_per_s: float, alone: tuple[str, ...] = ()
+    ) -> UpdateCosts:
+        """The same with gradients that are summed over the workers of a mesh, as measured there; not in those `alone`."""
         whole = LinearCost(
             self.reduce.fixed_s + latency_s,
             self.reduce.per_tensor_s,
             self.reduce.per_byte_s + 1.0 / bandwidth_bytes_per_s,
         )
-        return replace(self, reduce=whole)
+        return replace(self, reduce=whole, norm=self.reduce if alone else self.norm, alone=alone)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        return asdict(self)
+        found = {"reduce": asdict(self.reduce), "step": asdict(self.step)}
+        return {**found, "norm": asdict(self.norm), "alone": list(self.alone)} if self.alone else found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UpdateCosts:
         """Inverse of `to_json`; what is missing costs nothing."""
-        return cls(**{name: LinearCost(**data[name]) for name in ("reduce", "step") if name in data})
+        costs = {name: LinearCost(**data[name]) for name in ("reduce", "step", "norm") if data.get(name)}
+        return cls(**costs, alone=tuple(data.get("alone") or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ def mesh_update(mesh: str, layers: Iterable[int], profile: LayerProfile, costs: 
     if not trained:
         return MeshUpdate(mesh, 0.0, 0.0)
     size_bytes = sum(profile.parameter_sizes[name] for name in trained)
+    reduce = costs.norm if mesh in costs.alone else costs.reduce
     return MeshUpdate(
-        mesh, costs.reduce.seconds(len(trained), size_bytes), costs.step.seconds(len(trained), size_bytes)
+        mesh, reduce.seconds(len(trained), size_bytes), costs.step.seconds(len(trained), size_bytes)
     )

@@ -13,6 +13,7 @@ from worker.transport.base import (
     Topology,
     Transport,
     finish,
+    topology_of,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "Topology",
     "Transport",
     "finish",
+    "topology_of",
 ]

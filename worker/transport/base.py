@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -48,27 +49,75 @@ class AbortedError(EngineError):
 
 @dataclass(frozen=True)
 class Topology:
-    """All workers of an attempt; the same value on each of them. Rank = mesh index * workers + worker."""
+    """All workers of an attempt; the same value on each of them. Ranks count mesh by mesh, in each worker by worker.
+
+    `workers_per_mesh` is a number, or one for each mesh where they differ.
+    """
 
     meshes: tuple[str, ...]
-    workers_per_mesh: int = 1
+    workers_per_mesh: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         if len(set(self.meshes)) != len(self.meshes):
             raise ValueError(f"mesh names repeat: {', '.join(self.meshes)}; give each mesh its own name")
-        if self.workers_per_mesh < 1:
+        if isinstance(self.workers_per_mesh, tuple) and len(self.workers_per_mesh) != len(self.meshes):
+            raise ValueError(
+                f"workers_per_mesh lists {len(self.workers_per_mesh)} meshes and there are {len(self.meshes)}: "
+                "give one number for each"
+            )
+        if min(self.sizes, default=1) < 1:
             raise ValueError(f"workers_per_mesh is {self.workers_per_mesh}; it must be at least 1")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of workers of each mesh."""
+        given = self.workers_per_mesh
+        return given if isinstance(given, tuple) else (given,) * len(self.meshes)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all meshes have as many workers: then worker w of one exchanges tensors with worker w of another."""
+        return len({*self.sizes}) <= 1
 
     @property
     def size(self) -> int:
-        return len(self.meshes) * self.workers_per_mesh
+        return sum(self.sizes)
+
+    def workers(self, mesh: str) -> int:
+        """How many workers `mesh` has."""
+        return self.sizes[self.meshes.index(mesh)]
 
     def rank(self, mesh: str, worker: int) -> int:
-        return self.meshes.index(mesh) * self.workers_per_mesh + worker
+        return sum(self.sizes[: self.meshes.index(mesh)]) + worker
+
+    def is_worker(self, peer: str) -> bool:
+        """Whether `peer` is one worker, as "m1/0", and not a mesh."""
+        return peer.rpartition("/")[0] in self.meshes
+
+    def rank_of(self, peer: str, worker: int) -> int:
+        """The rank of a peer of some worker `worker`: a mesh means its worker of that number."""
+        if not self.is_worker(peer):
+            return self.rank(peer, worker)
+        mesh, _, number = peer.rpartition("/")
+        return self.rank(mesh, int(number))
 
     def name(self, rank: int) -> str:
         """ "m1/0": mesh and worker of a rank, for messages."""
-        return f"{self.meshes[rank // self.workers_per_mesh]}/{rank % self.workers_per_mesh}"
+        for mesh, workers in zip(self.meshes, self.sizes, strict=True):
+            if rank < workers:
+                return f"{mesh}/{rank}"
+            rank -= workers
+        raise IndexError(f"there is no rank beyond {self.size - 1}")
+
+    def names(self, mesh: str) -> tuple[str, ...]:
+        """The workers of `mesh`, in order."""
+        return tuple(f"{mesh}/{worker}" for worker in range(self.workers(mesh)))
+
+
+def topology_of(sizes: Mapping[str, int]) -> Topology:
+    """The topology of meshes by their number of workers."""
+    numbers = tuple(sizes.values())
+    return Topology(tuple(sizes), numbers if len({*numbers}) > 1 else numbers[0])
 
 
 @dataclass(frozen=True)
@@ -108,10 +157,10 @@ class Transport(Protocol):
 
     def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
         """Block until every peer is there. `groups`: ranks that all-reduce together, by name, the same
-        mapping on every worker; `lanes`: directed pairs of meshes that exchange tensors, in the agreed order."""
+        mapping on every worker; `lanes`: directed pairs of peers that exchange tensors, in the agreed order."""
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None:
-        """Send contiguous `tensor` to this worker's counterpart on mesh `peer`."""
+        """Send contiguous `tensor` to `peer`: a mesh means this worker's counterpart there, "m1/0" is one worker."""
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None] | None:
         """Receive into contiguous `out`, which has the sender's shape and dtype."""
@@ -125,8 +174,8 @@ class Transport(Protocol):
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""
 
-    def progress(self, mesh: str) -> Progress | None:
-        """What this worker's counterpart on `mesh` last published."""
+    def progress(self, peer: str) -> Progress | None:
+        """What `peer` last published: a mesh (its counterpart there), or one worker."""
 
     def announce(self, reason: str) -> None:
         """Tell the peers that this worker failed; the first announcement of an attempt stays."""

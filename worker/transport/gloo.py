@@ -72,7 +72,7 @@ class GlooTransport(RendezvousTransport):
             self._device = self._make_device()
             for source, target, name, ranks in self._own_lanes(lanes):
                 pair = self._make_group(name, ranks, remaining_s)
-                if self.mesh == source:
+                if ranks[0] == self._rank:
                     self._sends[target] = pair
                 else:
                     self._receives[source] = pair

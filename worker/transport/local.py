@@ -78,7 +78,7 @@ class LocalTransport:
         return {
             (mesh, worker): cls(hub, mesh, worker, connect_timeout_s)
             for mesh in topology.meshes
-            for worker in range(topology.workers_per_mesh)
+            for worker in range(topology.workers(mesh))
         }
 
     def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
@@ -97,7 +97,7 @@ class LocalTransport:
             raise ConnectError(f"{', '.join(missing)} did not connect within {self._connect_timeout_s:g} s")
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
-        target = self.topology.rank(peer, self.worker)
+        target = self.topology.rank_of(peer, self.worker)
         box = self._hub.mailbox(self._rank, target, tag)
         box.tensor.put(tensor)
 
@@ -108,12 +108,12 @@ class LocalTransport:
         return wait
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
-        source = self.topology.rank(peer, self.worker)
+        source = self.topology.rank_of(peer, self.worker)
         box = self._hub.mailbox(source, self._rank, tag)
         return lambda: self._receive(box, peer, tag, out)
 
     def _receive(self, box: _Mailbox, peer: str, tag: int, out: torch.Tensor) -> None:
-        source = self.topology.rank(peer, self.worker)
+        source = self.topology.rank_of(peer, self.worker)
         tensor = box.tensor.get()
         if tensor is _ABORTED:
             raise PeerLostError(f"receiving from {peer} was aborted", peer)
@@ -145,8 +145,8 @@ class LocalTransport:
     def publish(self, text: str) -> None:
         self._hub.progress[self._rank] = (text, time.monotonic())
 
-    def progress(self, mesh: str) -> Progress | None:
-        entry = self._hub.progress.get(self.topology.rank(mesh, self.worker))
+    def progress(self, peer: str) -> Progress | None:
+        entry = self._hub.progress.get(self.topology.rank_of(peer, self.worker))
         return None if entry is None else Progress(entry[0], time.monotonic() - entry[1])
 
     def announce(self, reason: str) -> None:

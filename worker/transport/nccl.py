@@ -121,7 +121,7 @@ class NcclTransport(RendezvousTransport):
     ) -> None:
         for source, target, name, ranks in self._own_lanes(lanes):
             communicator = self._make(name, ranks, remaining_s)
-            if self.mesh == source:
+            if ranks[0] == self._rank:
                 self._sends[target] = communicator
                 self.send(target, 0, self._probe())
             else:

@@ -197,8 +197,8 @@ class RendezvousTransport:
     def publish(self, text: str) -> None:
         self._rendezvous.publish(text)
 
-    def progress(self, mesh: str) -> Progress | None:
-        return self._rendezvous.progress(self.topology.rank(mesh, self.worker))
+    def progress(self, peer: str) -> Progress | None:
+        return self._rendezvous.progress(self.topology.rank_of(peer, self.worker))
 
     def announce(self, reason: str) -> None:
         self._rendezvous.announce(reason)
@@ -211,9 +211,10 @@ class RendezvousTransport:
     ) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
         """Source, target, name and ranks of each connection that ends here, in the agreed order."""
         for source, target in lanes:
-            ranks = (self.topology.rank(source, self.worker), self.topology.rank(target, self.worker))
+            ranks = (self.topology.rank_of(source, self.worker), self.topology.rank_of(target, self.worker))
             if self._rank in ranks:
-                yield source, target, f"{source}>{target}/{self.worker}", ranks
+                one = self.topology.is_worker(source)
+                yield source, target, f"{source}>{target}" + ("" if one else f"/{self.worker}"), ranks
 
     def _own_groups(self, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and ranks of each group of several workers that this one belongs to, in the agreed order."""

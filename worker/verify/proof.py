@@ -76,6 +76,11 @@ def prove(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: compare 1 step or more")
+    if job.resources.workers is not None:
+        raise ValueError(
+            f"verify compares meshes of one size, and these have {', '.join(map(str, job.mesh_sizes))} workers: a mesh of "
+            "each size has other parts of a microbatch; verify the job with equal sizes"
+        )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
         proof.notes.append(

@@ -6,6 +6,7 @@ They are the actors' own class with their own engines, programs and transports; 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from worker.engine import Engine, SlotLimits
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
 from worker.model import TracedModel
-from worker.transport import Topology
+from worker.transport import topology_of
 from worker.transport.rendezvous import host_store
 
 _CONNECT_S = 60.0
@@ -59,8 +60,8 @@ def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
     """The workers of `job`, mesh by mesh."""
     return [
         OpenWorker(job=job, mesh=f"m{mesh}", worker=index, device=device)
-        for mesh in range(job.meshes)
-        for index in range(job.resources.workers_per_mesh)
+        for mesh, size in enumerate(job.mesh_sizes)
+        for index in range(size)
     ]
 
 
@@ -80,9 +81,11 @@ class LocalWorkers:
         first, *others = self.workers
         self.notes = first.trace(planned.microbatches)
         look(first.traced)
+        sizes = Counter(worker.mesh for worker in self.workers)
         for worker in others:
-            worker.take_graph(first.graph(), planned.microbatches)
+            worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
+        first.check_shares(planned.begins, [sizes[mesh] for mesh in planned.mesh_of_stage])
         self._load(planned, planned_bytes)
 
     def step(self, number: int) -> list[Mapping[str, Any]]:
@@ -118,11 +121,11 @@ class LocalWorkers:
 
     def _load(self, planned: PlannedJob, planned_bytes: int | None) -> None:
         first = self.workers[0]
-        meshes = tuple(dict.fromkeys(worker.mesh for worker in self.workers))
+        topology = topology_of(Counter(worker.mesh for worker in self.workers))
         store = host_store("127.0.0.1")
         seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
         starts = planned_starts(planned.plan, planned.stage_names)
-        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in meshes}
+        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in topology.meshes}
         self.call(
             lambda worker: worker.load(
                 weights=None if worker is first else weights[worker.mesh],
@@ -132,7 +135,8 @@ class LocalWorkers:
                 recomputed=planned.recomputed,
                 planned_s=seconds[worker.mesh],
                 planned_starts_s=starts[worker.mesh],
-                topology=Topology(meshes, len(self.workers) // len(meshes)),
+                topology=topology,
+                reshardings=planned.reshardings,
                 store=("127.0.0.1", store.port),
                 host="127.0.0.1",
                 connect_s=_CONNECT_S,

@@ -6,9 +6,10 @@ Knows the costs of layers and the tensors between them; nothing of how a cut is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from service.scheduler.cut.unlike import UnlikeProfile
 from service.scheduler.model.spec import MeshSpec, NetworkSpec
 from worker.model.profile import LayerProfile
 
@@ -26,6 +27,14 @@ class CutProblem:
     @property
     def stages(self) -> int:
         return len(self.mesh_of_stage)
+
+    def on(self, stage: int) -> CutProblem:
+        """The same with the costs of the mesh of a stage, where meshes have unlike sizes."""
+        return self._of_mesh[self.mesh_of_stage[stage]] if isinstance(self.profile, UnlikeProfile) else self
+
+    @cached_property
+    def _of_mesh(self) -> list[CutProblem]:
+        return [replace(self, profile=profile) for profile in self.profile.of_mesh]
 
     def transfer_s(self, size: int) -> float:
         """Time of one transfer; without a bandwidth only its latency."""

@@ -92,7 +92,8 @@ class StageSpec(_Model):
 
 
 class EdgeSpec(_Model):
-    """A tensor from one stage to another: its transfer times, or its sizes."""
+    """A tensor from one stage to another: its transfer times, or its sizes. With times, `held_bytes` is what each end
+    holds of it meanwhile."""
 
     source: Name
     target: Name
@@ -101,6 +102,7 @@ class EdgeSpec(_Model):
     forward_bytes: Bytes | None = None
     backward_bytes: Bytes | None = None
     tensor: str | None = None
+    held_bytes: Bytes | None = None
 
 
 class LinkSpec(_Model):

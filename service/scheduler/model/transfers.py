@@ -25,7 +25,7 @@ class Transfer:
     targets: tuple[int, ...]
     forward_s: float
     backward_s: float
-    forward_bytes: int  # 0 where the edge is given in seconds
+    forward_bytes: int  # 0 where the edge is given in seconds only
     backward_bytes: int
 
     @property
@@ -61,8 +61,8 @@ def find_transfers(spec: PipelineSpec) -> tuple[Transfer, ...]:
                 targets=targets,
                 forward_s=forward_s,
                 backward_s=backward_s,
-                forward_bytes=first.forward_bytes or 0,
-                backward_bytes=first.backward_bytes or 0,
+                forward_bytes=first.forward_bytes or first.held_bytes or 0,
+                backward_bytes=first.backward_bytes or (first.held_bytes or 0 if backward_s else 0),
             )
         )
     return tuple(found)

@@ -43,6 +43,15 @@ async def test_no_list_and_no_round_reads_a_specification(api: Api):
     assert (await api.client.get("/api/v1/cluster")).json()["gangs"][0]["meshes"] == 2
 
 
+async def test_the_cluster_shows_meshes_of_unlike_sizes_each_with_its_workers(api: Api):
+    listed = [{"workers": 1}, {"workers": 2}, {"workers": 1}]
+    job_id = await api.submit(pipeline={"stages": 3}, resources={"meshes": listed, "device": "cpu"})
+    assert (await api.job(job_id))["spec"]["resources"]["workers"] == [1, 2, 1]
+    await api.rounds(job_id)
+    (gang,) = (await api.client.get("/api/v1/cluster")).raise_for_status().json()["gangs"]
+    assert (gang["meshes"], gang["workers_per_mesh"], gang["workers"]) == (3, 2, [1, 2, 1])
+
+
 async def test_a_job_of_a_list_refuses_to_show_a_specification_that_it_has_not(api: Api):
     await api.submit()
     async with api.service.database.read() as session:

@@ -23,7 +23,7 @@ def cluster():
     context = ray.init(
         address="local",
         num_cpus=1,
-        resources={"slotline_worker": 2},
+        resources={"slotline_worker": 3},
         include_dashboard=False,
         log_to_driver=False,
     )
@@ -61,7 +61,7 @@ def attempt(cluster):
 
 def assert_nothing_held():
     deadline = time.monotonic() + 60
-    while ray.available_resources().get("slotline_worker") != 2.0:
+    while ray.available_resources().get("slotline_worker") != 3.0:
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.1)
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
@@ -98,6 +98,32 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
     assert [step["step"] for step in found] == list(range(1, 9))
     assert [step["loss"] for step in found] == pytest.approx(losses, rel=1e-5)
     assert [step["learning_rate"] for step in found] == pytest.approx(rates)
+    assert_nothing_held()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(attempt):
+    spec = job()
+    losses, _ = plain(spec, range(1, 4))
+    spec["training"]["steps"] = 3
+    spec["resources"] = {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1]}
+    plane, process = attempt(spec)
+    assert process.wait(120) == 0
+    assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-5)
+    assert all({*step["peak_memory_bytes"]} == {"m0", "m1"} for step in plane.steps)
+    (asked,), (answer,) = plane.plan_requests, plane.plan_answers
+    assert [(one["microbatches"], one["workers"]) for one in asked["mesh_profiles"]] == [(2, 1), (2, 2)]
+    assert asked["update"]["alone"] == ["m1"]
+    slots = {
+        (one["action"], one["edge"]): one["end_s"] - one["start_s"]
+        for one in answer["plan"]["slots"]
+        if one["edge"] is not None
+    }
+    for one in answer["reshardings"]:
+        action = "SEND_B" if one["backward"] else "SEND_F"
+        assert slots[action, one["edge"]] == pytest.approx(one["plan"]["makespan_s"])
     assert_nothing_held()
 
 

@@ -83,9 +83,7 @@ def cluster():
 
 
 def make_gang(meshes: int = 2, workers_per_mesh: int = 1, start_timeout_s: float = 60.0) -> Gang:
-    return Gang(
-        meshes=meshes, workers_per_mesh=workers_per_mesh, device="cpu", start_timeout_s=start_timeout_s
-    )
+    return Gang(sizes=[workers_per_mesh] * meshes, device="cpu", start_timeout_s=start_timeout_s)
 
 
 def start(gang: Gang) -> None:
@@ -240,18 +238,18 @@ def test_an_interruption_ends_the_wait(cluster):
 
 
 def test_workers_that_share_a_gpu_are_hosts_of_their_own_to_nccl(cluster):
-    with Gang(meshes=2, workers_per_mesh=2, device="cuda", start_timeout_s=60, workers_per_gpu=4) as gang:
+    with Gang(sizes=[2, 2], device="cuda", start_timeout_s=60, workers_per_gpu=4) as gang:
         start(gang)
         found = ray.get([w.gpu.remote() for w in gang.workers], timeout=60)
         assert [ids for ids, _ in found] == [[0]] * 4
         assert len({host for _, host in found} - {None}) == 4
     with pytest.raises(ValueError, match="workers_per_gpu is 0"):
-        Gang(meshes=1, workers_per_mesh=1, device="cuda", start_timeout_s=60, workers_per_gpu=0)
+        Gang(sizes=[1], device="cuda", start_timeout_s=60, workers_per_gpu=0)
 
 
 @pytest.mark.parametrize(("device", "sharing"), [("cpu", [2, 1, 2]), ("cuda", [3, 3, 3])])
 def test_workers_share_the_memory_of_their_node_or_of_their_gpu(device, sharing):
-    gang = Gang(meshes=3, workers_per_mesh=1, device=device, start_timeout_s=1.0, workers_per_gpu=3)
+    gang = Gang(sizes=[1, 1, 1], device=device, start_timeout_s=1.0, workers_per_gpu=3)
     gang.addresses = tuple(WorkerAddress(f"m{i}", 0, n, n, i, device) for i, n in enumerate("aba"))
     assert [gang.sharing(address) for address in gang.addresses] == sharing
     gang.addresses = ()

@@ -129,7 +129,9 @@ def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None):
                 interrupted=interrupted,
             )
         except BaseException:
-            for worker in run.workers:  # as when a gang is ended: nobody waits for a step that others never began
+            for (
+                worker
+            ) in run.workers:  # as when a gang is ended: nobody waits for a step that others never began
                 worker._engine.abort("the loop has ended")
             raise
         finally:

@@ -43,6 +43,7 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
             result(second, [1.0, 2.0], grad_norm=0.5, learning_rate=0.01),
             result([], [3.0, 6.0], grad_norm=0.5, learning_rate=0.01),
         ],
+        sizes=[2, 2],
         offsets=[ClockOffset(0.0, 0.0)] * 2 + [ClockOffset(1000.0, 0.001), ClockOffset(5.0, 0.002)],
         step_s=7.0,
         clock=(1_700_000_000.0, 9.0),

@@ -1,0 +1,222 @@
+"""Proves the programs of meshes of several workers, worker by worker: one order of messages, no deadlock.
+
+`verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a transfer between meshes of
+unlike sizes is the messages of its resharding. Two things are shown: of each lane, both ends of each ordered pair of
+workers have their messages in one order (what comes over other lanes has tags of its own); and no instruction, message or
+sum over all workers waits for another in a circle. Every wait is taken to be stricter than it is: an instruction begins
+when the one before it on its lane has ended, a worker sends one message at a time and receives one, in the plan's order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.scheduler.programs.decode import PlanError
+from worker.program import RECEIVE_OPS, SEND_OPS, Instruction
+
+if TYPE_CHECKING:
+    from service.scheduler.resharding import PlannedMessage, ReshardingPlan
+
+Plans = Mapping[tuple[int, bool], "ReshardingPlan"]
+_Transfer = tuple[int, bool, int]
+"""Edge, whether it goes back, microbatch."""
+
+
+def check_messages(
+    programs: Mapping[str, Sequence[Instruction]], plans: Plans, sizes: Mapping[str, int]
+) -> None:
+    """Raise PlanError, naming worker and instruction, unless the workers of all meshes (`sizes`) come to an end.
+
+    `plans` are the transfers between meshes of unlike sizes; the others go worker by worker.
+    """
+    parties = [
+        _Party(f"{mesh}/{w}", mesh, w, program)
+        for mesh, program in programs.items()
+        for w in range(sizes[mesh])
+    ]
+    _check_order(parties, plans, sizes)
+    _check_end(parties, plans, sizes)
+
+
+@dataclass(frozen=True)
+class _Party:
+    """One worker; it runs the program of its mesh."""
+
+    name: str
+    mesh: str
+    number: int
+    program: Sequence[Instruction]
+
+    def transfers(self) -> Iterable[tuple[int, Instruction, _Transfer]]:
+        """Its transfers in order, with their places in the program."""
+        for index, one in enumerate(self.program):
+            if one.op in SEND_OPS or one.op in RECEIVE_OPS:
+                yield index, one, (one.edge, one.op.endswith("B"), one.microbatch)
+
+
+def _messages(
+    party: _Party, one: Instruction, transfer: _Transfer, plans: Plans, sizes: Mapping[str, int]
+) -> list[tuple[int, str, str]]:
+    """(number, sender, receiver) of this worker's messages of a transfer."""
+    plan = plans.get(transfer[:2])
+    if plan is None:
+        if sizes[party.mesh] != sizes[one.peer]:
+            raise PlanError(
+                f"worker {party.name}: {one} goes between meshes of {sizes[party.mesh]} and {sizes[one.peer]} workers, and "
+                "has no resharding"
+            )
+        ends = party.name, f"{one.peer}/{party.number}"
+        return [(0, *(ends if one.op in SEND_OPS else reversed(ends)))]
+    return [
+        (number, message.sender, message.receiver)
+        for number, message in enumerate(plan.messages)
+        if party.name in (message.sender, message.receiver)
+    ]
+
+
+def _check_order(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, int]) -> None:
+    """Of each lane and ordered pair of workers, what the one sends and the other receives, in their orders."""
+    sent: dict[tuple[str, ...], list[tuple[_Transfer, int]]] = defaultdict(list)
+    received: dict[tuple[str, ...], list[tuple[_Transfer, int]]] = defaultdict(list)
+    for party in parties:
+        for _, one, transfer in party.transfers():
+            lane = (party.mesh, one.peer) if one.op in SEND_OPS else (one.peer, party.mesh)
+            for number, sender, receiver in _messages(party, one, transfer, plans, sizes):
+                (sent if sender == party.name else received)[*lane, sender, receiver].append(
+                    (transfer, number)
+                )
+    for pair in sorted({*sent, *received}):
+        if sent[pair] == received[pair]:
+            continue
+        both = zip(sent[pair], received[pair], strict=False)
+        at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(sent[pair]), len(received[pair])))
+        one, other = (_tell(side[at : at + 1]) for side in (sent[pair], received[pair]))
+        raise PlanError(
+            f"message {at} from worker {pair[2]} to worker {pair[3]} is sent as {one} but received as {other}: both ends "
+            "must use one order"
+        )
+
+
+def _tell(message: Sequence[tuple[_Transfer, int]]) -> str:
+    if not message:
+        return "nothing"
+    ((edge, backward, microbatch), number), *_ = message
+    what = "gradient" if backward else "tensor"
+    return f"part {number} of the {what} of edge {edge}, microbatch {microbatch}"
+
+
+class _Waits:
+    """What waits for what: nodes by number, each with a text of its own."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._followers: list[list[int]] = []
+        self._missing: list[int] = []
+
+    def node(self, text: str) -> int:
+        self.texts.append(text)
+        self._followers.append([])
+        self._missing.append(0)
+        return len(self.texts) - 1
+
+    def wait(self, node: int, before: int) -> None:
+        self._followers[before].append(node)
+        self._missing[node] += 1
+
+    def stuck(self) -> list[int]:
+        """The nodes that never come."""
+        missing = list(self._missing)
+        ready = deque(node for node, count in enumerate(missing) if not count)
+        while ready:
+            for node in self._followers[ready.popleft()]:
+                missing[node] -= 1
+                if not missing[node]:
+                    ready.append(node)
+        return [node for node, count in enumerate(missing) if count]
+
+
+def _check_end(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, int]) -> None:
+    waits = _Waits()
+    starts: dict[str, list[int]] = {}
+    ends: dict[str, list[int]] = {}
+    place: dict[tuple[str, _Transfer, bool], int] = {}
+    sums: list[tuple[int, int]] = []
+    for party in parties:
+        starts[party.name], ends[party.name] = _add_program(waits, party)
+        for index, one in enumerate(party.program):
+            if one.op == "REDUCE":
+                sums.append((starts[party.name][index], ends[party.name][index]))
+        for index, one, transfer in party.transfers():
+            place[party.name, transfer, one.op in SEND_OPS] = index
+    everybody = waits.node("the sum over all workers")
+    for start, end in sums:
+        waits.wait(everybody, start)
+        waits.wait(end, everybody)
+
+    def of(worker: str, transfer: _Transfer, sends: bool) -> tuple[int, int]:
+        index = place[worker, transfer, sends]
+        return starts[worker][index], ends[worker][index]
+
+    for party in parties:
+        for index, one, transfer in party.transfers():
+            plan = plans.get(transfer[:2])
+            if plan is None and one.op in SEND_OPS:
+                mine = starts[party.name][index], ends[party.name][index]
+                theirs = of(f"{one.peer}/{party.number}", transfer, False)
+                waits.wait(mine[1], theirs[0])
+                waits.wait(theirs[1], mine[0])
+            elif plan is not None and one.op in SEND_OPS and party.number == 0:
+                sides = {worker.name: worker.source for worker in plan.workers}
+                _add_resharding(
+                    waits, plan.messages, {w: of(w, transfer, source) for w, source in sides.items()}
+                )
+    if stuck := waits.stuck():
+        raise PlanError(f"the workers wait for each other for ever, among others at {waits.texts[stuck[0]]}")
+
+
+def _add_program(waits: _Waits, party: _Party) -> tuple[list[int], list[int]]:
+    """Starts and ends of a worker's instructions, with the waits of its lanes and events."""
+    starts, ends = [], []
+    last: dict[str, int] = {}
+    recorder: dict[int, int] = {}
+    for one in party.program:
+        start, end = (
+            waits.node(f"{what} of {one} on worker {party.name}") for what in ("the start", "the end")
+        )
+        waits.wait(end, start)
+        if one.lane in last:
+            waits.wait(start, last[one.lane])
+        for event in one.wait:
+            if event not in recorder:
+                raise PlanError(
+                    f"worker {party.name}: {one} waits for event {event}, which nothing before it records"
+                )
+            waits.wait(start, recorder[event])
+        last[one.lane] = end
+        if one.record is not None:
+            recorder[one.record] = end
+        starts.append(start)
+        ends.append(end)
+    return starts, ends
+
+
+def _add_resharding(
+    waits: _Waits, messages: Sequence[PlannedMessage], part_of: Mapping[str, tuple[int, int]]
+) -> None:
+    """The messages of one transfer; `part_of`: start and end of each worker's instruction."""
+    last: dict[tuple[str, bool, bool], int] = {}
+    nodes = [waits.node(f"a message from worker {one.sender} to worker {one.receiver}") for one in messages]
+    for message, node in zip(messages, nodes, strict=True):
+        for before in message.after:
+            waits.wait(node, nodes[before])
+        for worker, sends in ((message.sender, True), (message.receiver, False)):
+            start, end = part_of[worker]
+            waits.wait(node, start)
+            waits.wait(end, node)
+            lane = worker, sends, message.local
+            if lane in last:
+                waits.wait(node, last[lane])
+            last[lane] = node

@@ -1,0 +1,111 @@
+"""Plans of jobs whose meshes have unlike sizes: costs and memory by each mesh's share, transfers as long as reshardings."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.scheduler.job import JobCosts, answer_json, plan_job
+from service.scheduler.model.spec import SpecError
+from service.scheduler.resharding import Links, Tensor, layout, plan_resharding
+from worker.job import Job
+from worker.model.profile import LayerCost, LayerEdge, LayerProfile
+
+ROWS, WIDTH, LAYERS = 12, 64, 4
+
+
+def _profile(workers: int, shape=None) -> LayerProfile:
+    """Layers whose time and memory are those of the rows that a worker of a mesh of so many has."""
+    rows = ROWS // workers
+    cost = 1e-3 * rows
+    layers = tuple(
+        LayerCost(f"l{k}", cost, cost, cost, 1000 * rows, 0, 40, parameters=(f"w{k}",)) for k in range(LAYERS)
+    )
+    shape = (rows, WIDTH) if shape is None else shape
+    edges = tuple(
+        LayerEdge(k, k + 1, f"t{k}", 4 * shape[0] * WIDTH, True, order=k, shape=shape)
+        for k in range(LAYERS - 1)
+    )
+    return LayerProfile(layers, edges, "cpu", "", {f"w{k}": 40 for k in range(LAYERS)})
+
+
+def _answer(sizes, nodes=None, profile=_profile, **pipeline):
+    job = Job.from_json(
+        {
+            "model": {"factory": "m:m"},
+            "data": {"factory": "d:d"},
+            "loss": {"factory": "l:l"},
+            "training": {"global_batch": 3 * ROWS, "microbatches": 3},
+            "pipeline": {"stages": len(sizes), "cut": [f"l{k}" for k in range(len(sizes))], **pipeline},
+            "resources": {"meshes": len(sizes), "workers_per_mesh": max(sizes), "workers": list(sizes)},
+        }
+    )
+    workers = [(f"m{mesh}", w) for mesh, size in enumerate(sizes) for w in range(size)]
+    costs = {
+        "microbatches": 3,
+        "profile": _profile(1).to_json(),
+        "mesh_profiles": [
+            {"microbatches": 3, "workers": size, "profile": profile(size).to_json()} for size in {*sizes}
+        ],
+        "network": {"contention": "link", "bandwidth_bytes_per_s": 1e6, "latency_s": 1e-5},
+        "workers": [
+            {"mesh": mesh, "worker": w, "node": (nodes or {}).get(mesh, "one")} for mesh, w in workers
+        ],
+    }
+    return answer_json(plan_job(job, JobCosts.from_json(costs, job), budget_s=0.1))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3)], ids=str)
+def test_a_transfer_lasts_as_long_as_the_resharding_that_the_workers_run(sizes):
+    answer = _answer(sizes, nodes={"m0": "one", "m1": "two"})
+    found = {(one["edge"], one["backward"]): one["plan"] for one in answer["reshardings"]}
+    assert set(found) == {(0, False), (0, True)}
+    for backward in (False, True):
+        (p, q), action = ((1, 0), "SEND_B") if backward else ((0, 1), "SEND_F")
+        sides = (
+            layout(f"m{k}", mesh=(sizes[k],), split=(0,), hosts=(("one", "two")[k],) * sizes[k])
+            for k in (p, q)
+        )
+        links = Links(1e6, latency_s=1e-5)
+        plan = plan_resharding(Tensor((ROWS, WIDTH), 4), *sides, links, messages=64)
+        assert found[0, backward] == plan.to_json()
+        slots = [one for one in answer["plan"]["slots"] if one["action"] == action]
+        assert len(slots) == 3
+        for slot in slots:
+            assert slot["end_s"] - slot["start_s"] == pytest.approx(plan.makespan_s)
+        assert plan.makespan_s >= 4 * ROWS * WIDTH / 1e6, "all of it goes over one card"
+
+
+def test_stages_cost_and_keep_what_the_rows_of_a_worker_of_their_mesh_do():
+    spec = _answer((2, 1))["spec"]
+    first, second = spec["stages"]
+    assert first["forward_s"] == pytest.approx(1e-3 * ROWS / 2)
+    assert second["forward_s"] == pytest.approx(3 * 1e-3 * ROWS)
+    assert (first["activation_bytes"], second["activation_bytes"]) == (1000 * ROWS // 2, 3 * 1000 * ROWS)
+    assert spec["edges"][0]["held_bytes"] == 4 * ROWS * WIDTH
+
+
+def test_meshes_of_one_size_beside_others_exchange_tensors_worker_by_worker():
+    answer = _answer((2, 2, 1))
+    assert {one["edge"] for one in answer["reshardings"]} == {1}
+    assert answer["spec"]["edges"][0]["forward_bytes"] == 4 * ROWS // 2 * WIDTH
+    assert answer["spec"]["edges"][1]["forward_bytes"] is None
+
+
+def test_a_job_with_meshes_of_one_size_has_no_word_of_reshardings():
+    job = {"meshes": 2, "workers_per_mesh": 2}
+    read = Job.from_json(
+        {
+            "model": {"factory": "m:m"},
+            "data": {"factory": "d:d"},
+            "training": {"microbatches": 3},
+            "pipeline": {"stages": 2},
+            "resources": job,
+        }
+    )
+    costs = {"microbatches": 3, "profile": _profile(2).to_json()}
+    assert "reshardings" not in answer_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=0.0))
+
+
+def test_a_tensor_whose_shapes_do_not_tell_how_it_is_shared_is_refused_by_name():
+    with pytest.raises(SpecError, match="tensor 't0' cannot go between a mesh of 2 workers"):
+        _answer((2, 1), profile=lambda workers: _profile(workers, shape=(7 if workers == 2 else 8, WIDTH)))

@@ -1,0 +1,55 @@
+"""Whole jobs on meshes of unlike sizes: their losses are those of a plain loop, whoever shares a microbatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_actor import job, plain
+from workers import Workers
+
+from service.jobspec import JobSpec
+from worker import checkpoint
+from worker.job import Job
+from worker.verify.proof import prove
+
+
+def on(sizes, spec):
+    """The job on meshes of these sizes, as the control plane hands it to its workers."""
+    spec = {**spec, "resources": {"meshes": [{"workers": size} for size in sizes], "device": "cpu"}}
+    return {**spec, "resources": JobSpec.model_validate(spec).model_dump(mode="json")["resources"]}
+
+
+def unet(**changes):
+    spec = job(stages=4, **changes)
+    spec["model"] = {"factory": "worker.model.unet:build", "args": {}}
+    spec["data"] = {"factory": "worker.data.digits:NoisyDigits", "args": {}}
+    spec["pipeline"]["schedule"] = "auto"
+    spec["loss"] = {"factory": "torch.nn.functional:mse_loss"}
+    return spec
+
+
+LOSSES = {"gpt": torch.nn.functional.cross_entropy, "unet": torch.nn.functional.mse_loss}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_a_plain_loop_on_two_and_one_workers_and_resumed_on_one_and_two(name, tmp_path):
+    """Tied weights, skips, clipping, Adam's state; every worker of every mesh steps alike."""
+    spec = {"gpt": job, "unet": unet}[name]()
+    expected, _ = plain(spec, range(1, 5), LOSSES[name])
+    uri = checkpoint.step_uri(str(tmp_path), "job", 2)
+    with Workers(on((2, 1), spec)) as workers:
+        assert workers.losses(range(1, 3)) == pytest.approx(expected[:2], rel=1e-5)
+        assert {(one["edge"], one["backward"]) for one in workers.planned["reshardings"]} >= {
+            (0, False),
+            (0, True),
+        }
+        workers.call(lambda w: w.save(uri, 2))
+        checkpoint.finish(uri, step=2, shards=["m0", "m1"], keep=1)
+    with Workers(on((1, 2), spec)) as workers:
+        assert workers.call(lambda w: w.restore(uri)) == [2, 2, 2]
+        assert workers.losses(range(3, 5)) == pytest.approx(expected[2:], rel=1e-5)
+
+
+def test_a_proof_beside_the_plain_model_is_refused_for_meshes_of_unlike_sizes():
+    with pytest.raises(ValueError, match="verify compares meshes of one size, and these have 2, 1 workers"):
+        prove(Job.from_json(on((2, 1), job())), lambda workers: pytest.fail("nothing is planned"))
