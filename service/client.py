@@ -44,6 +44,7 @@ from service.api.schemas import (
     TimelineView,
     Version,
 )
+from service.api.why_schemas import WhyView
 from service.job_states import JobState
 from service.jobspec import JobSpec
 from service.settings import is_loopback
@@ -218,6 +219,10 @@ class Client:
         """The same as a JSON file for Perfetto."""
         path = f"/api/v1/jobs/{job_id}/timeline"
         return self._call("GET", path, params=_given(step=step, format="chrome")).content
+
+    def why(self, job_id: str, step: int | None = None) -> WhyView:
+        """What a profiled step waited for, what is to blame, and what would shorten it; the last one if None."""
+        return self._get(WhyView, f"/api/v1/jobs/{job_id}/why", step=step)
 
     # Plans without a job, code, cluster, server
 

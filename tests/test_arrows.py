@@ -88,6 +88,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.job_states",
         "service.settings",
         "service.api.schemas",
+        "service.api.why_schemas",
     )
     assert _reached_by(*light) == set(light)
 
