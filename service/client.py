@@ -224,6 +224,11 @@ class Client:
         """What a profiled step waited for, what is to blame, and what would shorten it; the last one if None."""
         return self._get(WhyView, f"/api/v1/jobs/{job_id}/why", step=step)
 
+    def postmortem(self, job_id: str, attempt: int | None = None) -> bytes:
+        """What a failed attempt left, as a zip file; the last one that failed if None."""
+        path = f"/api/v1/jobs/{job_id}/postmortem"
+        return self._call("GET", path, params=_given(attempt=attempt)).content
+
     # Plans without a job, code, cluster, server
 
     def plan_job(

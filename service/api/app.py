@@ -22,6 +22,7 @@ from service.api import (
     packages,
     pages,
     plans,
+    postmortem,
     system,
     why,
 )
@@ -74,6 +75,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         packages.router,
         cluster.router,
         why.router,
+        postmortem.router,
     ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])

@@ -1,7 +1,9 @@
-"""The verb that says why a step is slow: what is to blame, what would help, and where every lane's time went."""
+"""The verbs that explain: why a step is slow (what is to blame, what would help, where every lane's time went), and
+what a failed attempt left."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from service.api.why_schemas import MeshShareView, WhySide, WhyView
-from service.cli.output import JobArgument, Json, out, print_json
+from service.cli.output import CliError, JobArgument, Json, out, print_json
 from service.client import Client
 
 app = typer.Typer()
@@ -37,6 +39,24 @@ def why(
         out.print(f"note: {escape(note)}", soft_wrap=True)
     if found.left_out:
         out.print(f"no time was left to try: {', '.join(found.left_out)}", soft_wrap=True)
+
+
+@app.command()
+def postmortem(
+    job: JobArgument,
+    attempt: Annotated[int | None, typer.Option(min=1, help="The last one that failed if absent")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write it here; JOB-postmortem.zip if absent")
+    ] = None,
+) -> None:
+    """What a failed attempt left, as a zip file: job, plan, programs, slots, waits, log, events, versions."""
+    content = Client().postmortem(job, attempt)
+    file = output or Path(f"{job}-postmortem.zip")
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise CliError(f"cannot write {file}: {error.strerror}") from None
+    out.print(f"{file}: {len(content)} bytes; begin with its README.txt", soft_wrap=True)
 
 
 def _table(title: str, *columns: str, numbers: int = 0) -> Table:

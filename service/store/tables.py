@@ -190,6 +190,21 @@ class Timeline(Base):
     uncertainty_s: Mapped[float | None]
 
 
+class PostMortem(Base):
+    """What a failed attempt leaves and later attempts replace: its plan, and the slots of its last profiled step."""
+
+    __tablename__ = "post_mortems"
+
+    attempt_id: Mapped[str] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    at: Mapped[datetime]
+    plan: Mapped[str | None] = mapped_column(Text)
+    """JSON as in `plans`; null where the attempt ended before it had one."""
+    step: Mapped[int | None]
+    slots: Mapped[str | None] = mapped_column(Text)
+    """JSON: a list of objects."""
+
+
 class Slot(Base):
     __tablename__ = "slots"
     __table_args__ = (Index("ix_slots_job_step", "job_id", "step"),)
