@@ -29,6 +29,7 @@ from service.api import (
 from service.api.context import Service
 from service.api.hosts import OwnPagesOnly, own_names
 from service.api.limits import BodyLimit
+from service.api.traced import Traced
 from service.settings import Settings
 
 
@@ -64,6 +65,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         },
         timeout_s=settings.body_timeout_s,
     )
+    app.add_middleware(Traced)
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)
     errors.install(app)

@@ -26,6 +26,7 @@ from service.store.database import utc_now
 from service.store.jobs import PageKey
 from service.store.packages import find_package
 from service.store.tables import Job
+from worker.logs import TraceParent
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
 _ABSOLUTE = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
@@ -39,7 +40,13 @@ IdempotencyKey = Annotated[
 
 @router.post("", status_code=201, responses=responses(422))
 async def submit(
-    spec: JobSpec, service: Current, response: Response, idempotency_key: IdempotencyKey = None
+    spec: JobSpec,
+    service: Current,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+    traceparent: Annotated[
+        str | None, Header(description="W3C trace context of the caller: the job's logs carry its trace")
+    ] = None,
 ) -> JobView:
     """Queue a job. With a used Idempotency-Key and the same body, the job of that key is answered again."""
     # without defaults: a new version knows more fields, and the same body must stay the same
@@ -47,7 +54,8 @@ async def submit(
     job = await _find_by_key(service, idempotency_key)
     if job is None:
         await check_references(service, spec)
-        job = await _create_once(service, spec, idempotency_key, digest)
+        trace = TraceParent.read(traceparent) or TraceParent.new()
+        job = await _create_once(service, spec, idempotency_key, digest, str(trace.child()))
     if job.request_digest != digest:
         raise ProblemError(
             422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
@@ -153,12 +161,19 @@ async def check_references(service: Service, spec: JobSpec) -> None:
         )
 
 
-async def _create_once(service: Service, spec: JobSpec, key: str | None, digest: str) -> Job:
+async def _create_once(
+    service: Service, spec: JobSpec, key: str | None, digest: str, traceparent: str
+) -> Job:
     """A new job, or the one that is being made with this key at this moment."""
     try:
         async with service.database.write() as session:
             return await store.create_job(
-                session, spec, at=utc_now(), idempotency_key=key, request_digest=digest
+                session,
+                spec,
+                at=utc_now(),
+                idempotency_key=key,
+                request_digest=digest,
+                traceparent=traceparent,
             )
     except IntegrityError:
         job = await _find_by_key(service, key)

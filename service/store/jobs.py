@@ -38,6 +38,7 @@ async def create_job(
     at: datetime,
     idempotency_key: str | None = None,
     request_digest: str | None = None,
+    traceparent: str | None = None,
 ) -> Job:
     """Store a job as QUEUED. A used `idempotency_key` raises sqlalchemy's IntegrityError at flush."""
     job = Job(
@@ -55,6 +56,7 @@ async def create_job(
         queued_at=at,
         idempotency_key=idempotency_key,
         request_digest=request_digest,
+        traceparent=traceparent,
         attempts_made=0,
         attempts_forgiven=0,
         infrastructure_forgiven=0,

@@ -25,6 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
 from service.job_states import AttemptState, JobState
+from worker.logs import TraceParent
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -95,6 +96,14 @@ class Job(Base):
     step_s: Mapped[float | None]
     checkpoint_step: Mapped[int | None]
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
+    traceparent: Mapped[str | None] = mapped_column(String(55))
+    """W3C trace context of the request that submitted it."""
+
+    @property
+    def trace_id(self) -> str | None:
+        """The trace that all of the job's logs belong to; None for jobs of the past."""
+        found = TraceParent.read(self.traceparent)
+        return None if found is None else found.trace_id
 
     @property
     def job_state(self) -> JobState:

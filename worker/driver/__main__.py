@@ -17,6 +17,7 @@ from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.report import Reporter
 from worker.driver.termination import Termination
+from worker.logs import TraceParent, bind, set_up
 
 log = logging.getLogger(__name__)
 
@@ -26,26 +27,27 @@ TERMINATED_REPORT_LIMIT_S = 10.0
 
 def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
-    logging.basicConfig(
-        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
-        format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
     logging.Formatter.converter = time.gmtime  # UTC: `slotline logs --since` compares it
+    set_up(
+        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"), form=os.environ.get("SLOTLINE_LOG_FORMAT", "text")
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     termination = Termination()
     termination.listen()
     limits = Limits.from_environment()
+    trace = TraceParent.read(os.environ.get("SLOTLINE_TRACEPARENT"))
     control = ControlPlane(
         os.environ["SLOTLINE_CONTROL_URL"],
         os.environ["SLOTLINE_ATTEMPT_ID"],
         os.environ["SLOTLINE_ATTEMPT_TOKEN"],
+        traceparent=str(trace.child()) if trace else None,
     )
     try:
         given = control.attempt()
     except Refused as refused:
         log.error("the control plane wants nothing of this attempt: %s", refused.detail)
         return 1
+    bind(job=given["job_id"], attempt=given["number"], **({"trace_id": trace.trace_id} if trace else {}))
     attempt = Attempt(
         job_id=given["job_id"],
         number=given["number"],

@@ -42,10 +42,21 @@ class ControlPlane:
     answers 5xx, for `patience_s`; a 4xx raises Refused with the problem's detail.
     """
 
-    def __init__(self, url: str, attempt_id: str, token: str, *, patience_s: float = 600.0):
+    def __init__(
+        self,
+        url: str,
+        attempt_id: str,
+        token: str,
+        *,
+        patience_s: float = 600.0,
+        traceparent: str | None = None,
+    ):
         self._client = httpx.Client(
             base_url=f"{url.rstrip('/')}/api/v1/attempts/{attempt_id}",
-            headers={"Authorization": f"Bearer {token}"},
+            headers={
+                "Authorization": f"Bearer {token}",
+                **({"traceparent": traceparent} if traceparent else {}),
+            },
             timeout=REQUEST_TIMEOUT_S,
             trust_env=httpx.URL(url).host not in _THIS_MACHINE,  # a proxy is for what is elsewhere
         )

@@ -1,4 +1,4 @@
-"""What failed attempts leave for their post-mortem: the plan and the slots that later attempts replace"""
+"""What failed attempts leave for their post-mortem: the plan and the slots that later attempts replace; the trace of jobs"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -20,8 +20,10 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["attempt_id"], ["attempts.id"], name="fk_post_mortems_attempt_id_attempts"),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_post_mortems_job_id_jobs"),
     )
+    op.add_column("jobs", sa.Column("traceparent", sa.String(55), nullable=True))
     op.create_index("ix_post_mortems_job_id", "post_mortems", ["job_id"])
 
 
 def downgrade() -> None:
+    op.drop_column("jobs", "traceparent")
     op.drop_table("post_mortems")
