@@ -202,9 +202,7 @@ def test_a_bad_job_fails_and_names_the_cause(server, ray_head, changes, reason, 
     files = post_mortem(server, job_id)
     assert says in files["waits.txt"] and files["log.txt"].count("\n") > 3
     assert "torch" in files["versions.json"]
-    assert ("programs.json" in files) == (reason == "USER_CODE_RAISED"), (
-        "the others failed before they had a plan"
-    )
+    assert "programs.json is not here" in files["README.txt"], "all of them fail before they have a plan"
     ray_head.assert_nothing_held()
 
 
@@ -259,9 +257,7 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_the_last_checkpoint(serv
     assert job["state"] == "SUCCEEDED", job
     assert [a["reason"] for a in job["attempts"]] == ["WORKER_LOST", None]
     files = post_mortem(server, job_id)
-    assert {"plan.json", "programs.json", "slots.json"} <= set(files) and len(
-        json.loads(files["slots.json"])
-    ) > 50
+    assert {"plan.json", "programs.json"} <= set(files) and len(json.loads(files["slots.json"])) > 50
     losses = {s["step"]: s["loss"] for s in server.steps(job_id)}
     assert [losses[s] for s in range(1, 401)] == pytest.approx(plain_losses(spec), rel=1e-4)
     ray_head.assert_nothing_held()

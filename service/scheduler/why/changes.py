@@ -105,8 +105,8 @@ class _Trial:
             ChangeKind.PLAN,
             "schedule",
             self._played_s - self._anew,
-            "the same stages on the same meshes, planned again with the costs that were measured: a new attempt "
-            "(`slotline retry`) profiles and plans anew",
+            "the same stages on the same meshes, planned again with the costs that were measured, as a new "
+            "attempt does",
         )
 
     def meshes(self) -> Iterator[Change]:

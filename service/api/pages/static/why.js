@@ -26,7 +26,7 @@ $("why-ask").addEventListener("click", async () => {
 function show(found) {
   const where = found.step === null ? "The plan" : `Step ${found.step}`;
   const left = found.left_out.length ? [`No time was left to try: ${found.left_out.join(", ")}.`] : [];
-  $("why-verdict").textContent = [`${where} of attempt ${found.attempt}: ${found.verdict}`, ...found.notes, ...left].join(" ");
+  $("why-verdict").textContent = [`${where} of attempt ${found.attempt}: ${found.verdict}`, ...found.notes.map((note) => `Note: ${note}.`), ...left].join(" ");
   const share = (value) => `${seconds(value)}${found.step_s ? ` (${percent(value / found.step_s)})` : ""}`;
   fill("why-causes", found.causes.map((cause) => [cause.kind, cause.subject, share(cause.cost_s), cause.message]));
   fill("why-changes", found.changes.map((change) => [
