@@ -44,6 +44,7 @@ from service.api.schemas import (
     TimelineView,
     Version,
 )
+from service.api.why_schemas import WhyView
 from service.job_states import JobState
 from service.jobspec import JobSpec
 from service.people_client import PeopleCalls
@@ -226,6 +227,15 @@ class Client(PeopleCalls):
         """The same as a JSON file for Perfetto."""
         path = f"/api/v1/jobs/{job_id}/timeline"
         return self._call("GET", path, params=_given(step=step, format="chrome")).content
+
+    def why(self, job_id: str, step: int | None = None) -> WhyView:
+        """What a profiled step waited for, what is to blame, and what would shorten it; the last one if None."""
+        return self._get(WhyView, f"/api/v1/jobs/{job_id}/why", step=step)
+
+    def postmortem(self, job_id: str, attempt: int | None = None) -> bytes:
+        """What a failed attempt left, as a zip file; the last one that failed if None."""
+        path = f"/api/v1/jobs/{job_id}/postmortem"
+        return self._call("GET", path, params=_given(attempt=attempt)).content
 
     # Plans without a job, code, cluster, server
 

@@ -37,6 +37,10 @@ class Settings(BaseSettings):
     data_dir: Path = Path(".slotline")
     database_url: str = Field(default="", description="SQLite in data_dir when empty")
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="Of the server's and of drivers' logs: lines for people, or JSON for machines",
+    )
 
     # Who may call
     api_token: SecretStr | None = Field(default=None, description="One token that every call must carry")

@@ -92,6 +92,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.api.people_schemas",
         "service.people_client",
         "service.principals",
+        "service.api.why_schemas",
     )
     assert _reached_by(*light) == set(light)
 

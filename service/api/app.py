@@ -23,12 +23,15 @@ from service.api import (
     pages,
     people,
     plans,
+    postmortem,
     secrets,
     system,
+    why,
 )
 from service.api.context import Service
 from service.api.hosts import OwnPagesOnly, own_names
 from service.api.limits import BodyLimit
+from service.api.traced import Traced
 from service.settings import Settings
 
 
@@ -64,6 +67,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         },
         timeout_s=settings.body_timeout_s,
     )
+    app.add_middleware(Traced)
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)
     errors.install(app)
@@ -76,6 +80,8 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         cluster.router,
         people.router,
         secrets.router,
+        why.router,
+        postmortem.router,
     ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401, 403))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])

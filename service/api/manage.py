@@ -29,6 +29,7 @@ from service.store.jobs import PageKey
 from service.store.packages import find_package
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
+from worker.logs import TraceParent
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
 _ABSOLUTE = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
@@ -47,6 +48,9 @@ async def submit(
     service: Current,
     response: Response,
     idempotency_key: IdempotencyKey = None,
+    traceparent: Annotated[
+        str | None, Header(description="W3C trace context of the caller: the job's logs carry its trace")
+    ] = None,
 ) -> JobView:
     """Queue a job. With an Idempotency-Key that the caller has used, and the same body, its job is answered again."""
     # without defaults: a new version knows more fields, and the same body must stay the same
@@ -54,7 +58,8 @@ async def submit(
     job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
         await check_references(service, spec, caller)
-        job = await _create_once(service, spec, caller, idempotency_key, digest)
+        trace = TraceParent.read(traceparent) or TraceParent.new()
+        job = await _create_once(service, spec, caller, idempotency_key, digest, str(trace.child()))
     if job.request_digest != digest:
         raise ProblemError(
             422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
@@ -193,13 +198,19 @@ async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> 
 
 
 async def _create_once(
-    service: Service, spec: JobSpec, caller: Principal, key: str | None, digest: str
+    service: Service, spec: JobSpec, caller: Principal, key: str | None, digest: str, traceparent: str
 ) -> Job:
     """A new job, or the one that is being made with this key at this moment."""
     try:
         async with service.database.write() as session:
             return await store.create_job(
-                session, spec, at=utc_now(), owner=caller.name, idempotency_key=key, request_digest=digest
+                session,
+                spec,
+                at=utc_now(),
+                owner=caller.name,
+                idempotency_key=key,
+                request_digest=digest,
+                traceparent=traceparent,
             )
     except IntegrityError:
         job = await _find_by_key(service, caller, key)

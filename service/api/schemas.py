@@ -73,6 +73,7 @@ class JobView(JobSummary):
     spec: dict[str, Any]
     attempts: list[AttemptView]
     checkpoint: CheckpointView | None
+    trace_id: str | None = Field(default=None, description="In the job's logs: the trace of who submitted it")
 
 
 class JobPage(BaseModel):

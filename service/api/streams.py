@@ -122,7 +122,8 @@ def _filtered(
 
 
 def _written_at(line: str) -> datetime | None:
-    """The UTC time at the begin of a line of a driver, as worker/driver/__main__.py writes it."""
+    """The UTC time at the begin of a line of a driver, as worker/logs.py writes it."""
+    line = line.removeprefix('{"time": "')
     if not line[:1].isdigit() or line[19:20] != "." or line[23:24] != "Z":
         return None
     try:

@@ -26,6 +26,7 @@ def job_view(job: Job, attempts: list[Attempt]) -> JobView:
         spec=job.spec,
         attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
         checkpoint=checkpoint_view(job),
+        trace_id=job.trace_id,
     )
 
 

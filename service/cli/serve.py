@@ -17,6 +17,7 @@ from sqlalchemy.exc import OperationalError
 from service.cli.environment import settings_or_fail
 from service.cli.output import CliError, Json, out
 from service.settings import Settings, misspelt_settings
+from worker.logs import set_up
 
 _HEAD_LIMIT_BYTES = 65536
 """Of a request's line and headers together."""
@@ -36,8 +37,11 @@ def serve(
     from service.control_plane import control_plane_app
 
     settings = settings_or_fail(host=host, port=port)
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    set_up(
+        level=settings.log_level.upper(),
+        form=settings.log_format,
+        text="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        clock=None,
     )
     for name, meant in misspelt_settings(os.environ).items():
         logging.warning("%s is no setting: did you mean %s?", name, meant)

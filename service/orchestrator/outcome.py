@@ -15,6 +15,7 @@ from service.job_states import AttemptState, JobState
 from service.jobspec import stored_retry
 from service.orchestrator.decide import GiveUp, after_failure
 from service.store.attempts import attempts_of, find_attempt
+from service.store.post_mortems import keep_post_mortem
 from service.store.states import add_event, lock_job, move_attempt, move_job
 from service.store.steps import StepRecord, record_steps
 from service.store.tables import Attempt, Job
@@ -133,6 +134,8 @@ async def end_attempt(
     if state is AttemptState.FAILED:
         reason, message = reason or Reason.INTERNAL, message or "no message was given"
     move_attempt(attempt, state, at=at, reason=reason, message=message)
+    if state is AttemptState.FAILED:
+        await keep_post_mortem(session, attempt, at=at)
     if state is AttemptState.SUCCEEDED:
         move_job(session, job, JobState.SUCCEEDED, at=at, message=message, attempt=number)
         return

@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
+from service.orchestrator.explaining import StoredStep, explain_step
 from service.orchestrator.planning_line import Line
 
 if TYPE_CHECKING:
@@ -90,6 +91,10 @@ class Planner:
     async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
         return await self._run(_plan_spec, spec, budget_s, format)
+
+    async def explain(self, stored: StoredStep) -> str:
+        """Why a step takes as long as it does, and what would shorten it: the Explanation as JSON."""
+        return await self._run(explain_step, stored)
 
     def warm(self) -> None:
         """Have the processes import the scheduler before somebody waits for it."""

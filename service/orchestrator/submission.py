@@ -100,6 +100,8 @@ class Submitter:
                 "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
                 "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
                 "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
+                "SLOTLINE_LOG_FORMAT": self._settings.log_format,
+                **({"SLOTLINE_TRACEPARENT": job.traceparent} if job.traceparent else {}),
             },
             metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
             working_dir=await self._working_dir(stored(job.spec, "code", "working_dir", "")),

@@ -24,6 +24,7 @@ from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Job
+from worker.logs import bound
 from worker.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,10 @@ class AttemptWatcher:
 
         `read_at` is a time just before `attempt` was read: what the driver has said since is not known here.
         """
+        with bound(job=job.id, attempt=attempt.number, step=job.step, trace_id=job.trace_id):
+            await self._look_after(attempt, job, read_at)
+
+    async def _look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
         watched = self._watched.setdefault(attempt.id, _Watched())
         if watched.busy:
             return

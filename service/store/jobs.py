@@ -42,6 +42,7 @@ async def create_job(
     owner: str = NOBODY,
     idempotency_key: str | None = None,
     request_digest: str | None = None,
+    traceparent: str | None = None,
 ) -> Job:
     """Store a job as QUEUED. An `idempotency_key` that its owner has used raises sqlalchemy's IntegrityError."""
     job = Job(
@@ -60,6 +61,7 @@ async def create_job(
         owner=owner,
         idempotency_key=None if idempotency_key is None else owned_key(owner, idempotency_key),
         request_digest=request_digest,
+        traceparent=traceparent,
         attempts_made=0,
         attempts_forgiven=0,
         infrastructure_forgiven=0,

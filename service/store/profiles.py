@@ -108,5 +108,13 @@ async def find_costs(
     return None
 
 
+async def known_costs(session: AsyncSession, digest: str) -> dict[str, Any] | None:
+    """All that was measured of jobs with this digest, for whatever numbers of microbatches; a gang's rather."""
+    for measured_by in (GANG, ONE_WORKER):
+        if (found := await find_profile(session, _costs_key(digest, measured_by))) is not None:
+            return found
+    return None
+
+
 def _costs_key(digest: str, measured_by: str) -> str:
     return f"costs of {digest} by {measured_by}"

@@ -56,3 +56,10 @@ async def steps_of(
 
 async def find_step(session: AsyncSession, job_id: str, step: int) -> Step | None:
     return await session.get(Step, (job_id, step))
+
+
+async def last_steps(session: AsyncSession, job_id: str, attempt: int, *, limit: int) -> list[Step]:
+    """The last steps that this attempt did and no later one repeated, in order."""
+    query = select(Step).where(Step.job_id == job_id, Step.attempt == attempt)
+    rows = await session.execute(query.order_by(Step.step.desc()).limit(limit))
+    return list(rows.scalars())[::-1]

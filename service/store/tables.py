@@ -25,6 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
 from service.job_states import AttemptState, JobState
+from worker.logs import TraceParent
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -100,6 +101,14 @@ class Job(Base):
     step_s: Mapped[float | None]
     checkpoint_step: Mapped[int | None]
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
+    traceparent: Mapped[str | None] = mapped_column(String(55))
+    """W3C trace context of the request that submitted it."""
+
+    @property
+    def trace_id(self) -> str | None:
+        """The trace that all of the job's logs belong to; None for jobs of the past."""
+        found = TraceParent.read(self.traceparent)
+        return None if found is None else found.trace_id
 
     @property
     def job_state(self) -> JobState:
@@ -195,6 +204,21 @@ class Timeline(Base):
     attempt: Mapped[int]
     started_at: Mapped[float]
     uncertainty_s: Mapped[float | None]
+
+
+class PostMortem(Base):
+    """What a failed attempt leaves and later attempts replace: its plan, and the slots of its last profiled step."""
+
+    __tablename__ = "post_mortems"
+
+    attempt_id: Mapped[str] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    at: Mapped[datetime]
+    plan: Mapped[str | None] = mapped_column(Text)
+    """JSON as in `plans`; null where the attempt ended before it had one."""
+    step: Mapped[int | None]
+    slots: Mapped[str | None] = mapped_column(Text)
+    """JSON: a list of objects."""
 
 
 class Slot(Base):

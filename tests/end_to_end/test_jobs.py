@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import time
+import zipfile
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +26,14 @@ def until(done: Callable[[], object], limit_s: float = 150) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def post_mortem(server, job_id: str) -> dict[str, str]:
+    """The files of what the last failed attempt left."""
+    answer = server.client.get(f"/api/v1/jobs/{job_id}/postmortem")
+    assert answer.status_code == 200, answer.text
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
 def plain_optimizer(spec: dict, parameters: list) -> torch.optim.Optimizer:
@@ -124,6 +135,18 @@ def test_a_finished_job_shows_plan_timeline_and_trace(server):
     trace = server.client.get(f"/api/v1/jobs/{job_id}/timeline", params={"format": "chrome"}).json()
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert len(events) >= 2 * len(planned)
+    sent = sum(
+        slot["action"].startswith("SEND")
+        for side in ("planned", "measured")
+        for slot in timeline[side]["slots"]
+    )
+    arrows = [e["ph"] for e in trace["traceEvents"] if e["ph"] in ("s", "f")]
+    assert arrows.count("s") == arrows.count("f") == sent
+    why = server.client.get(f"/api/v1/jobs/{job_id}/why", timeout=120).json()
+    assert why["step"] == 12 and why["notes"] == [] and why["verdict"]
+    for mesh in why["measured"]["meshes"]:
+        covered_s = mesh["compute_s"] + sum(mesh["idle_s"].values())
+        assert covered_s == pytest.approx(why["measured"]["makespan_s"], rel=1e-3)
     page = server.client.get(f"/jobs/{job_id}")
     assert page.status_code == 200 and "text/html" in page.headers["content-type"]
 
@@ -176,6 +199,10 @@ def test_a_bad_job_fails_and_names_the_cause(server, ray_head, changes, reason, 
     assert job["state"] == "FAILED"
     assert says in job["message"]
     assert reason is None or job["reason"] == reason
+    files = post_mortem(server, job_id)
+    assert says in files["waits.txt"] and files["log.txt"].count("\n") > 3
+    assert "torch" in files["versions.json"]
+    assert "programs.json is not here" in files["README.txt"], "all of them fail before they have a plan"
     ray_head.assert_nothing_held()
 
 
@@ -229,6 +256,8 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_the_last_checkpoint(serv
     job = server.wait(job_id)
     assert job["state"] == "SUCCEEDED", job
     assert [a["reason"] for a in job["attempts"]] == ["WORKER_LOST", None]
+    files = post_mortem(server, job_id)
+    assert {"plan.json", "programs.json"} <= set(files) and len(json.loads(files["slots.json"])) > 50
     losses = {s["step"]: s["loss"] for s in server.steps(job_id)}
     assert [losses[s] for s in range(1, 401)] == pytest.approx(plain_losses(spec), rel=1e-4)
     ray_head.assert_nothing_held()

@@ -17,6 +17,7 @@ from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.report import Reporter
 from worker.driver.termination import Termination
+from worker.logs import TraceParent, bind, set_up
 from worker.masking import mask_output
 
 log = logging.getLogger(__name__)
@@ -28,21 +29,21 @@ TERMINATED_REPORT_LIMIT_S = 10.0
 def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
     mask = mask_output()
-    logging.basicConfig(
-        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
-        format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
     logging.Formatter.converter = time.gmtime  # UTC: `slotline logs --since` compares it
+    set_up(
+        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"), form=os.environ.get("SLOTLINE_LOG_FORMAT", "text")
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     termination = Termination()
     termination.listen()
     limits = Limits.from_environment()
+    trace = TraceParent.read(os.environ.get("SLOTLINE_TRACEPARENT"))
     control = ControlPlane(
         os.environ["SLOTLINE_CONTROL_URL"],
         os.environ["SLOTLINE_ATTEMPT_ID"],
         os.environ["SLOTLINE_ATTEMPT_TOKEN"],
         mask=mask,
+        traceparent=str(trace.child()) if trace else None,
     )
     try:
         given = control.attempt()
@@ -52,6 +53,7 @@ def main() -> int:
     secrets = given.get("secrets") or {}
     mask.hide(secrets.values())
     os.environ.update(secrets)
+    bind(job=given["job_id"], attempt=given["number"], **({"trace_id": trace.trace_id} if trace else {}))
     attempt = Attempt(
         job_id=given["job_id"],
         number=given["number"],

@@ -23,6 +23,7 @@ from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
 from worker.driver.termination import Termination
+from worker.driver.versions import versions
 from worker.engine.results import SlotLimits
 from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
 from worker.job import Job
@@ -159,6 +160,7 @@ def _train(
             reporter.event(
                 "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
             )
+            reporter.event("versions", versions())
             checkpoints = Checkpoints(
                 job.checkpoint,
                 attempt.job_id,

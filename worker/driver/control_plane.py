@@ -45,11 +45,21 @@ class ControlPlane:
     """
 
     def __init__(
-        self, url: str, attempt_id: str, token: str, *, patience_s: float = 600.0, mask: Mask | None = None
+        self,
+        url: str,
+        attempt_id: str,
+        token: str,
+        *,
+        patience_s: float = 600.0,
+        mask: Mask | None = None,
+        traceparent: str | None = None,
     ):
         self._client = httpx.Client(
             base_url=f"{url.rstrip('/')}/api/v1/attempts/{attempt_id}",
-            headers={"Authorization": f"Bearer {token}"},
+            headers={
+                "Authorization": f"Bearer {token}",
+                **({"traceparent": traceparent} if traceparent else {}),
+            },
             timeout=REQUEST_TIMEOUT_S,
             trust_env=httpx.URL(url).host not in _THIS_MACHINE,  # a proxy is for what is elsewhere
         )

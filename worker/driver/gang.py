@@ -174,6 +174,8 @@ class Gang:
                 names = ", ".join(self.name(refs.index(ref)) for ref in waiting)
                 raise AttemptFailure(timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s")
         if failures:
+            for failure in failures if len(failures) > 1 else ():
+                log.error("who waited for whom: %s", failure.message)
             raise first_cause(failures)
         return [found[ref] for ref in refs]
 

@@ -22,6 +22,7 @@ from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_record import StepRecord, record_step
 from worker.driver.timing import ClockOffset, estimate_offset
+from worker.logs import bind
 from worker.node import own_node_address
 
 CLOCK_ROUNDS = 9
@@ -52,6 +53,7 @@ def run_steps(
     next_timeline, skipped, ended = 0.0, False, 0.0
     asked: _Asked | None = None
     for step in range(first, last + 1):
+        bind(step=step)
         interrupted()
         if asked is None:
             clocks.refresh()

@@ -18,9 +18,9 @@ from sqlalchemy import select
 from service.api.context import Current
 from service.api.errors import ProblemError
 from service.api.manage import JobId, existing_job
-from service.api.pages.gaps import find_gaps
 from service.api.schemas import Integer, SlotView
 from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.why.gaps import find_gaps
 from service.store.attempts import attempts_of
 from service.store.plans import find_plan
 from service.store.tables import JobPlan

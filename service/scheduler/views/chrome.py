@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from service.scheduler.views.flows import NANOSECOND, Arrows
+
 
 def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
     """The trace of slots in their JSON form (planned or measured); times become microseconds."""
     events: list[dict[str, Any]] = []
     lanes: dict[tuple[str, str], tuple[int, int]] = {}
     meshes: dict[str, int] = {}
+    arrows = Arrows()
     for slot in slots:
         mesh, lane, action = slot["mesh"], slot["lane"], slot["action"]
         if mesh not in meshes:
@@ -25,7 +28,8 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
             events.append(_metadata("thread_name", process, thread, {"name": lane}))
             events.append(_metadata("thread_sort_index", process, thread, {"sort_index": thread}))
         thread = lanes[mesh, lane][1]
-        start, end = slot["start_s"] * 1e6, slot["end_s"] * 1e6
+        start = slot["start_s"] * 1e6
+        length = max(NANOSECOND, slot["end_s"] * 1e6 - start)
         keys = ("stage", "microbatch", "peer_stage", "peer_mesh", "edge")
         stage, microbatch = slot.get("stage"), slot.get("microbatch")
         events.append(
@@ -36,25 +40,23 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
                 "pid": process,
                 "tid": thread,
                 "ts": start,
-                "dur": end - start,
+                "dur": length,
                 "args": {key: slot[key] for key in keys if slot.get(key) is not None},
             }
         )
-        if "_" in action:
-            # both halves carry the same id: an arrow from the send to the receive
-            sending = action.startswith("SEND")
-            events.append(
-                {
-                    "name": "transfer",
-                    "cat": "transfer",
-                    "ph": "s" if sending else "f",
-                    **({} if sending else {"bp": "e"}),
-                    "id": f"{slot.get('edge')}{action[-1]}{microbatch}-{slot.get('peer_mesh') if sending else mesh}",
-                    "pid": process,
-                    "tid": thread,
-                    "ts": start,
-                }
-            )
+        arrows.add(
+            "planned",
+            mesh,
+            action,
+            slot.get("peer_mesh"),
+            slot.get("edge"),
+            microbatch,
+            process=process,
+            thread=thread,
+            start=start,
+            end=start + length,
+        )
+    events += arrows.events()
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 

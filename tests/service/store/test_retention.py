@@ -18,10 +18,11 @@ from service.store.events import events_of
 from service.store.jobs import create_job, find_job, retry_job
 from service.store.packages import find_package, renew_package, store_package
 from service.store.plans import record_plan
+from service.store.post_mortems import keep_post_mortem
 from service.store.retention import FOR_EVER, Keep, remove_old
 from service.store.states import move_attempt, move_job
 from service.store.steps import record_steps
-from service.store.tables import Attempt, Base, JobPlan, Slot, Step, Timeline
+from service.store.tables import Attempt, Base, JobPlan, PostMortem, Slot, Step, Timeline
 from service.store.timelines import record_timeline
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
@@ -55,6 +56,7 @@ async def job_with_everything(
             )
         if ended_days_ago is not None:
             attempt.log = "hello\n"
+            await keep_post_mortem(session, attempt, at=at)
             move_attempt(attempt, AttemptState.FAILED, at=at, reason="NAN_LOSS")
             move_job(session, job, JobState.FAILED, at=at, reason="NAN_LOSS")
     return job.id
@@ -64,7 +66,7 @@ async def left(database: Database, job_id: str) -> dict[str, int]:
     """Rows of a job by table, and the length of its log."""
     async with database.read() as session:
         found = {}
-        for table in (Slot, Timeline, Step, JobPlan, Attempt):
+        for table in (Slot, Timeline, Step, JobPlan, PostMortem, Attempt):
             query = select(func.count()).select_from(table).where(table.job_id == job_id)
             found[table.__tablename__] = (await session.execute(query)).scalar_one()
         logs = select(Attempt.log).where(Attempt.job_id == job_id)
@@ -72,7 +74,7 @@ async def left(database: Database, job_id: str) -> dict[str, int]:
         return found
 
 
-WHOLE = {"slots": 4, "timelines": 2, "steps": 2, "plans": 1, "attempts": 1, "log": 6}
+WHOLE = {"slots": 4, "timelines": 2, "steps": 2, "plans": 1, "post_mortems": 1, "attempts": 1, "log": 6}
 
 
 async def test_slots_go_first_and_the_rest_much_later_but_never_job_attempts_and_events(database: Database):
@@ -104,7 +106,7 @@ async def test_a_job_that_runs_or_was_begun_again_loses_nothing(database: Databa
     async with database.write() as session:
         await retry_job(session, again, at=NOW)
     await remove_old(database, KEEP, now=NOW)
-    assert await left(database, running) == {**WHOLE, "log": 0}
+    assert await left(database, running) == {**WHOLE, "post_mortems": 0, "log": 0}
     assert await left(database, again) == WHOLE
 
 
@@ -142,7 +144,7 @@ async def test_the_orchestrator_tidies_up_with_its_settings(database: Database):
     for _ in range(2):
         await orchestrator.round()
         await orchestrator.settle()
-    assert await left(database, old) == {**WHOLE, "steps": 0, "plans": 0, "log": 0}
+    assert await left(database, old) == {**WHOLE, "steps": 0, "plans": 0, "post_mortems": 0, "log": 0}
 
 
 def test_a_number_of_days_that_means_nothing_is_refused():
@@ -152,6 +154,6 @@ def test_a_number_of_days_that_means_nothing_is_refused():
 
 def test_every_table_is_either_kept_for_ever_or_tidied():
     """A new table needs a decision."""
-    tidied = {"slots", "timelines", "steps", "plans", "packages", "package_owners"}
+    tidied = {"slots", "timelines", "steps", "plans", "packages", "package_owners", "post_mortems"}
     kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses", "audit", "secrets"}
     assert set(Base.metadata.tables) == tidied | kept

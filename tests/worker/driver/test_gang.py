@@ -214,7 +214,7 @@ def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
     assert_nothing_left(addresses)
 
 
-def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monkeypatch):
+def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monkeypatch, caplog):
     monkeypatch.setattr(gang_module, "CAUSE_GRACE_S", 60.0)
     with make_gang() as gang:
         start(gang)
@@ -223,6 +223,10 @@ def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monk
             gang.call([stalled.stall.remote(), raised.fail.remote()], what="step 1", limit_s=60)
         assert caught.value.reason == Reason.USER_CODE_RAISED
         assert "ZeroDivisionError" in caught.value.details
+    said = [record.message for record in caplog.records if "who waited for whom" in record.message]
+    assert len(said) == 2 and any("waits for m1" in line for line in said), (
+        "the log keeps what each of them said"
+    )
 
 
 def test_an_interruption_ends_the_wait(cluster):

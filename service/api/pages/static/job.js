@@ -65,7 +65,8 @@ function showJob(job) {
   });
   rows("attempts", (job.attempts ?? []).map((a) => make("tr", {},
     make("td", { class: "number" }, String(a.number)), make("td", {}, stateBadge(a.state)),
-    make("td", {}, a.reason ?? "", ...(a.message ? [make("small", {}, a.message)] : [])),
+    make("td", {}, a.reason ?? "", ...(a.message ? [make("small", {}, a.message)] : []),
+      ...(a.state === "FAILED" ? [" ", make("a", { href: `${api}/postmortem?attempt=${a.number}`, download: "" }, "post-mortem")] : [])),
     make("td", {}, time(a.started_at)), make("td", {}, time(a.finished_at)))));
 }
 

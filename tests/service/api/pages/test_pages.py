@@ -162,6 +162,21 @@ def test_a_profiled_step_can_be_chosen_and_downloaded(site: Site, page, tmp_path
     assert page.errors == []
 
 
+def test_the_page_says_why_the_chosen_step_takes_as_long_as_it_does(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelectorAll('#step option').length === 3")
+    page.js("document.getElementById('why-ask').click()")
+    page.wait("document.querySelectorAll('#why-causes tbody tr').length > 0")
+    verdict = page.js("document.getElementById('why-verdict').textContent")
+    assert verdict.startswith("Step 40 of attempt") and "over its plan" in verdict
+    kinds = page.js(
+        "[...document.querySelectorAll('#why-causes tbody tr')].map(r => r.children[0].textContent)"
+    )
+    assert "slow computing" in kinds, "all meshes are slower alike"
+    assert page.js("document.querySelectorAll('#why-changes tbody tr').length") > 0
+    assert page.errors == []
+
+
 def test_a_job_without_plan_or_steps_shows_its_state_and_no_error(site: Site, page):
     for job in (site.waiting, site.failed):
         page.open(f"{site.url}/jobs/{job}")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.api.pages.gaps import Reason, find_gaps
 from service.scheduler import Plan, make_plan
 from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.why.gaps import Reason, find_gaps
 
 COST = st.sampled_from([0.25, 0.5, 1.0, 2.0])
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from service.api.pages.gaps import Reason, find_gaps
 from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.why.gaps import Reason, find_gaps
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from typing import Protocol
@@ -54,6 +54,8 @@ class Gap:
     end_s: float
     reason: Reason
     detail: str
+    link: tuple[str, str] | None = None
+    """Of an exposed transfer, or one kept back: the mesh that sends and the mesh that receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class _Need:
     sent_s: float | None
     here_s: float
     backward: bool
+    link: tuple[str, str] | None
 
 
 def find_gaps(
@@ -139,7 +142,7 @@ class _Timeline:
                 continue
             ready_s, detail = blocked
             if ready_s > gap.start_s:
-                yield Gap(mesh, gap.start_s, ready_s, gap.reason, gap.detail)
+                yield replace(gap, end_s=ready_s)
             yield Gap(mesh, max(ready_s, gap.start_s), gap.end_s, Reason.MEMORY, f"{detail}; {gap.detail}")
 
     def _stretches(self, mesh: str, start_s: float, end_s: float, slot: TimedSlot) -> Iterator[Gap]:
@@ -168,16 +171,15 @@ class _Timeline:
         late = need.made_s is not None and sent_s > need.made_s
         if late and limit is not None and self._receive_buffers(mesh, sent_s) >= limit:
             detail = f"{name} needs {need.producer}: all {limit} receive buffers were in use"
-            yield Gap(mesh, start_s, end_s, Reason.MEMORY, detail)
+            yield Gap(mesh, start_s, end_s, Reason.MEMORY, detail, need.link)
             return
         sent_s = min(max(sent_s, start_s), end_s)
         if sent_s > start_s:
             detail = f"{name} needs {need.producer}: its transfer waits for its turn"
-            yield Gap(mesh, start_s, sent_s, Reason.TRANSFER, detail)
+            yield Gap(mesh, start_s, sent_s, Reason.TRANSFER, detail, need.link)
         if end_s > sent_s:
-            yield Gap(
-                mesh, sent_s, end_s, Reason.TRANSFER, f"{name} needs {need.producer}, which is on its way"
-            )
+            detail = f"{name} needs {need.producer}, which is on its way"
+            yield Gap(mesh, sent_s, end_s, Reason.TRANSFER, detail, need.link)
 
     def _held(self, mesh: str, start_s: float, end_s: float, slot: TimedSlot) -> Iterator[Gap]:
         """`slot` has all it needs: a transfer may hold the lane (overlap off), or a limit the forward."""
@@ -192,9 +194,8 @@ class _Timeline:
                 continue
             if begin_s > at_s:
                 yield Gap(mesh, at_s, begin_s, Reason.HELD, f"{name} is ready")
-            yield Gap(
-                mesh, begin_s, done_s, Reason.TRANSFER, f"{_name(transfer)} holds the lane (overlap is off)"
-            )
+            detail = f"{_name(transfer)} holds the lane (overlap is off)"
+            yield Gap(mesh, begin_s, done_s, Reason.TRANSFER, detail, _link_of(transfer))
             at_s = done_s
         if at_s < end_s:
             yield Gap(mesh, at_s, end_s, Reason.HELD, f"{name} is ready")
@@ -242,7 +243,12 @@ class _Timeline:
             return None
         producer = f"{_name(last)} of {last.mesh}" if last else "a tensor"
         return _Need(
-            producer, last.end_s if last else None, received.start_s if received else None, here_s, backward
+            producer,
+            last.end_s if last else None,
+            received.start_s if received else None,
+            here_s,
+            backward,
+            None if received is None else _link_of(received),
         )
 
     def _limit_against(self, slot: TimedSlot, at_s: float) -> str | None:
@@ -313,6 +319,12 @@ def _shared_transfers(spec: PipelineSpec) -> Mapping[int, tuple[int, ...]]:
         key = (index,) if edge.tensor is None else (edge.source, edge.tensor, mesh[edge.target])
         groups[key].append(index)
     return {index: tuple(group) for group in groups.values() for index in group}
+
+
+def _link_of(transfer: TimedSlot) -> tuple[str, str]:
+    """The mesh that sends and the one that receives, by the lane of either end."""
+    way, _, peer = transfer.lane.partition(":")
+    return (transfer.mesh, peer) if way == "send" else (peer, transfer.mesh)
 
 
 def _name(slot: TimedSlot) -> str:

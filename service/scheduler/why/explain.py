@@ -1,0 +1,201 @@
+"""The door: a job's plan and the measured slots of one of its steps in, the whole answer out.
+
+Where nothing was measured, the plan itself is explained: what it waits for, and what would shorten it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.why.causes import causes_of, sorted_causes
+from service.scheduler.why.changes import changes_of, guilty
+from service.scheduler.why.cuts import Layers
+from service.scheduler.why.gaps import TimedSlot
+from service.scheduler.why.shares import side_of
+from service.scheduler.why.step import NotThisPlanError, step_of
+from service.scheduler.why.values import (
+    Cause,
+    CauseKind,
+    Change,
+    ChangeKind,
+    Explanation,
+    Side,
+    milliseconds,
+)
+from worker.program import FINAL_OPS
+
+_NEAR = 1.1  # times its plan, or its bound, within which a step is as it should be
+_SLOWER_UPDATE = 1.15
+_STRUCTURE = {
+    ChangeKind.MEMORY: CauseKind.MEMORY,
+    ChangeKind.CUT: CauseKind.CUT,
+    ChangeKind.LAYER: CauseKind.CUT,
+}
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A job's plan as far as it explains a step: the problem, its slots and programs, and its promises.
+
+    `update_s` is what REDUCE and STEP take behind the makespan; `recomputed` the stages that recompute by choice.
+    """
+
+    spec: PipelineSpec
+    slots: Sequence[TimedSlot]
+    programs: Mapping[str, Sequence[Mapping[str, Any]]]
+    makespan_s: float
+    lower_bound_s: float
+    update_s: float = 0.0
+    recomputed: Sequence[str] = ()
+
+
+def explain(
+    plan: PlannedStep,
+    measured: Sequence[TimedSlot],
+    *,
+    step_s: float | None = None,
+    layers: Layers | None = None,
+    expired: Callable[[], bool] = lambda: False,
+) -> Explanation:
+    """Why a step of this plan takes as long as it does, and what would shorten it.
+
+    `measured` are the slots of one step (none: the plan alone is explained), `step_s` how long the driver saw that
+    step take. Changes that were not tried when `expired` says so are named.
+    """
+    planned = side_of(plan.spec, plan.slots)
+    notes = []
+    step, ran = None, None
+    if measured:
+        try:
+            step = step_of(plan.spec, plan.programs, plan.slots, measured)
+            ran = side_of(plan.spec, measured)
+        except NotThisPlanError as error:
+            notes.append(f"the measured step is of another plan than the job's, or not whole: {error}")
+    if step is None:
+        step = step_of(plan.spec, plan.programs, plan.slots, plan.slots)
+    behind = _Behind.of(measured, step_s) if ran is not None else None
+    whole_s = plan.makespan_s + plan.update_s if behind is None else behind.step_s
+    tried = changes_of(
+        step,
+        plan.spec,
+        layers or Layers({}),
+        recomputed=plan.recomputed,
+        step_s=whole_s,
+        expired=expired,
+    )
+    causes = [] if behind is None else [*causes_of(step, plan.spec, step_s=whole_s), *_behind(plan, behind)]
+    causes += _structure(tried.changes, causes, whole_s)
+    causes = sorted_causes(causes, step_s=whole_s)
+    if layers is None or plan.spec.microbatches not in layers.profiles:
+        notes.append("the costs of the layers are kept no more: other cuts were not tried")
+    healthy = not causes and _near(plan, planned, ran)
+    return Explanation(
+        verdict=_verdict(plan, ran, causes, tried.changes),
+        healthy=healthy,
+        step_s=whole_s,
+        planned_step_s=plan.makespan_s + plan.update_s,
+        lower_bound_s=plan.lower_bound_s,
+        planned=planned,
+        measured=ran,
+        causes=tuple(causes),
+        changes=tried.changes,
+        left_out=tried.left_out,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """A measured step in three parts: its timeline, REDUCE and STEP behind it, and the rest until the next."""
+
+    step_s: float
+    update_s: float
+    rest_s: float
+
+    @classmethod
+    def of(cls, slots: Sequence[TimedSlot], step_s: float | None) -> _Behind:
+        start_s = min(slot.start_s for slot in slots)
+        made_s = max((slot.end_s for slot in slots if slot.action not in FINAL_OPS), default=start_s)
+        end_s = max(slot.end_s for slot in slots)
+        whole_s = max(end_s - start_s, step_s or 0.0)
+        return cls(whole_s, end_s - made_s, whole_s - (end_s - start_s))
+
+
+def _behind(plan: PlannedStep, behind: _Behind) -> list[Cause]:
+    """What the timeline does not show."""
+    found = [
+        Cause(
+            CauseKind.BETWEEN,
+            "driver",
+            behind.rest_s,
+            f"for {milliseconds(behind.rest_s)} of a step no lane of any worker runs: the driver's calls and reports, "
+            "reading of samples that are not there yet, a checkpoint",
+        )
+    ]
+    if plan.update_s > 0 and behind.update_s > _SLOWER_UPDATE * plan.update_s:
+        found.append(
+            Cause(
+                CauseKind.UPDATE,
+                "all meshes",
+                behind.update_s - plan.update_s,
+                f"REDUCE and STEP take {milliseconds(behind.update_s)} behind the makespan, {milliseconds(plan.update_s)} "
+                "were planned",
+            )
+        )
+    return found
+
+
+def _structure(changes: Sequence[Change], causes: Sequence[Cause], step_s: float) -> list[Cause]:
+    """Limits and cuts that cost a clear part of the step. Where a mesh or a stage is slow, another cut would only
+    work around that: the cut itself is not to blame."""
+    slow = any(
+        cause.cost_s > 0 and cause.kind in (CauseKind.MESH, CauseKind.STAGE, CauseKind.COMPUTE)
+        for cause in causes
+    )
+    found: dict[CauseKind, Cause] = {}
+    for change in guilty(changes, _STRUCTURE, step_s=step_s):
+        kind = _STRUCTURE[change.kind]
+        if kind is CauseKind.CUT and slow:
+            continue
+        words = "memory limits keep meshes waiting" if kind is CauseKind.MEMORY else "the stages are uneven"
+        subject = change.subject if kind is CauseKind.MEMORY else "cut"
+        found.setdefault(kind, Cause(kind, subject, change.alone_s, f"{words}; with {change.message}"))
+    return list(found.values())
+
+
+def _near(plan: PlannedStep, planned: Side, ran: Side | None) -> bool:
+    near_plan = ran is None or ran.makespan_s <= _NEAR * planned.makespan_s
+    return near_plan and plan.makespan_s <= _NEAR * plan.lower_bound_s
+
+
+def _verdict(plan: PlannedStep, ran: Side | None, causes: Sequence[Cause], changes: Sequence[Change]) -> str:
+    parts = []
+    bound = (
+        f"the plan is {100 * (plan.makespan_s / plan.lower_bound_s - 1):.1f} % above its lower bound"
+        if plan.lower_bound_s > 0
+        else "the plan has no lower bound"
+    )
+    if ran is None:
+        parts.append(f"no step of this plan was measured yet; {bound}")
+    else:
+        more = 100 * (ran.makespan_s / plan.makespan_s - 1) if plan.makespan_s > 0 else 0.0
+        near = (
+            "near its plan"
+            if abs(more) <= 100 * (_NEAR - 1)
+            else f"{'over' if more > 0 else 'below'} its plan"
+        )
+        parts.append(
+            f"the timeline is {near} ({milliseconds(ran.makespan_s)}, {more:+.1f} % beside the plan's "
+            f"{milliseconds(plan.makespan_s)}), and {bound}"
+        )
+    if causes:
+        parts.append(f"what costs most: {causes[0].message} ({milliseconds(causes[0].cost_s)} of the step)")
+    else:
+        parts.append("nothing is to blame")
+    if changes:
+        best = changes[0]
+        parts.append(f"what would bring most: {best.message} ({milliseconds(best.gain_s)} less a step)")
+    return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
