@@ -18,8 +18,10 @@ _VIEWERS = (
     ("GET", "/api/v1/jobs/{job_id}/events"),
     ("GET", "/api/v1/jobs/{job_id}/logs"),
     ("GET", "/api/v1/jobs/{job_id}/plan"),
+    ("GET", "/api/v1/jobs/{job_id}/postmortem"),
     ("GET", "/api/v1/jobs/{job_id}/steps"),
     ("GET", "/api/v1/jobs/{job_id}/timeline"),
+    ("GET", "/api/v1/jobs/{job_id}/why"),
     ("GET", "/api/v1/queues"),
     ("GET", "/api/v1/whoami"),
 )
