@@ -89,6 +89,9 @@ class Settings(BaseSettings):
     retry_backoff_s: Annotated[float, Field(ge=0)] = 2.0
     retry_backoff_limit_s: Annotated[float, Field(ge=0)] = 60.0
     metrics_linger_s: Annotated[float, Field(ge=0)] = 60.0
+    profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=30.0, description="So often the slots of a step are stored, and exposed to Prometheus"
+    )
     metrics_ports: Annotated[str, Field(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = Field(
         default="", description="first-last: drivers serve their metrics at one of these; empty: at any port"
     )
