@@ -87,6 +87,7 @@ async def run_control_plane(
             logs=logs,
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
+            lag_s=lambda: orchestrator.pulse.lag_s,
             orchestrator=orchestrator,
         )
 

@@ -27,6 +27,7 @@ from service.api import (
 from service.api.context import Service
 from service.api.hosts import OwnPagesOnly, own_names
 from service.api.limits import BodyLimit
+from service.api.timing import Timing
 from service.settings import Settings
 
 
@@ -64,6 +65,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     )
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)
+    app.add_middleware(Timing)  # the outermost: what comes after it counts
     errors.install(app)
     for router in (
         job_plans.router,

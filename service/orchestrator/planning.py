@@ -20,7 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
-from service.orchestrator.planning_line import Line
+from service.instruments import PLANNING_SECONDS
+from service.orchestrator.planning_line import Line, Load
 
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
@@ -50,6 +51,14 @@ class PlannerBusyError(Exception):
 
 class PlanTimeoutError(Exception):
     """A plan took longer than allowed; its process was ended."""
+
+
+_OUTCOMES = {
+    PlanRefusedError: "refused",
+    PlannerBusyError: "busy",
+    PlanTimeoutError: "timeout",
+    asyncio.CancelledError: "given up",
+}
 
 
 class Planner:
@@ -91,6 +100,11 @@ class Planner:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
         return await self._run(_plan_spec, spec, budget_s, format)
 
+    @property
+    def load(self) -> Load:
+        """How many plans are made and wait now, of how many that may be made at once."""
+        return self._line.load
+
     def warm(self) -> None:
         """Have the processes import the scheduler before somebody waits for it."""
         for _ in range(self._processes):
@@ -102,6 +116,20 @@ class Planner:
 
     async def _run(self, function: Callable[..., str], *arguments: Any, attempt: str | None = None) -> str:
         """Call `function` in a process; for the driver of `attempt` in its own place, and once at a time."""
+        began, outcome = time.perf_counter(), "failed"
+        try:
+            text = await self._in_turn(function, arguments, attempt)
+            outcome = "planned"
+            return text
+        except (PlanRefusedError, PlannerBusyError, PlanTimeoutError, asyncio.CancelledError) as error:
+            outcome = _OUTCOMES[type(error)]
+            raise
+        finally:
+            PLANNING_SECONDS.labels(outcome).observe(time.perf_counter() - began)
+
+    async def _in_turn(
+        self, function: Callable[..., str], arguments: tuple[Any, ...], attempt: str | None
+    ) -> str:
         if attempt is None:
             return await self._admitted(function, arguments)
         if (earlier := self._of_attempt.get(attempt)) is not None:
