@@ -27,11 +27,14 @@ REQUEST_SECONDS = Histogram(
 )
 PLANNING_SECONDS = Histogram(
     "slotline_planning_seconds",
-    "Time of a plan, with the wait for a process; outcome: planned, refused, busy, timeout or given up.",
+    "Time of a plan, with the wait for a process; outcome: planned, refused, busy, timeout, given up or failed.",
     ("outcome",),
     registry=REGISTRY,
     buckets=_SLOW_S,
 )
+for _outcome in ("planned", "refused", "busy", "timeout", "given up", "failed"):
+    PLANNING_SECONDS.labels(_outcome)  # there from the start, so that the first of its kind is an increase
+
 ROUND_SECONDS = Histogram(
     "slotline_orchestrator_round_seconds",
     "Time of a round of the orchestrator.",
