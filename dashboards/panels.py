@@ -42,14 +42,18 @@ def board(title: str, uid: str, description: str) -> dashboard.Dashboard:
         .description(description)
         .tags(TAGS)
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .link(
-            dashboard.DashboardLink("Slotline")
-            .type(models.DashboardLinkType.DASHBOARDS)
-            .tags(TAGS)
-            .as_dropdown(True)
-            .keep_time(uid != "slotline-timeline")
-        )
+        .link(sisters())
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+
+
+def sisters() -> dashboard.DashboardLink:
+    """To the other dashboards. Without the time: the axis of the timelines is in January 1970."""
+    return (
+        dashboard.DashboardLink("Slotline")
+        .type(models.DashboardLinkType.DASHBOARDS)
+        .tags(TAGS)
+        .as_dropdown(True)
     )
 
 

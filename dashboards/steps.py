@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.runtime import UnknownDataquery
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
-from panels import TAGS, slot_timeline
+from panels import TAGS, sisters, slot_timeline
 
 _KIND = "grafana-postgresql-datasource"
 _SOURCE = common_models.DataSourceRef(type_val=_KIND, uid="${database}")
@@ -60,6 +60,7 @@ def build() -> models.Dashboard:
         .uid("slotline-steps")
         .description("Any profiled step of any job, as the control plane stored it in PostgreSQL.")
         .tags(TAGS)
+        .link(sisters())
         .time("1970-01-01T00:00:00.000Z", "1970-01-01T00:01:00.000Z")
         .timezone("utc")
         .with_variable(dashboard.DatasourceVariable("database").label("Database").type(_KIND))
@@ -75,17 +76,26 @@ def build() -> models.Dashboard:
         )
     )
     panels = [
-        _curve("Loss", "short", ["loss"]),
-        _curve("Step time and makespan", "s", ["step_s", "makespan_s"]),
-        _curve("Bubble", "percentunit", ["bubble_ratio"]),
+        _curve("Loss", "short", ["loss"], "Of each step, over its number."),
+        _curve(
+            "Step time and makespan", "s", ["step_s", "makespan_s"], "As measured, over the step's number."
+        ),
+        _curve(
+            "Bubble",
+            "percentunit",
+            ["bubble_ratio"],
+            "Share of the makespan in which meshes compute nothing.",
+        ),
         table.Panel()
         .title("Step $step")
+        .description("What was measured of the step.")
         .datasource(_SOURCE)
         .span(16)
         .height(4)
         .with_target(_Query(_NUMBERS)),
         bargauge.Panel()
         .title("Compute time of each mesh")
+        .description("Sum over the slots of the step.")
         .datasource(_SOURCE)
         .unit("s")
         .min(0)
@@ -111,12 +121,13 @@ def _variable(name: str, label: str, sql: str) -> dashboard.QueryVariable:
     )
 
 
-def _curve(title: str, unit: str, columns: list[str]) -> trend.Panel:
+def _curve(title: str, unit: str, columns: list[str], about: str) -> trend.Panel:
     """Columns over the step number."""
     keep = {"include": {"names": ["step", *columns]}}
     return (
         trend.Panel()
         .title(title)
+        .description(about)
         .datasource(_SOURCE)
         .x_field("step")
         .unit(unit)

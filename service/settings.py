@@ -96,6 +96,10 @@ class Settings(BaseSettings):
         default="", description="first-last: drivers serve their metrics at one of these; empty: at any port"
     )
 
+    grafana_url: str | None = Field(
+        default=None, description="Where Grafana has our dashboards: the page of a job links to them"
+    )
+
     # Limits
     body_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
         default=32 * MEBIBYTE, description="Any body, so a driver's report; jobs and plans have less"
@@ -180,7 +184,7 @@ class Settings(BaseSettings):
             )
         return value.rstrip("/") if value else None
 
-    @field_validator("public_url", "driver_url")
+    @field_validator("public_url", "driver_url", "grafana_url")
     @classmethod
     def _url_is_http(cls, value: str | None) -> str | None:
         if value and not value.startswith(("http://", "https://")):
