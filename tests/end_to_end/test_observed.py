@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.dashboards.live import prometheus, wait_for_data
+from tests.dashboards.live import Server, prometheus, wait_for_data
 from tests.end_to_end.conftest import job_spec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
@@ -19,7 +21,8 @@ NOT_OF_THIS_RUN = {
 def test_every_query_of_the_dashboards_has_data_of_a_training_job(server, ray_head, tmp_path):
     spec = job_spec(NAME, checkpoint={"uri": str(tmp_path / "kept"), "every_steps": 20})
     spec["training"] |= {"steps": 100_000}
-    with prometheus(tmp_path, server.url) as scraper:  # first: what grows from 0 grows before its eyes
+    with prometheus(tmp_path, server.url) as scraper:
+        _wait_for_a_scrape(scraper)  # what grows from 0 must grow before its eyes
         job_id = server.submit(spec)
         server.wait(job_id, {"RUNNING"})
         try:
@@ -33,3 +36,10 @@ def test_every_query_of_the_dashboards_has_data_of_a_training_job(server, ray_he
             server.client.post(f"/api/v1/jobs/{job_id}/cancel")
     assert server.wait(job_id)["state"] == "CANCELLED"
     ray_head.assert_nothing_held()
+
+
+def _wait_for_a_scrape(scraper: Server) -> None:
+    deadline = time.monotonic() + 100
+    while not scraper.get("query", query="slotline_queue_wait_seconds_count")["result"]:
+        assert time.monotonic() < deadline, scraper.targets()
+        time.sleep(0.2)
