@@ -24,9 +24,9 @@ def test_every_query_of_the_dashboards_has_data_of_a_training_job(server, ray_he
     with prometheus(tmp_path, server.url) as scraper:
         _wait_for_a_scrape(scraper)  # what grows from 0 must grow before its eyes
         job_id = server.submit(spec)
-        server.wait(job_id, {"RUNNING"})
+        server.wait(job_id, {"RUNNING"}, limit_s=300)
         try:
-            results = wait_for_data(scraper, NAME, job_id, without=NOT_OF_THIS_RUN)
+            results = wait_for_data(scraper, NAME, job_id, 300.0, without=NOT_OF_THIS_RUN)
             assert len(results) > 70 and all(results.values())
             (step,) = results["timeline: Step/A"]
             assert int(step["value"][1]) > 0
