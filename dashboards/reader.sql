@@ -4,4 +4,5 @@
 CREATE ROLE slotline_reader NOLOGIN;
 GRANT USAGE ON SCHEMA public TO slotline_reader;
 GRANT SELECT (id, name, state, created_at) ON jobs TO slotline_reader;
+GRANT SELECT (job_id, attempt, body) ON plans TO slotline_reader;
 GRANT SELECT ON steps, timelines, slots TO slotline_reader;

@@ -1,6 +1,6 @@
 """The dashboard of stored steps: any profiled step of any job, from PostgreSQL's tables.
 
-Reads `jobs`, `steps`, `timelines` and `slots` as the role of reader.sql; knows no metrics.
+Reads `jobs`, `steps`, `timelines`, `slots` and plans as the role of reader.sql; knows no metrics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.runtime import UnknownDataquery
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
-from panels import slot_timeline
+from panels import TAGS, sisters, slot_timeline
 
 _KIND = "grafana-postgresql-datasource"
 _SOURCE = common_models.DataSourceRef(type_val=_KIND, uid="${database}")
@@ -20,15 +20,26 @@ _JOB = "${job:sqlstring}"
 _STEP = f"job_id = {_JOB} AND step = $step"
 
 _TIMELINE = f"""
-WITH whole AS (SELECT min(start_s) AS first_s, nullif(max(end_s) - min(start_s), 0) AS length_s FROM slots WHERE {_STEP})
-SELECT mesh || ' ' || lane AS row,
-       to_timestamp((${{__from}} + (${{__to}} - ${{__from}}) * (start_s - first_s) / length_s) / 1000.0) AS start,
-       to_timestamp((${{__from}} + (${{__to}} - ${{__from}}) * (end_s - first_s) / length_s) / 1000.0) AS end,
+WITH profiled AS (SELECT attempt FROM timelines WHERE {_STEP}),
+whole AS (SELECT min(start_s) AS first_s FROM slots WHERE {_STEP}),
+rows AS (
+  SELECT mesh, lane, 'run' AS kind, action, microbatch, stage, start_s - first_s AS start_s, end_s - first_s AS end_s
+  FROM slots, whole WHERE {_STEP}
+  UNION ALL
+  SELECT p.mesh, p.lane, 'plan', p.action, p.microbatch, p.stage, p.start_s, p.end_s
+  FROM plans JOIN profiled USING (attempt),
+       jsonb_to_recordset(body::jsonb -> 'plan' -> 'slots') AS p(
+         mesh text, lane text, action text, microbatch int, stage text, start_s float8, end_s float8)
+  WHERE job_id = {_JOB}
+)
+SELECT mesh || ' ' || lane || ' ' || kind AS row,
+       to_timestamp(1000 * start_s) AS start,
+       to_timestamp(1000 * end_s) AS end,
        action || coalesce(microbatch::text, '') || ' ' || coalesce(stage, '') AS "Value"
-FROM slots, whole
-WHERE {_STEP}
-ORDER BY row, start_s
+FROM rows
+ORDER BY substring(mesh from '[0-9]+')::bigint NULLS FIRST, mesh, lane, kind, start_s
 """
+# A microsecond of the step is a millisecond after 1970: to_timestamp takes seconds, so a second is a thousand.
 _CURVES = (
     f"SELECT step, loss, step_s, makespan_s, bubble_ratio FROM steps WHERE job_id = {_JOB} ORDER BY step"
 )
@@ -48,8 +59,10 @@ def build() -> models.Dashboard:
         dashboard.Dashboard("Slotline: stored steps")
         .uid("slotline-steps")
         .description("Any profiled step of any job, as the control plane stored it in PostgreSQL.")
-        .tags(["slotline"])
-        .time("now-15m", "now")
+        .tags(TAGS)
+        .link(sisters())
+        .time("1970-01-01T00:00:00.000Z", "1970-01-01T00:01:00.000Z")
+        .timezone("utc")
         .with_variable(dashboard.DatasourceVariable("database").label("Database").type(_KIND))
         .with_variable(
             _variable(
@@ -63,17 +76,26 @@ def build() -> models.Dashboard:
         )
     )
     panels = [
-        _curve("Loss", "short", ["loss"]),
-        _curve("Step time and makespan", "s", ["step_s", "makespan_s"]),
-        _curve("Bubble", "percentunit", ["bubble_ratio"]),
+        _curve("Loss", "short", ["loss"], "Of each step, over its number."),
+        _curve(
+            "Step time and makespan", "s", ["step_s", "makespan_s"], "As measured, over the step's number."
+        ),
+        _curve(
+            "Bubble",
+            "percentunit",
+            ["bubble_ratio"],
+            "Share of the makespan in which meshes compute nothing.",
+        ),
         table.Panel()
         .title("Step $step")
+        .description("What was measured of the step.")
         .datasource(_SOURCE)
         .span(16)
         .height(4)
         .with_target(_Query(_NUMBERS)),
         bargauge.Panel()
         .title("Compute time of each mesh")
+        .description("Sum over the slots of the step.")
         .datasource(_SOURCE)
         .unit("s")
         .min(0)
@@ -82,9 +104,7 @@ def build() -> models.Dashboard:
         .orientation(common_models.VizOrientation.HORIZONTAL)
         .reduce_options(common.ReduceDataOptions().values(True).calcs([]))
         .with_target(_Query(_COMPUTE)),
-        slot_timeline("Slots of step $step, stretched over the time range", _SOURCE, []).with_target(
-            _Query(_TIMELINE)
-        ),
+        slot_timeline("Slots of step $step", _SOURCE, []).with_target(_Query(_TIMELINE)),
     ]
     for panel in panels:
         board = board.with_panel(panel)
@@ -101,12 +121,13 @@ def _variable(name: str, label: str, sql: str) -> dashboard.QueryVariable:
     )
 
 
-def _curve(title: str, unit: str, columns: list[str]) -> trend.Panel:
+def _curve(title: str, unit: str, columns: list[str], about: str) -> trend.Panel:
     """Columns over the step number."""
     keep = {"include": {"names": ["step", *columns]}}
     return (
         trend.Panel()
         .title(title)
+        .description(about)
         .datasource(_SOURCE)
         .x_field("step")
         .unit(unit)

@@ -92,6 +92,7 @@ async def run_control_plane(
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
             identity=identity,
+            lag_s=lambda: orchestrator.pulse.lag_s,
             orchestrator=orchestrator,
         )
 

@@ -116,8 +116,15 @@ class Settings(BaseSettings):
     retry_backoff_s: Annotated[float, Field(ge=0)] = 2.0
     retry_backoff_limit_s: Annotated[float, Field(ge=0)] = 60.0
     metrics_linger_s: Annotated[float, Field(ge=0)] = 60.0
+    profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=30.0, description="So often the slots of a step are stored, and exposed to Prometheus"
+    )
     metrics_ports: Annotated[str, Field(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = Field(
         default="", description="first-last: drivers serve their metrics at one of these; empty: at any port"
+    )
+
+    grafana_url: str | None = Field(
+        default=None, description="Where Grafana has our dashboards: the page of a job links to them"
     )
 
     # Limits
@@ -220,7 +227,7 @@ class Settings(BaseSettings):
             raise ValueError("whoever changes the keys on their way says who everybody is: write https://...")
         return value
 
-    @field_validator("public_url", "driver_url")
+    @field_validator("public_url", "driver_url", "grafana_url")
     @classmethod
     def _url_is_http(cls, value: str | None) -> str | None:
         if value and not value.startswith(("http://", "https://")):

@@ -331,6 +331,7 @@ class Worker:
             "ended_s": result.ended_s,
             "slots": result.slots,
             "peak_memory_bytes": self._memory.read(),
+            "tokens_per_sample": self._batches.tokens_per_sample,
         }
 
     @attributed_to(Reason.CHECKPOINT_UNWRITABLE)

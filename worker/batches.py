@@ -19,6 +19,7 @@ from worker.reasons import Reason
 from worker.seeding import seeded
 from worker.turns import GENERATORS
 
+_WHOLE_NUMBERS = (torch.int64, torch.int32)
 Rows = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
@@ -46,6 +47,13 @@ class Batches:
     def keywords(self) -> tuple[str, ...]:
         """How the model's inputs are called, in their order; empty where they go by position."""
         return self._names or ()
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """How long the first input of whole numbers is whose samples are rows of them; None where there is none."""
+        inputs, _ = self.sample
+        lengths = (one.shape[1] for one in inputs if one.ndim == 2 and one.dtype in _WHOLE_NUMBERS)
+        return next(lengths, None)
 
     @property
     def microbatches(self) -> int:

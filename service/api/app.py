@@ -31,6 +31,7 @@ from service.api import (
 from service.api.context import Service
 from service.api.hosts import OwnPagesOnly, own_names
 from service.api.limits import BodyLimit
+from service.api.timing import Timing
 from service.api.traced import Traced
 from service.settings import Settings
 
@@ -70,6 +71,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     app.add_middleware(Traced)
     if (names := own_names(settings)) is not None:
         app.add_middleware(OwnPagesOnly, names=names)
+    app.add_middleware(Timing)  # the outermost: what comes after it counts
     errors.install(app)
     for router in (
         job_plans.router,

@@ -22,7 +22,7 @@ from service.store.database import Database
 @dataclass
 class Service:
     """What routes work with. `wake` tells the orchestrator that a job changed, if it is in this process;
-    `problem` says why that one does not go on."""
+    `problem` says why that one does not go on, `lag_s` since when it has not come round."""
 
     settings: Settings
     database: Database
@@ -33,6 +33,7 @@ class Service:
     wake: Callable[[], None]
     problem: Callable[[], str | None] = lambda: None
     identity: IdentityProvider | None = None
+    lag_s: Callable[[], float | None] = lambda: None
 
     @property
     def backoff(self) -> Backoff:

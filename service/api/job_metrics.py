@@ -14,10 +14,10 @@ from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, select
+from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.api.over_plan import Seconds, seconds_of
+from service.api.over_plan import Link, Seconds, bytes_of, seconds_of
 from service.job_states import FINAL_STATES, WAITING_STATES, JobState
 from service.store.database import Database
 from service.store.plans import find_plan
@@ -34,6 +34,7 @@ class OverPlan:
 
     measured: Seconds
     planned: Seconds
+    link_bytes: dict[Link, int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class JobSeries:
     checkpoint_age_s: float | None
     checkpoint_interval_s: float | None
     over_plan: OverPlan | None
+    owner: str = ""
+    start_s: dict[str, float] = field(default_factory=dict)
+    """Phases of the current attempt's start: until Ray has its driver, and from then until it trains."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ async def job_counts(database: Database, queues: tuple[str, ...], *, at: datetim
                 checkpoint_age_s=(at - since).total_seconds() if saves else None,
                 checkpoint_interval_s=interval,
                 over_plan=over.get(row.id),
+                owner=row.owner or "",
+                start_s=_start(row.created, row.submitted, row.trains),
             )
         )
     return JobCounts(tuple(series), waits, oldest)
@@ -99,6 +105,10 @@ async def _jobs(session: AsyncSession) -> list[Any]:
     query = select(
         Job.id,
         Job.name,
+        getattr(Job, "owner", literal("")).label("owner"),  # of whoever submitted it, where jobs have one
+        Attempt.created_at.label("created"),
+        Attempt.submitted_at.label("submitted"),
+        Attempt.started_at.label("trains"),
         Job.queue,
         Job.state,
         Job.attempts_made,
@@ -108,8 +118,18 @@ async def _jobs(session: AsyncSession) -> list[Any]:
         Job.spec["checkpoint"]["uri"].as_string().label("uri"),
         cast(Job.spec["checkpoint"]["every_steps"].as_string(), Integer).label("every_steps"),
     )
+    query = query.outerjoin(Attempt, Attempt.id == Job.current_attempt)
     query = query.where(Job.state.not_in(FINAL_STATES)).order_by(Job.created_at, Job.id)
     return list((await session.execute(query)).all())
+
+
+def _start(created: datetime | None, submitted: datetime | None, trains: datetime | None) -> dict[str, float]:
+    phases = {"submit": (created, submitted), "start": (submitted, trains)}
+    return {
+        phase: max(0.0, (end - begin).total_seconds())
+        for phase, (begin, end) in phases.items()
+        if begin is not None and end is not None
+    }
 
 
 async def _last_checkpoints(session: AsyncSession, jobs: list[str]) -> dict[str, datetime]:
@@ -179,8 +199,12 @@ async def _compare(session: AsyncSession, job: str, step: int) -> OverPlan | Non
 
 
 def _over_plan(body: str, slots: list[SlotRecord]) -> OverPlan:
+    known = json.loads(body)
     planned = [
-        SlotRecord._make(slot.get(name) for name in SlotRecord._fields)
-        for slot in json.loads(body)["plan"]["slots"]
+        SlotRecord._make(slot.get(name) for name in SlotRecord._fields) for slot in known["plan"]["slots"]
     ]
-    return OverPlan(measured=seconds_of(slots), planned=seconds_of(planned))
+    return OverPlan(
+        measured=seconds_of(slots),
+        planned=seconds_of(planned),
+        link_bytes=bytes_of(planned, known["spec"].get("edges", ())),
+    )

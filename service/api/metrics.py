@@ -1,13 +1,15 @@
 """`/metrics` of the control plane: jobs by state, queues and their waits, attempts by cause, jobs that are not over.
 
 Counted in the store at each scrape: nothing accumulates here, so a restart loses nothing; what carries a job's id is
-a gauge that goes with the job. Scrapers must keep that label (honor_labels).
+a gauge that goes with the job. Scrapers must keep that label (honor_labels). Behind it stands what this process has
+measured of itself (service/instruments.py).
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -17,8 +19,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service import instruments
 from service.api.context import Current
 from service.api.job_metrics import WAIT_BUCKETS_S, JobCounts, job_counts
+from service.orchestrator.planning_line import Load
 from service.store.counts import Counts, count
 from service.store.database import utc_now
 
@@ -31,15 +35,54 @@ async def metrics(service: Current) -> Response:
     queues = tuple(service.settings.queues)
     counts = await count(service.database, queues)
     jobs = await job_counts(service.database, queues, at=utc_now())
-    return Response(exposition(counts, jobs), media_type=CONTENT_TYPE_LATEST)
+    process = ProcessState(service.settings.url, service.lag_s(), service.planner.load)
+    return Response(exposition(counts, jobs, process), media_type=CONTENT_TYPE_LATEST)
 
 
-def exposition(counts: Counts, jobs: JobCounts = JobCounts()) -> bytes:
+@dataclass(frozen=True)
+class ProcessState:
+    """What this process is at now. `lag_s` None: no orchestrator runs in it."""
+
+    url: str
+    lag_s: float | None
+    planning: Load
+
+
+def exposition(counts: Counts, jobs: JobCounts = JobCounts(), process: ProcessState | None = None) -> bytes:
     """The text of one scrape; its registry is made and forgotten here."""
     registry = CollectorRegistry()
     registry.register(_Counted(counts, jobs))
+    if process is not None:
+        registry.register(_Process(process))
     ProcessCollector(registry=registry)
-    return generate_latest(registry)
+    return generate_latest(registry) + generate_latest(instruments.REGISTRY)
+
+
+class _Process(Collector):
+    def __init__(self, state: ProcessState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "slotline_control_plane_info", "1, with the address of the pages and the API.", labels=["url"]
+        )
+        info.add_metric([self._state.url], 1)
+        yield info
+        if self._state.lag_s is not None:
+            yield GaugeMetricFamily(
+                "slotline_orchestrator_lag_seconds",
+                "Since the orchestrator of this process last came round.",
+                self._state.lag_s,
+            )
+        plans = GaugeMetricFamily(
+            "slotline_planning_plans", "Plans that are made (running) and that wait, now.", labels=["state"]
+        )
+        plans.add_metric(["running"], self._state.planning.running)
+        plans.add_metric(["waiting"], self._state.planning.waiting)
+        yield plans
+        yield GaugeMetricFamily(
+            "slotline_planning_processes", "Plans that can be made at once.", self._state.planning.processes
+        )
 
 
 class _Counted(Collector):
@@ -85,21 +128,26 @@ class _Counted(Collector):
         info = GaugeMetricFamily(
             "slotline_job_info",
             "1 for each job that is not over.",
-            labels=["job", "name", "queue", "state", "attempt"],
+            labels=["job", "name", "owner", "queue", "state", "attempt"],
         )
         attempts = _of_job("job_attempts", "Attempts that the job has made.")
         age = _of_job("checkpoint_age_seconds", "Since a training job's last checkpoint, or its start.")
         interval = _of_job(
             "checkpoint_interval_seconds", "Steps between checkpoints, at the last step's length."
         )
+        start = _of_job(
+            "job_start_seconds", "Phases of the attempt's start, as the control plane sees it.", "phase"
+        )
         for job in self._jobs.jobs:
-            info.add_metric([job.id, job.name, job.queue, job.state, str(job.attempt)], 1)
+            for phase, seconds in job.start_s.items():
+                start.add_metric([job.id, phase], seconds)
+            info.add_metric([job.id, job.name, job.owner, job.queue, job.state, str(job.attempt)], 1)
             attempts.add_metric([job.id], job.attempt)
             if job.checkpoint_age_s is not None:
                 age.add_metric([job.id], job.checkpoint_age_s)
             if job.checkpoint_interval_s is not None:
                 interval.add_metric([job.id], job.checkpoint_interval_s)
-        yield from (info, attempts, age, interval)
+        yield from (info, attempts, age, interval, start)
 
     def _over_plan(self) -> Iterator[Metric]:
         meshes = _of_job(
@@ -108,6 +156,13 @@ class _Counted(Collector):
         link = "source", "target"
         measured = _of_job("link_seconds", "Transfers of a link in the last profiled step.", *link)
         planned = _of_job("plan_link_seconds", "Transfers of a link in a step, by the plan.", *link)
+        size = _of_job("link_bytes", "Bytes that a link carries in a step, by the plan's sizes.", *link)
+        rate = _of_job(
+            "link_bandwidth_bytes_per_second", "Bytes of a link over its seconds, as measured.", *link
+        )
+        promised_rate = _of_job(
+            "plan_link_bandwidth_bytes_per_second", "Bytes of a link over its seconds, by the plan.", *link
+        )
         ratio = _of_job("link_seconds_over_plan", "Transfers of a link, measured over planned.", *link)
         for job in self._jobs.jobs:
             if (over := job.over_plan) is None:
@@ -121,7 +176,12 @@ class _Counted(Collector):
                     ratio.add_metric([job.id, *ends], seconds / promised)
             for ends, seconds in sorted(over.planned.links.items()):
                 planned.add_metric([job.id, *ends], seconds)
-        yield from (meshes, measured, planned, ratio)
+            for ends, carried in sorted(over.link_bytes.items()):
+                size.add_metric([job.id, *ends], carried)
+                for family, links in ((rate, over.measured.links), (promised_rate, over.planned.links)):
+                    if seconds := links.get(ends):
+                        family.add_metric([job.id, *ends], carried / seconds)
+        yield from (meshes, measured, planned, ratio, size, rate, promised_rate)
 
 
 def _family(

@@ -7,8 +7,9 @@ end that came early holds its waiting as well.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from service.store.timelines import SlotRecord
 
@@ -42,3 +43,20 @@ def seconds_of(slots: Iterable[SlotRecord]) -> Seconds:
             start, end = max(slot.start_s for slot in both), min(slot.end_s for slot in both)
             links[link] += max(0.0, end - start)
     return Seconds(dict(meshes), dict(links))
+
+
+def bytes_of(slots: Iterable[SlotRecord], edges: Sequence[Mapping[str, Any]]) -> dict[Link, int]:
+    """What each link carries in a step of these planned slots; `edges` are those of the spec, as JSON.
+
+    A link one of whose transfers was planned in seconds, without a size, is left out.
+    """
+    sizes: dict[Link, int | None] = {}
+    for slot in slots:
+        if not slot.action.startswith("RECV_"):
+            continue
+        link = (slot.lane.partition(":")[2], slot.mesh)
+        edge = edges[slot.edge] if slot.edge is not None and slot.edge < len(edges) else {}
+        size = edge.get("forward_bytes" if slot.action == "RECV_F" else "backward_bytes")
+        before = sizes.get(link, 0)
+        sizes[link] = None if size is None or before is None else before + size
+    return {link: size for link, size in sizes.items() if size is not None}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from service.instruments import ROUND_SECONDS
 from service.orchestrator.admission import Admission
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.logs import LogKeeper
@@ -85,7 +86,8 @@ class Orchestrator:
                 try:
                     self._beat()
                     if await self._leadership.held():
-                        await self.round()
+                        with ROUND_SECONDS.time():
+                            await self.round()
                     self.pulse.turned()
                 except AWAY as error:
                     self._database.outage.away(error)  # one line an outage, not one a round

@@ -20,8 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
+from service.instruments import PLANNING_SECONDS
 from service.orchestrator.explaining import StoredStep, explain_step
-from service.orchestrator.planning_line import Line
+from service.orchestrator.planning_line import Line, Load
 
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
@@ -51,6 +52,14 @@ class PlannerBusyError(Exception):
 
 class PlanTimeoutError(Exception):
     """A plan took longer than allowed; its process was ended."""
+
+
+_OUTCOMES = {
+    PlanRefusedError: "refused",
+    PlannerBusyError: "busy",
+    PlanTimeoutError: "timeout",
+    asyncio.CancelledError: "given up",
+}
 
 
 class Planner:
@@ -96,6 +105,11 @@ class Planner:
         """Why a step takes as long as it does, and what would shorten it: the Explanation as JSON."""
         return await self._run(explain_step, stored)
 
+    @property
+    def load(self) -> Load:
+        """How many plans are made and wait now, of how many that may be made at once."""
+        return self._line.load
+
     def warm(self) -> None:
         """Have the processes import the scheduler before somebody waits for it."""
         for _ in range(self._processes):
@@ -107,6 +121,20 @@ class Planner:
 
     async def _run(self, function: Callable[..., str], *arguments: Any, attempt: str | None = None) -> str:
         """Call `function` in a process; for the driver of `attempt` in its own place, and once at a time."""
+        began, outcome = time.perf_counter(), "failed"
+        try:
+            text = await self._in_turn(function, arguments, attempt)
+            outcome = "planned"
+            return text
+        except (PlanRefusedError, PlannerBusyError, PlanTimeoutError, asyncio.CancelledError) as error:
+            outcome = _OUTCOMES[type(error)]
+            raise
+        finally:
+            PLANNING_SECONDS.labels(outcome).observe(time.perf_counter() - began)
+
+    async def _in_turn(
+        self, function: Callable[..., str], arguments: tuple[Any, ...], attempt: str | None
+    ) -> str:
         if attempt is None:
             return await self._admitted(function, arguments)
         if (earlier := self._of_attempt.get(attempt)) is not None:

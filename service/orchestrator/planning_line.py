@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Load:
+    """Plans that are made and that wait now, and how many processes there are to make them."""
+
+    running: int
+    waiting: int
+    processes: int
 
 
 class Line:
     """`places` for anybody and one more for drivers, who go first; a place is a number from 0 on."""
 
     def __init__(self, places: int) -> None:
-        self._free = list(range(places + 1))
+        self._places = places + 1
+        self._free = list(range(self._places))
         self._drivers: deque[asyncio.Future[int]] = deque()
         self._others: deque[asyncio.Future[int]] = deque()
 
@@ -25,6 +36,11 @@ class Line:
             if turn.done() and not turn.cancelled():
                 self.leave(turn.result())
             raise
+
+    @property
+    def load(self) -> Load:
+        waiting = sum(not turn.done() for turn in (*self._drivers, *self._others))
+        return Load(self._places - len(self._free), waiting, self._places)
 
     def leave(self, place: int) -> None:
         self._free.append(place)

@@ -64,6 +64,11 @@ class Pulse:
         self.turned_at = time.time()
 
     @property
+    def lag_s(self) -> float:
+        """Seconds since the loop last came round; about the time of a tick while all is well."""
+        return time.time() - self.turned_at
+
+    @property
     def problem(self) -> str | None:
         """What does not go on as it should: the rounds, or the writes."""
         now = time.time()

@@ -98,6 +98,7 @@ class Submitter:
                 "SLOTLINE_ATTEMPT_ID": attempt.id,
                 "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
                 "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
+                "SLOTLINE_PROFILE_EVERY_S": f"{self._settings.profile_every_s:g}",
                 "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
                 "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
                 "SLOTLINE_LOG_FORMAT": self._settings.log_format,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
+from service.instruments import DATABASE_SECONDS
 from service.outage import Outage
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.outage = Outage("the database", logger)
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
+        _time_statements(self.engine)
 
     async def start(self) -> None:
         """Create what is missing and migrate to the newest tables; safe to run twice."""
@@ -147,6 +150,23 @@ def _postgres_arguments(url: str) -> dict[str, Any]:
     return {
         name: value for name, value in {**_POSTGRES_CLIENT, "options": options}.items() if name not in given
     }
+
+
+def _time_statements(engine: AsyncEngine) -> None:
+    """Observe how long each statement takes, by its first word; BEGIN waits for SQLite's write lock."""
+
+    @event.listens_for(engine.sync_engine, "before_cursor_execute")
+    def _begin(connection: Connection, *_: Any) -> None:
+        connection.info["slotline_began"] = time.perf_counter()
+
+    @event.listens_for(engine.sync_engine, "after_cursor_execute")
+    def _end(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        seconds = time.perf_counter() - connection.info["slotline_began"]
+        word = statement.split(None, 1)[0].upper() if statement.strip() else ""
+        DATABASE_SECONDS.labels(word if word in _OPERATIONS else "OTHER").observe(seconds)
+
+
+_OPERATIONS = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE", "BEGIN"})
 
 
 def _sqlite_engine(url: str) -> AsyncEngine:

@@ -1,4 +1,4 @@
-"""A real Prometheus with the configuration of deploy/, and the dashboard's queries asked of it.
+"""A real Prometheus with the configuration of deploy/, and the dashboards' queries asked of it.
 
 For any test that has a control plane running: `with prometheus(folder, url) as server: ...`.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,22 @@ from tests.missing import leave_out
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = shutil.which("prometheus")
+BOARDS = ("slotline-cluster", "slotline-job", "slotline-timeline", "slotline-control-plane")
 
 
 @dataclass(frozen=True)
 class Query:
-    """One query of one panel, as Grafana would ask it."""
+    """One query of one panel, or of a variable, as Grafana would ask it."""
 
+    board: str
     panel: str
     name: str
     expression: str
     instant: bool
+
+    @property
+    def title(self) -> str:
+        return f"{self.board.removeprefix('slotline-')}: {self.panel}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,10 @@ class Server:
         return body["data"]
 
     def ask(self, query: Query, at: float) -> list[dict[str, Any]]:
-        """The series of a query: at `at`, or over the minute before it."""
+        """The series of a query: at `at`, or over the minute before it. The timeline's axis ends in January 1970."""
         if query.instant:
-            return self.get("query", query=query.expression, time=at)["result"]
+            evaluated = 60.0 if query.board == "slotline-timeline" else at
+            return self.get("query", query=query.expression, time=evaluated)["result"]
         return self.get("query_range", query=query.expression, start=at - 60, end=at, step=1)["result"]
 
     def healths(self) -> list[str]:
@@ -63,8 +71,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, control_plane: str) -> Iterator[Server]:
-    """Prometheus as deploy/prometheus.yml sets it up, but scraping `control_plane` (a URL) each second.
+def prometheus(folder: Path, *control_planes: str, gpus: str | None = None) -> Iterator[Server]:
+    """Prometheus as deploy/prometheus.yml sets it up, but scraping `control_planes` (URLs) each second.
+
+    The first one names the drivers; `gpus` (host:port) is a DCGM exporter.
 
     Without the Debian package `prometheus` the test fails on CI and is skipped elsewhere.
     """
@@ -73,11 +83,15 @@ def prometheus(folder: Path, control_plane: str) -> Iterator[Server]:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ROOT / "dashboards" / "rules.yml")]
-    plane, jobs = config["scrape_configs"]
-    plane["static_configs"] = [{"targets": [control_plane.removeprefix("http://")]}]
-    discovery = jobs["http_sd_configs"][0]
-    del discovery["authorization"]
-    discovery |= {"url": f"{control_plane}/api/v1/prometheus/targets", "refresh_interval": "1s"}
+    plane, *drivers = config["scrape_configs"]
+    plane["static_configs"] = [{"targets": [url.removeprefix("http://") for url in control_planes]}]
+    for scrape in drivers:
+        scrape.pop("scrape_interval", None)
+        discovery = scrape["http_sd_configs"][0]
+        del discovery["authorization"]
+        discovery |= {"url": f"{control_planes[0]}/api/v1/prometheus/targets", "refresh_interval": "1s"}
+    if gpus is not None:
+        config["scrape_configs"].append({"job_name": "dcgm", "static_configs": [{"targets": [gpus]}]})
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)
     flags = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
@@ -93,44 +107,61 @@ def prometheus(folder: Path, control_plane: str) -> Iterator[Server]:
         process.wait(timeout=60)
 
 
-def dashboard_queries(job: str, *, start: float, end: float, interval: str = "10s") -> list[Query]:
-    """Every query of the built dashboard for one job, its variables replaced as Grafana does."""
+def dashboard_queries(
+    name: str, job: str, *, at: float, interval: str = "10s", boards: tuple[str, ...] = BOARDS
+) -> list[Query]:
+    """Every query of the built dashboards for one job, their variables replaced as Grafana does."""
     values = {
+        "$name": name,
         "$job": job,
+        "$at": f"{at:.3f}",
+        "$lanes": ".+",
         "$__rate_interval": interval,
-        "$__from": str(int(start * 1000)),
-        "$__to": str(int(end * 1000)),
     }
-    board = json.loads((ROOT / "dashboards" / "slotline.json").read_text())
     found = []
-    for panel in board["panels"]:
-        for target in panel.get("targets", []):
-            expression = target["expr"]
+    for board in boards:
+        built = json.loads((ROOT / "dashboards" / f"{board}.json").read_text())
+        asked = [
+            (panel["title"], target["refId"], target["expr"], target["instant"])
+            for panel in built["panels"]
+            for target in panel.get("targets", [])
+        ]
+        for variable in built["templating"]["list"]:
+            if match := re.fullmatch(r"query_result\((.*)\)", str(variable.get("query"))):
+                asked.append(("variable", variable["name"], match[1], True))
+        for panel, ref, expression, instant in asked:
             for variable, value in values.items():
                 expression = expression.replace(variable, value)
-            assert "$" not in expression, f"{panel['title']}: a variable nobody replaces in {expression}"
-            found.append(Query(panel["title"], target["refId"], expression, target["instant"]))
+            rest = re.sub(r'"\$1[^"]*"', "", expression)  # what label_replace takes for a group
+            assert "$" not in rest, f"{panel}: a variable nobody replaces in {expression}"
+            found.append(Query(board, panel, ref, expression, instant))
     return found
 
 
-def wait_for_data(server: Server, job: str, seconds: float = 200.0) -> dict[str, list[dict[str, Any]]]:
-    """Ask every query of the dashboard until each has data; fails with the names of those that have none.
+def wait_for_data(
+    server: Server,
+    name: str,
+    job: str,
+    seconds: float = 200.0,
+    *,
+    without: Collection[str] = (),
+) -> dict[str, list[dict[str, Any]]]:
+    """Ask every query of the dashboards until each has data; fails with the titles of those that have none.
 
-    Returns the answers by "panel/query".
+    Returns the answers by the queries' titles. Panels of `without` are not asked.
     """
     deadline = time.monotonic() + seconds
     answers: dict[str, list[dict[str, Any]]] = {}
     while True:
         now = time.time()
-        for query in dashboard_queries(job, start=now - 900, end=now):
-            name = f"{query.panel}/{query.name}"
-            if not answers.get(name):
-                answers[name] = server.ask(query, now)
-        empty = [name for name, result in answers.items() if not _has_numbers(result)]
+        for query in dashboard_queries(name, job, at=now):
+            if query.panel not in without and not answers.get(query.title):
+                answers[query.title] = server.ask(query, now)
+        empty = [title for title, result in answers.items() if not _has_numbers(result)]
         if not empty:
             return answers
-        for name in empty:
-            answers[name] = []
+        for title in empty:
+            answers[title] = []
         assert time.monotonic() < deadline, f"no data for {empty}; targets: {server.targets()}"
         time.sleep(1.0)
 

@@ -1,7 +1,8 @@
-"""The dashboard as code, and its queries against a real Prometheus that scraped real endpoints."""
+"""The dashboards as code, and their queries against a real Prometheus that scraped real endpoints."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -10,24 +11,43 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from sqlalchemy import update
 
-from tests.dashboards.live import ROOT, Server, dashboard_queries, prometheus, wait_for_data
-from tests.service.api.pages.seed import Site, seeded_site
+from service.instruments import PLANNING_SECONDS
+from service.job_states import AttemptState, JobState
+from service.settings import Settings
+from service.store import jobs, states
+from service.store.attempts import create_attempt
+from service.store.database import Database, utc_now
+from service.store.tables import Job, JobPlan
+from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prometheus, wait_for_data
+from tests.service.api.pages.seed import Site, job_spec, seeded_site
 from worker.driver.metrics import JobMetrics
+from worker.driver.usage import StepUsage
 
 
 @dataclass
 class Run:
     """Two jobs whose drivers' metrics a Prometheus scrapes, as the control plane's discovery told it.
 
-    The driver of an earlier attempt of the one that is shown still answers, with the figures of its last step.
+    The control plane is there twice, as with several replicas. The driver of an earlier attempt of the job that is
+    shown still answers, with the figures of its last step.
     """
 
     site: Site
     server: Server
+    kept: dict[str, list[dict]] = field(default_factory=dict)
+
+    def answers(self) -> dict[str, list[dict]]:
+        """What each query was answered when all had data, by title."""
+        if not self.kept:
+            self.kept |= wait_for_data(self.server, "gpt", self.site.running, DATA_S)
+        return self.kept
 
 
 @dataclass(frozen=True)
@@ -48,14 +68,16 @@ class Figures:
 SHOWN = Figures(0, 0.7, 0.04, 1.1, 0.4, 0.001, 0.75)
 OTHER = Figures(5000, 0.2, 1.5, 3.0, 0.9, 0.25, 0.125, copies=200)
 EARLIER = Figures(0, 0.1, 0.01, 0.5, 0.1, 0.0005, 0.25, copies=2)
-DATA_S = 45.0
-"""Every query has data some ten seconds after the first scrape."""
+DATA_S = 200.0
+"""Every query has data some twenty seconds after the first scrape."""
 PERIOD_S = {SHOWN: 0.05, OTHER: 0.02}
+LINK_BYTES = 1000
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     made: dict[str, list[JobMetrics]] = {}
+    data = tmp_path_factory.mktemp("data")
 
     def serve_metrics(job: str) -> str:
         metrics = JobMetrics(job)
@@ -63,15 +85,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         return metrics.serve()
 
     stop = threading.Event()
-    with seeded_site(tmp_path_factory.mktemp("data"), serve_metrics=serve_metrics) as site:
+    with seeded_site(data, serve_metrics=serve_metrics) as site:
+        asyncio.run(_save_and_size(data, site))
         threads = [
             threading.Thread(target=_train, args=(made[job][-1], site, figures, stop))
             for job, figures in ((site.running, SHOWN), (site.failed, OTHER))
         ]
+        threads.append(threading.Thread(target=_use, args=(data, stop)))
         earlier, _ = made[site.running]
         _tell(earlier, site, EARLIER, 5, timeline=True)
+        gpus, gpu_thread = _gpus()
+        again = site.url.replace("127.0.0.1", "localhost")
+        exporter = f"127.0.0.1:{gpus.server_port}"
         try:
-            with prometheus(tmp_path_factory.mktemp("prometheus"), site.url) as server:
+            with prometheus(tmp_path_factory.mktemp("prometheus"), site.url, again, gpus=exporter) as server:
                 for thread in threads:
                     thread.start()
                 yield Run(site, server)
@@ -82,6 +109,56 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                     thread.join()
             for metrics in itertools.chain(*made.values()):
                 metrics.close()
+            gpus.shutdown()
+            gpus.server_close()
+            gpu_thread.join()
+
+
+def _gpus():
+    """A DCGM exporter with two GPUs: its names and labels."""
+    registry = CollectorRegistry()
+    for name, text, value in (
+        ("DCGM_FI_DEV_GPU_UTIL", "GPU utilization (in %).", 87),
+        ("DCGM_FI_DEV_FB_USED", "Framebuffer memory used (in MiB).", 4096),
+    ):
+        gauge = Gauge(name, text, ("gpu", "UUID", "device", "modelName", "Hostname"), registry=registry)
+        for gpu in ("0", "1"):
+            gauge.labels(gpu, f"GPU-{gpu}", f"nvidia{gpu}", "NVIDIA H200", "node-a").set(value)
+    return start_http_server(0, "127.0.0.1", registry)
+
+
+async def _save_and_size(data: Path, site: Site) -> None:
+    """The running job saves checkpoints, and its plan knows what its transfers carry."""
+    database = Database(Settings(data_dir=data).sqlalchemy_url)
+    async with database.write() as session:
+        job = await session.get(Job, site.running)
+        checkpoint = {"uri": "/runs", "every_steps": 50, "keep": 2}
+        await session.execute(
+            update(Job).where(Job.id == job.id).values(spec={**job.spec, "checkpoint": checkpoint})
+        )
+        plan = await session.get(JobPlan, site.running)
+        body = json.loads(plan.body)
+        for edge in body["spec"]["edges"]:
+            edge |= {"forward_bytes": LINK_BYTES, "backward_bytes": LINK_BYTES}
+        plan.body = json.dumps(body)
+    await database.close()
+
+
+def _use(data: Path, stop: threading.Event) -> None:
+    """What makes histograms of the control plane grow: jobs that begin, and plans."""
+    while not stop.wait(2.0):
+        PLANNING_SECONDS.labels("planned").observe(0.2)
+        asyncio.run(_start_a_job(data))
+
+
+async def _start_a_job(data: Path) -> None:
+    database = Database(Settings(data_dir=data).sqlalchemy_url)
+    async with database.write() as session:
+        job = await jobs.create_job(session, job_spec("short"), at=utc_now())
+        attempt = await create_attempt(session, job, device="cpu", at=utc_now())
+        states.move_attempt(attempt, AttemptState.CANCELLED, at=utc_now())
+        states.move_job(session, job, JobState.CANCELLED, at=utc_now())
+    await database.close()
 
 
 def _train(metrics: JobMetrics, site: Site, figures: Figures, stop: threading.Event) -> None:
@@ -98,8 +175,20 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
     plan = json.loads(site.plan.model_dump_json())
     promised = figures.slower / SHOWN.slower
     metrics.set_plan(
-        {"makespan_s": promised * plan["makespan_s"], "bubble_ratio": promised * plan["bubble_ratio"]}
+        {
+            **plan,
+            "makespan_s": promised * plan["makespan_s"],
+            "bubble_ratio": promised * plan["bubble_ratio"],
+            "slots": _scaled(plan["slots"], promised),
+        },
+        step_s=promised * plan["makespan_s"],
     )
+    metrics.set_planned_memory({"mesh0": 3 << 20})
+    metrics.set_nodes("mesh0", ["10.0.0.1"])
+    metrics.set_launch_phase("plan", 2.5 * promised)
+    metrics.set_checkpoint("save", 4.0 * promised)
+    idle = {"fill": figures.step_s, "waits": figures.step_s / 2}
+    metrics.observe_usage(StepUsage(3 * figures.step_s, idle, samples=8, tokens=8 * 32))
     metrics.observe_step(
         {
             "step": step,
@@ -109,15 +198,17 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
             "bubble_ratio": figures.bubble_ratio,
             "exposed_transfer_s": figures.exposed_transfer_s,
             "overlap_ratio": figures.overlap_ratio,
+            "peak_memory_bytes": {"mesh0": 2 << 20},
         }
     )
     if timeline:
-        slots = [
-            {**slot, "start_s": promised * slot["start_s"], "end_s": promised * slot["end_s"], "edge": copy}
-            for copy in range(figures.copies)
-            for slot in plan["slots"]
-        ]
+        scaled = _scaled(plan["slots"], figures.slower)
+        slots = [{**slot, "edge": copy} for copy in range(figures.copies) for slot in scaled]
         metrics.set_timeline({"step": step, "started_at": time.time(), "slots": slots})
+
+
+def _scaled(slots: list[dict], factor: float) -> list[dict]:
+    return [{**s, "start_s": factor * s["start_s"], "end_s": factor * s["end_s"]} for s in slots]
 
 
 def test_the_committed_dashboards_are_what_the_code_builds():
@@ -134,138 +225,194 @@ def test_the_committed_dashboards_are_what_the_code_builds():
     assert texts == committed, "run python dashboards/build.py"
 
 
-def test_every_query_of_the_dashboard_has_data(run: Run):
-    answers = wait_for_data(run.server, run.site.running, DATA_S)
-    names = {f"{query.panel}/{query.name}" for query in dashboard_queries("x", start=0, end=1)}
-    assert answers.keys() == names and len(names) > 15
-    assert run.server.healths() == ["up"] * 4, "the control plane and the drivers of three attempts"
+def test_every_query_of_the_dashboards_has_data(run: Run):
+    answers = run.answers()
+    asked = dashboard_queries("gpt", "x", at=0)
+    assert answers.keys() == {query.title for query in asked} and len(asked) > 70
+    assert {query.board for query in asked} == set(BOARDS)
+    # two control planes, the drivers of three attempts twice each, and the GPUs; a loaded machine misses a scrape
+    deadline = time.monotonic() + DATA_S
+    while (health := run.server.healths()) != ["up"] * 9:
+        assert time.monotonic() < deadline, health
+        time.sleep(0.5)
 
 
 # What Prometheus answers for steps that all take as long: a place within the bucket, from 0.025 to 0.05 s.
 BUCKET_S = (0.025, 0.05)
-# Shown elsewhere: as a table, and as series of the control plane that no job is named in.
-NOT_OF_ONE_JOB = {
-    "Jobs by state/A",
-    "Queue depth/A",
-    "Attempts ended in the last hour/A",
-    "Slots of the last profiled step, stretched over the time range/start",
-    "Slots of the last profiled step, stretched over the time range/end",
-    "Seconds per action/A",
-    "Compute time of each mesh/mesh",
-    "Profiled step/A",
-}
 
 
 def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(run: Run):
-    answers = wait_for_data(run.server, run.site.running, DATA_S)
+    answers = run.answers()
     low, high = BUCKET_S
-    plan = run.site.plan
+    plan, job = run.site.plan, run.site.running
     expected = {
+        "Job": {("", "gpt", "default", "RUNNING", job, "2"): 1},
+        "Length of the profiled step/A": round(1e6 * plan.makespan_s * 1.1),
         "Loss/A": 0.7,
         "Step time/A": low + 0.5 * (high - low),
         "Step time/B": low + 0.95 * (high - low),
+        "Step time/C": plan.makespan_s,
         "Makespan: planned and measured/A": plan.makespan_s,
         "Makespan: planned and measured/B": plan.makespan_s * 1.1,
         "Bubble: planned and measured/A": plan.bubble_ratio,
         "Bubble: planned and measured/B": 0.4,
+        "Computing over plan/A": {(f"mesh{mesh}",): 1.25 for mesh in range(3)},
         "Exposed transfer time/A": 0.001,
         "Overlap/A": 0.75,
-        "Length of the profiled step/A": plan.makespan_s,
+        "Link seconds over plan/A": dict.fromkeys(LINKS, 1.25),
+        "Bandwidth of links: planned and measured/A": dict.fromkeys(LINKS, 4 * LINK_BYTES / 0.004),
+        "Bandwidth of links: planned and measured/B": dict.fromkeys(LINKS, 4 * LINK_BYTES / 0.005),
+        "Bytes of a step/A": dict.fromkeys(LINKS, 4 * LINK_BYTES),
+        "Nodes of meshes/A": {("mesh0", "10.0.0.1"): 1},
         "Slots not shown/A": 0,
+        "Start of the attempt/B": {("plan",): 2.5},
+        "Age of the checkpoint/B": 50 * 0.05,
+        "Duration of checkpoints/A": {("save",): 4.0},
+        "Memory of meshes: planned and measured/A": {("mesh0",): 3 << 20},
+        "Memory of meshes: planned and measured/B": {("mesh0",): 2 << 20},
+        "Compute time of each mesh/A": {(mesh.name,): 1.1 * mesh.compute_s for mesh in plan.meshes},
+        "Seconds per action/A": {(s.action, s.stage): 1.1 * (s.end_s - s.start_s) for s in plan.slots},
     }
-    assert answers.keys() == expected.keys() | NOT_OF_ONE_JOB, "a new query needs a figure that it must show"
-    shown = {name: _last(answers[name]) for name in expected}
-    assert shown == pytest.approx(expected, rel=1e-3, abs=2e-6)
-    profiled = _last(answers["Profiled step/A"])
+    expected["Job/A"] = {tuple(sorted(key)): value for key, value in expected.pop("Job").items()}
+    of_job = {title.removeprefix("job: ") for title in answers if title.startswith("job: ")}
+    assert of_job == expected.keys() | GROWING, "a new query needs a figure that it must show"
+    for title, value in expected.items():
+        shown = _last(answers[f"job: {title}"])
+        if title == "Job/A":
+            shown = {tuple(sorted(("", *key))): number for key, number in shown.items()}
+        if not isinstance(value, dict):
+            (shown,) = shown.values()
+        assert shown == pytest.approx(value, rel=1e-3, abs=2e-6), title
+    (profiled,) = _last(answers["job: Profiled step/A"]).values()
     assert 0 < profiled < OTHER.first_step and profiled % 10 == 0
-    actions = {(s["metric"]["stage"], s["metric"]["action"]): s for s in answers["Seconds per action/A"]}
-    assert {key: _last([series]) for key, series in actions.items()} == pytest.approx(
-        {(s.stage, s.action): s.end_s - s.start_s for s in plan.slots}, rel=1e-3
+
+
+LINKS = [("mesh0", "mesh1"), ("mesh1", "mesh0"), ("mesh1", "mesh2"), ("mesh2", "mesh1")]
+# Counters, ages and numbers that move while the test runs; their proportions are known, see below.
+GROWING = {
+    "Step/A",
+    "Profiled step/A",
+    "Samples per second/A",
+    "Tokens per second/A",
+    "Idle accelerators/A",
+    "Idle accelerator-hours of the last hour/A",
+    "Start of the attempt/A",
+    "Age of the checkpoint/A",
+}
+
+
+WITHIN = 0.2
+"""A scrape may come between two counters of a step: some steps' difference, where a wrong sum is twice as much."""
+
+
+def test_rates_of_a_job_stand_in_the_proportions_of_its_steps(run: Run):
+    """Counters of the driver that is gone do not move, and those of another job are not in it."""
+    run.answers()
+    now = time.time()
+    found = {
+        query.panel: _last(run.server.ask(query, now))
+        for query in dashboard_queries("gpt", run.site.running, at=now, boards=("slotline-job",))
+        if query.panel in ("Samples per second", "Tokens per second", "Idle accelerators")
+    }
+    (samples,), (tokens,) = found["Samples per second"].values(), found["Tokens per second"].values()
+    assert tokens == pytest.approx(32 * samples, rel=WITHIN)
+    idle = found["Idle accelerators"]
+    assert idle["fill",] == pytest.approx(2 * idle["waits",], rel=WITHIN)
+    assert idle["fill",] == pytest.approx(samples / 8 * SHOWN.step_s, rel=WITHIN)
+
+
+def test_what_several_control_planes_tell_of_the_store_is_counted_once(run: Run):
+    """Prometheus scrapes the same control plane under two names: sums over both would double."""
+    answers = run.answers()
+    instances = run.server.get("query", query="count by (__name__) (slotline_jobs{state='RUNNING'})")[
+        "result"
+    ]
+    assert [series["value"][1] for series in instances] == ["2"], "it is there twice"
+    states_shown = {key[0]: n for key, n in _last(answers["cluster: Jobs by state/A"]).items()}
+    assert states_shown.pop("CANCELLED") >= 0, "those of the thread beside"
+    assert {state: n for state, n in states_shown.items() if n} == {"RUNNING": 1, "QUEUED": 1, "FAILED": 1}
+    assert _last(answers["cluster: Queue depth/A"]) == {("default",): 1}
+    causes = _last(answers["cluster: Attempts ended in the last hour/A"])
+    assert {("user",), ("infrastructure",), ("preemption",)} <= causes.keys()
+    (attempts,) = (n for key, n in _last(answers["cluster: Attempts of a job/A"]).items() if "gpt" in key)
+    assert attempts == 2
+    assert len([k for k in _last(answers["cluster: Jobs that are not over/A"]) if "gpt" in k]) == 1
+    assert _last(answers["control-plane: Planning pool/B"]) == {(): 4}, "but each process has its own pool"
+    assert len(_last(answers["control-plane: Lag of the orchestrator/A"])) == 2
+
+
+def test_accelerator_hours_of_the_cluster_are_computing_and_idle_time_together(run: Run):
+    run.answers()
+    now = time.time()
+    asked = dashboard_queries("gpt", run.site.running, at=now, boards=("slotline-cluster",))
+    computing, idle = (
+        _last(run.server.ask(query, now)) for query in asked if query.panel.startswith("Accelerator-hours")
     )
-    seconds = {s["metric"]["mesh"]: _last([s]) for s in answers["Compute time of each mesh/mesh"]}
-    assert seconds == pytest.approx({mesh.name: mesh.compute_s for mesh in plan.meshes}, rel=1e-3)
+    assert idle["fill",] == pytest.approx(2 * idle["waits",], rel=WITHIN)
+    assert computing[()] == pytest.approx(idle["fill",] * 1.5, rel=WITHIN), (
+        "of three parts, one and a half are idle"
+    )
 
 
 def test_a_rate_is_of_the_interval_that_grafana_chooses_and_what_is_of_an_hour_says_so():
     windows: dict[str, set[str]] = {}
-    for query in dashboard_queries("x", start=0, end=1, interval="chosen"):
+    for query in dashboard_queries("x", "y", at=0, interval="chosen"):
         if found := re.findall(r"\[(.+?)\]", query.expression):
             windows.setdefault(query.panel, set()).update(found)
-    assert windows == {
-        "Step time": {"chosen"},
-        "Seconds per action": {"chosen"},
-        "Attempts ended in the last hour": {"1h"},
+    of_an_hour = {
+        "Wait for the first attempt",
+        "Attempts ended in the last hour",
+        "Accelerator-hours of the last hour",
+        "Idle accelerator-hours of the last hour",
     }
+    assert {panel for panel, found in windows.items() if found == {"1h"}} == of_an_hour
+    assert all(found == {"chosen"} for panel, found in windows.items() if panel not in of_an_hour)
 
 
-def test_every_panel_of_seconds_says_seconds():
-    panels = json.loads((ROOT / "dashboards" / "slotline.json").read_text())["panels"]
-    units = {
-        p["title"]: p["fieldConfig"]["defaults"]["unit"]
-        for p in panels
-        if p["type"] != "row" and "unit" in p["fieldConfig"]["defaults"]
-    }
-    assert units == {
-        "Jobs by state": "short",
-        "Queue depth": "short",
-        "Attempts ended in the last hour": "short",
-        "Loss": "short",
-        "Step time": "s",
-        "Makespan: planned and measured": "s",
-        "Seconds per action": "s",
-        "Bubble: planned and measured": "percentunit",
-        "Exposed transfer time": "s",
-        "Overlap": "percentunit",
-        "Profiled step": "none",
-        "Length of the profiled step": "s",
-        "Slots not shown": "none",
-        "Compute time of each mesh": "s",
-    }
-
-
-def test_the_panels_of_all_jobs_show_the_store(run: Run):
-    answers = wait_for_data(run.server, run.site.running, DATA_S)
-    states = {series["metric"]["state"]: series["values"][-1][1] for series in answers["Jobs by state/A"]}
-    assert {state: n for state, n in states.items() if n != "0"} == {
-        "RUNNING": "1",
-        "QUEUED": "1",
-        "FAILED": "1",
-    }
-    (depth,) = answers["Queue depth/A"]
-    assert (depth["metric"]["queue"], depth["values"][-1][1]) == ("default", "1")
-    causes = {series["metric"]["cause"] for series in answers["Attempts ended in the last hour/A"]}
-    assert {"user", "infrastructure", "preemption"} <= causes
-
-
-def test_the_state_timeline_joins_start_and_end_of_every_slot(run: Run):
-    """The two tables have the same rows; lanes fill the range from its first to its last millisecond."""
-    wait_for_data(run.server, run.site.running, DATA_S)
+def _timeline(run: Run) -> dict[str, dict[tuple[str, str], float]]:
+    """Start and end of each block by (row, text), in microseconds, as Grafana gets them."""
+    run.answers()
     now = time.time()
-    start, end = now - 900, now
-    tables = {
+    return {
         query.name: {
-            (series["metric"]["row"], series["metric"]["slot"]): float(series["value"][1])
+            (series["metric"]["line"], series["metric"]["slot"]): float(series["value"][1])
             for series in run.server.ask(query, now)
         }
-        for query in dashboard_queries(run.site.running, start=start, end=end)
-        if query.panel.startswith("Slots of the last profiled step")
+        for query in dashboard_queries("gpt", run.site.running, at=now, boards=("slotline-timeline",))
+        if query.panel.startswith("Slots, ")
     }
-    slots = run.site.plan.slots
-    assert tables["start"].keys() == tables["end"].keys()
-    assert tables["start"].keys() == {
-        (f"{s.mesh} {s.lane}", f"{s.action}{s.microbatch} {s.stage}") for s in slots
-    }
-    assert min(tables["start"].values()) == pytest.approx(start * 1000, abs=2)
-    assert max(tables["end"].values()) == pytest.approx(end * 1000, abs=50)
-    scale = (end - start) * 1000 / run.site.plan.makespan_s
-    for slot in slots:
-        key = f"{slot.mesh} {slot.lane}", f"{slot.action}{slot.microbatch} {slot.stage}"
-        assert tables["start"][key] == pytest.approx(start * 1000 + slot.start_s * scale, abs=2e-6 * scale)
-        assert tables["end"][key] > tables["start"][key]
+
+
+def test_the_timeline_has_every_slot_at_its_microsecond_planned_and_measured(run: Run):
+    """Asked at January 1970, which is what the axis shows: the origin is the start of the step, at any zoom."""
+    tables = _timeline(run)
+    expected = {}
+    for s in run.site.plan.slots:
+        row, text = f"{s.mesh.replace('mesh', 'mesh0')} {s.lane}", f"{s.action}{s.microbatch} {s.stage}"
+        for kind, slower in (("plan", 1.0), ("run", SHOWN.slower)):
+            expected[f"{row} {kind}", text] = (1e6 * slower * s.start_s, 1e6 * slower * s.end_s)
+    assert tables["start"].keys() == tables["end"].keys() == expected.keys()
+    for key, (start, end) in expected.items():
+        assert tables["start"][key] == pytest.approx(start, abs=1)
+        assert tables["end"][key] == pytest.approx(end - 1, abs=1)
+        assert tables["start"][key] == round(tables["start"][key]), (
+            "Grafana has whole milliseconds, which these are"
+        )
     for row in {row for row, _ in tables["start"]}:
         times = sorted((tables["start"][key], tables["end"][key]) for key in tables["start"] if key[0] == row)
         for (_, before), (after, _) in itertools.pairwise(times):
             assert before <= after, f"{row}: a block that ends late would blank the next one"
+
+
+def test_rows_of_the_timeline_sort_as_the_pipeline_with_the_plan_above_the_measurement(run: Run):
+    rows = sorted({row for row, _ in _timeline(run)["start"]})
+    assert rows[:4] == [
+        "mesh00 compute plan",
+        "mesh00 compute run",
+        "mesh00 recv:mesh1 plan",
+        "mesh00 recv:mesh1 run",
+    ]
+    assert [row for row in rows if row.endswith("compute run")] == [f"mesh0{i} compute run" for i in range(3)]
 
 
 def test_transformations_name_the_columns_that_the_queries_give():
@@ -274,8 +421,9 @@ def test_transformations_name_the_columns_that_the_queries_give():
     The order matters: excluding `Time` by name takes every field of type time along, so the
     conversion comes after it (tried with Grafana's own package of transformations, 12.4).
     """
-    panel = json.loads((ROOT / "dashboards" / "slotline.json").read_text())["panels"][-1]
-    columns = {"Time", "row", "slot", "edge"} | {f"Value #{target['refId']}" for target in panel["targets"]}
+    board = json.loads((ROOT / "dashboards" / "slotline-timeline.json").read_text())
+    (panel,) = (panel for panel in board["panels"] if panel["type"] == "state-timeline")
+    columns = {"Time", "line", "slot", "edge"} | {f"Value #{target['refId']}" for target in panel["targets"]}
     order = [item["id"] for item in panel["transformations"]]
     assert order == ["merge", "sortBy", "organize", "convertFieldType", "partitionByValues"]
     options = {item["id"]: item["options"] for item in panel["transformations"]}
@@ -285,10 +433,32 @@ def test_transformations_name_the_columns_that_the_queries_give():
     times = [conversion["targetField"] for conversion in options["convertFieldType"]["conversions"]]
     assert times == ["Value #start", "Value #end"], "the second time field is a block's end"
     assert organize["indexByName"][times[0]] < organize["indexByName"][times[1]]
+    assert organize["renameByName"] == {"slot": "Value", "line": "row"}
     assert options["partitionByValues"]["fields"] == ["row"]
     assert all(target["format"] == "table" and target["instant"] for target in panel["targets"])
+    units = [p["properties"] for p in panel["fieldConfig"]["overrides"] if p["matcher"]["options"] == "time"]
+    assert units == [[{"id": "unit", "value": "time:x [µs]"}]], (
+        "the axis says microseconds, and no time of day"
+    )
 
 
-def _last(result: list[dict]) -> float:
-    (series,) = result
-    return float(series["values"][-1][1] if "values" in series else series["value"][1])
+def test_each_row_of_the_timeline_is_as_high_as_on_the_page_of_the_job():
+    """Grafana's unit of height is 30 pixels and 8 between panels; title, axis and rims take some 80."""
+    for board in ("slotline-timeline", "slotline-steps"):
+        built = json.loads((ROOT / "dashboards" / f"{board}.json").read_text())
+        (panel,) = (panel for panel in built["panels"] if panel["type"] == "state-timeline")
+        pixels = 38 * panel["gridPos"]["h"] - 8 - 80
+        script = (ROOT / "service" / "api" / "pages" / "static" / "timeline.js").read_text()
+        assert pixels / panel["options"]["perPage"] >= int(re.search(r"const COMPUTE = (\d+);", script)[1])
+
+
+def _last(result: list[dict]) -> dict[tuple[str, ...], float]:
+    """The last value of each series by the values of its labels, in the order of their names."""
+    found = {}
+    for series in result:
+        labels = {name: value for name, value in series["metric"].items() if name != "__name__"}
+        value = series["values"][-1][1] if "values" in series else series["value"][1]
+        key = tuple(labels[name] for name in sorted(labels))
+        assert key not in found, f"{labels} twice"
+        found[key] = float(value)
+    return found

@@ -87,6 +87,7 @@ SPECIFICATIONS = {
     "ScrapeConfig": _closed(
         honorLabels={"type": "boolean"},
         scrapeInterval=TEXT,
+        metricsPath=TEXT,
         relabelings=_RELABELINGS,
         httpSDConfigs={
             "type": "array",

@@ -172,12 +172,19 @@ def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart
         name: json.loads(text) for name, text in committed.items()
     }
     sqlite = {**ANY_RAY, "monitoring": {"dashboard": {"enabled": True}}}
-    assert list(objects(chart, sqlite)["ConfigMap", "demo-slotline-dashboard"]["data"]) == ["slotline.json"]
+    without = objects(chart, sqlite)["ConfigMap", "demo-slotline-dashboard"]["data"]
+    assert set(without) == committed.keys() - {"slotline-steps.json"}
+    assert len(without) == 4
     rules = of_kind(found, "PrometheusRule")["spec"]
     assert rules == yaml.safe_load((ROOT / "dashboards" / "rules.yml").read_text())
-    jobs = of_kind(found, "ScrapeConfig")["spec"]
-    assert jobs["honorLabels"] is True
-    assert jobs["httpSDConfigs"][0]["url"] == "http://demo-slotline.ml.svc:80/api/v1/prometheus/targets"
+    jobs, slots = (found["ScrapeConfig", f"demo-slotline-{name}"]["spec"] for name in ("jobs", "slots"))
+    for scrape in (jobs, slots):
+        assert scrape["honorLabels"] is True
+        assert scrape["httpSDConfigs"][0]["url"] == "http://demo-slotline.ml.svc:80/api/v1/prometheus/targets"
+    assert jobs["httpSDConfigs"] == slots["httpSDConfigs"], "the same drivers, with the same token"
+    assert (jobs["metricsPath"], jobs["scrapeInterval"]) == ("/metrics", "5s")
+    assert (slots["metricsPath"], slots["scrapeInterval"]) == ("/metrics/slots", "30s")
+    assert {"targetLabel": "job", "replacement": "slotline-slots"} in slots["relabelings"]
     (endpoint,) = of_kind(found, "ServiceMonitor")["spec"]["endpoints"]
     wanted = {"targetLabel": "job", "replacement": "slotline"}
     assert wanted in endpoint["relabelings"], "the alert asks for this name"

@@ -72,7 +72,8 @@ GROUPS = [
     Group("report", "worker/driver/report.py", "tests/worker/driver/test_report.py"),
     Group(
         "dashboard",
-        "dashboards/slotline.json",
+        "dashboards/slotline-cluster.json dashboards/slotline-job.json dashboards/slotline-timeline.json "
+        "dashboards/slotline-control-plane.json",
         "tests/dashboards/test_dashboard.py --deselect "
         "tests/dashboards/test_dashboard.py::test_the_committed_dashboards_are_what_the_code_builds",
     ),

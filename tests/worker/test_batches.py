@@ -127,3 +127,24 @@ def test_a_model_with_its_own_loss_takes_the_target_too():
     one = batches(job("Numbered", loss=False, length=30))
     (value, number), nothing = one.microbatch(0, 0)
     assert value.flatten().tolist() == number.tolist() and nothing.tolist() == [0.0] * 4
+
+
+def sized(inputs: tuple[torch.Tensor, ...]) -> Batches:
+    made = object.__new__(Batches)
+    made.sample = inputs, torch.zeros(4)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokens"),
+    [
+        ((torch.zeros(4, 32, dtype=torch.int64),), 32),
+        ((torch.zeros(4, 3, 8, 8), torch.zeros(4, 77, dtype=torch.int32)), 77),
+        ((torch.zeros(4, 32),), None),
+        ((torch.zeros(4, dtype=torch.int64),), None),
+        ((torch.zeros(4, 32, dtype=torch.bool),), None),
+    ],
+    ids=["tokens", "a picture and its text", "features", "classes", "a mask"],
+)
+def test_tokens_are_counted_where_samples_are_rows_of_whole_numbers(inputs, tokens):
+    assert sized(inputs).tokens_per_sample == tokens

@@ -14,6 +14,7 @@ from worker.actor import Worker
 from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
+from worker.driver.launch import Launch
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.metrics_port import serve_in_range
@@ -72,6 +73,7 @@ def run_attempt(
     termination: Termination,
 ) -> Outcome:
     """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
+    launch = Launch(metrics.set_launch_phase)
     try:
         job = Job.from_json(attempt.spec)
         address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
@@ -79,7 +81,8 @@ def run_attempt(
         termination.listen()  # ray.init puts a handler of its own in place
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
-            _train(attempt, job, control, reporter, metrics)
+            launch.ended("connect")
+            _train(attempt, job, control, reporter, metrics, launch)
         finally:
             ray.shutdown()
         return Outcome("SUCCEEDED")
@@ -106,7 +109,12 @@ def run_attempt(
 
 
 def _train(
-    attempt: Attempt, job: Job, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
+    attempt: Attempt,
+    job: Job,
+    control: ControlPlane,
+    reporter: Reporter,
+    metrics: JobMetrics,
+    launch: Launch,
 ) -> None:
     limits = attempt.limits
     if attempt.device == "cuda" and job.resources.workers is not None:
@@ -157,6 +165,9 @@ def _train(
                     limit_s=limits.start_s,
                     interrupted=raise_if_cancelled,
                 )
+            launch.ended("place")
+            for mesh in gang.meshes:
+                metrics.set_nodes(mesh.name, [a.node for a in gang.addresses if a.mesh == mesh.name])
             reporter.event(
                 "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
             )
@@ -168,9 +179,11 @@ def _train(
                 reporter=reporter,
                 limit_s=limits.checkpoint_s,
                 interrupted=raise_if_cancelled,
+                timed=metrics.set_checkpoint,
             )
             checkpoints.try_place()
             planned = planner.plan()
+            launch.ended("plan")
             metrics.set_plan(planned.plan, step_s=planned.step_s)
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
             _store, place = serve_rendezvous(own_node_address(), [a.node for a in gang.addresses])
@@ -181,18 +194,23 @@ def _train(
                 timeout_reason=Reason.START_TIMEOUT,
                 interrupted=raise_if_cancelled,
             )
+            launch.ended("load")
             done = checkpoints.restore(attempt.resume_uri)
+            launch.ended("restore")
             check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_cancelled)
+            launch.ended("check")
             gang.call(
                 [worker.warm_up.remote(done + 1) for worker in gang.workers],
                 what="the first run, without transfers",
                 limit_s=limits.prepare_s,
                 interrupted=raise_if_cancelled,
             )
+            launch.ended("warm up")
             reporter.state("RUNNING")
             run_steps(
                 done + 1,
                 job.training.steps,
+                samples=job.training.global_batch,
                 planned=planned,
                 gang=gang,
                 reporter=reporter,

@@ -1,4 +1,4 @@
-"""How long an attempt may wait for what: values, and the environment variables that set them."""
+"""How long an attempt may wait for what, and how often it profiles: values, and the variables that set them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time)."""
+    """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time).
+
+    `profile_every_s` is no wait: after so long the slots of another step are reported and exposed.
+    """
 
     start_s: float = 120.0
     prepare_s: float = 600.0
@@ -18,13 +21,14 @@ class Limits:
     step_floor_s: float = 120.0
     checkpoint_s: float = 600.0
     linger_s: float = 60.0
+    profile_every_s: float = 30.0
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """SLOTLINE_METRICS_LINGER_S, and for the others SLOTLINE_LIMIT_<NAME>."""
+        """SLOTLINE_METRICS_LINGER_S, SLOTLINE_PROFILE_EVERY_S, and for the others SLOTLINE_LIMIT_<NAME>."""
         values = {}
         for name, default in asdict(cls()).items():
-            variable = "SLOTLINE_METRICS_LINGER_S" if name == "linger_s" else f"SLOTLINE_LIMIT_{name.upper()}"
+            variable = _OWN_NAMES.get(name, f"SLOTLINE_LIMIT_{name.upper()}")
             text = os.environ.get(variable, default)
             try:
                 values[name] = float(text)
@@ -35,3 +39,6 @@ class Limits:
     def step_s(self, makespan_s: float) -> float:
         """How long a whole step of that planned length may take."""
         return max(self.step_floor_s, self.slot_floor_s + self.slot_factor * makespan_s)
+
+
+_OWN_NAMES = {"linger_s": "SLOTLINE_METRICS_LINGER_S", "profile_every_s": "SLOTLINE_PROFILE_EVERY_S"}

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one job, served by its driver.
+"""Prometheus metrics of one job, served by its driver: at /metrics, and single slots at /metrics/slots.
 
 Values come as the JSON objects that the driver reports; this module must not know the
 control plane, Ray, or how anything was measured. No state is shared between two objects.
@@ -7,19 +7,27 @@ control plane, Ray, or how anything was measured. No state is shared between two
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
-from prometheus_client.core import Metric
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    make_wsgi_app,
+)
 from prometheus_client.exposition import start_wsgi_server
-from prometheus_client.registry import Collector
 
-MAX_SLOTS = 4096
-_SLOT_LABELS = ("mesh", "lane", "stage", "action", "microbatch")
+from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, snapshot, text
+from worker.driver.usage import StepUsage
+from worker.program import COMPUTE_LANE
+
+SLOTS_PATH = "/metrics/slots"
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ACTION_BUCKETS = (
     1e-5,
@@ -41,24 +49,6 @@ _ACTION_BUCKETS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """One slot as it is exposed: its labels, its start as Unix time, its length."""
-
-    labels: Mapping[str, str]
-    start_s: float
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """The slots of one profiled step; never changed, only replaced as a whole."""
-
-    step: int
-    slots: tuple[_Slot, ...]
-    dropped: int
-
-
 class JobMetrics:
     """Everything that Prometheus can know about one running job.
 
@@ -73,17 +63,31 @@ class JobMetrics:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._closed = threading.Lock()
-        self._slots = _SlotCollector(job)
-        self.registry.register(self._slots)
-        self._step_seconds = self._histogram("step_seconds", "Time of an optimizer step.", _STEP_BUCKETS)
-        self._action_seconds = self._histogram(
-            "action_seconds",
+        self._slots = SlotPage(job)
+        self.profiled_registry = CollectorRegistry()
+        self._rows: dict[str, str] = {}
+        self._step_seconds = Histogram(
+            "slotline_step_seconds",
+            "Time of an optimizer step.",
+            ("job",),
+            registry=self.registry,
+            buckets=_STEP_BUCKETS,
+        )
+        self._action_seconds = Histogram(
+            "slotline_action_seconds",
             "Time of a slot in the profiled steps.",
-            _ACTION_BUCKETS,
-            "stage",
-            "action",
+            ("job", "stage", "action"),
+            registry=self.profiled_registry,  # hundreds of series that change with a profiled step only
+            buckets=_ACTION_BUCKETS,
         )
         self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._counter("samples", "Samples that were trained on.")
+        self._counter("tokens", "Tokens that were trained on, where samples are sequences of tokens.")
+        self._counter("accelerator_seconds", "Seconds of all accelerators of the job, within its steps.")
+        self._counter(
+            "idle_accelerator_seconds", "Seconds in which accelerators of the job computed nothing.", "reason"
+        )
         self._gauge("step", "The last finished step.")
         self._gauge("train_loss", "Loss of the last finished step.")
         self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
@@ -102,6 +106,35 @@ class JobMetrics:
             "peak_memory_bytes",
             "The most that a worker of a mesh held in the last finished step: allocated on CUDA, resident on CPU.",
             "mesh",
+        )
+        self._gauge("mesh_info", "1 for each mesh, with the nodes that its workers run on.", "mesh", "nodes")
+        self._gauge(
+            "launch_phase_seconds",
+            "How long a phase between the driver's start and the first step took.",
+            "phase",
+        )
+        self._gauge(
+            "checkpoint_duration_seconds",
+            "How long the last one took; operation: save or restore.",
+            "operation",
+        )
+        self._gauge("profiled_step", "The last profiled step.")
+        self._gauge(
+            "profiled_step_seconds", "Length of the last profiled step, from its first slot to its last."
+        )
+        self._gauge("profiled_compute_seconds", "Computing of a mesh in the last profiled step.", "mesh")
+        self._gauge(
+            "profiled_action_seconds",
+            "Mean length of the slots of a stage and an action in the last profiled step.",
+            "stage",
+            "action",
+        )
+        self._gauge(
+            "profiled_slots_dropped",
+            f"Slots of the last profiled step beyond the first {MAX_SLOTS}, not exposed one by one.",
+        )
+        self._gauge(
+            "plan_slots_dropped", f"Slots of the plan beyond the first {MAX_SLOTS}, not exposed one by one."
         )
 
     def observe_step(self, step: Mapping[str, Any]) -> None:
@@ -123,6 +156,31 @@ class JobMetrics:
         self._set("plan_step_seconds", step_s)
         self._set("plan_makespan_seconds", plan.get("makespan_s"))
         self._set("plan_bubble_ratio", plan.get("bubble_ratio"))
+        if slots := _in_order(plan.get("slots", ())):
+            self._rows = row_names([mesh["name"] for mesh in plan["meshes"]])
+            self._slots.planned = snapshot(slots, self._rows)
+            self._set("plan_slots_dropped", self._slots.planned.dropped)
+
+    def observe_usage(self, usage: StepUsage) -> None:
+        """Take in what a finished step used and trained on."""
+        self._counters["accelerator_seconds"].labels(self.job).inc(usage.accelerator_s)
+        for reason, seconds in usage.idle_s.items():
+            self._counters["idle_accelerator_seconds"].labels(self.job, reason).inc(seconds)
+        self._counters["samples"].labels(self.job).inc(usage.samples)
+        if usage.tokens is not None:
+            self._counters["tokens"].labels(self.job).inc(usage.tokens)
+
+    def set_nodes(self, mesh: str, nodes: Iterable[str]) -> None:
+        """Take in on which nodes the workers of a mesh run."""
+        self._gauges["mesh_info"].labels(self.job, mesh, ", ".join(dict.fromkeys(nodes))).set(1)
+
+    def set_launch_phase(self, phase: str, seconds: float) -> None:
+        """Take in how long a phase of the attempt's start took."""
+        self._gauges["launch_phase_seconds"].labels(self.job, phase).set(seconds)
+
+    def set_checkpoint(self, operation: str, seconds: float) -> None:
+        """Take in how long a checkpoint took to `save` or `restore`."""
+        self._gauges["checkpoint_duration_seconds"].labels(self.job, operation).set(seconds)
 
     def set_planned_memory(self, peaks: Mapping[str, int]) -> None:
         """Take in the most bytes that each mesh holds by the plan."""
@@ -131,22 +189,40 @@ class JobMetrics:
     def set_timeline(self, timeline: Mapping[str, Any]) -> None:
         """Take in a profiled step, a `timelines` item of a report: slots relative to `started_at`.
 
-        Replaces the slots of the step before as a whole, and adds every slot to `action_seconds`.
+        Replaces the slots of the step before as a whole, and adds every slot to `action_seconds`. Lengths and sums
+        are of all slots, also of those that are too many to be exposed.
         """
-        slots = sorted(timeline["slots"], key=lambda slot: (slot["start_s"], slot["end_s"]))
+        slots = _in_order(timeline["slots"])
+        actions: dict[tuple[str, str], list[float]] = defaultdict(list)
+        compute: dict[str, float] = defaultdict(float)
         for slot in slots:
-            labels = self.job, _text(slot.get("stage")), slot["action"]
-            self._action_seconds.labels(*labels).observe(slot["end_s"] - slot["start_s"])
-        self._slots.snapshot = _snapshot(timeline["step"], timeline["started_at"], slots)
+            seconds = slot["end_s"] - slot["start_s"]
+            actions[text(slot.get("stage")), slot["action"]].append(seconds)
+            if slot["lane"] == COMPUTE_LANE:
+                compute[slot["mesh"]] += seconds
+        for labels, lengths in actions.items():
+            histogram = self._action_seconds.labels(self.job, *labels)
+            for seconds in lengths:
+                histogram.observe(seconds)
+            self._gauges["profiled_action_seconds"].labels(self.job, *labels).set(sum(lengths) / len(lengths))
+        self._set_by_mesh("profiled_compute_seconds", compute)
+        if slots:
+            self._set("profiled_step_seconds", max(slot["end_s"] for slot in slots) - slots[0]["start_s"])
+        self._set("profiled_step", timeline["step"])
+        rows = self._rows or row_names(sorted(compute))
+        shown = snapshot(slots, rows, step=timeline["step"], started_at=timeline["started_at"])
+        self._set("profiled_slots_dropped", shown.dropped)
+        self._slots.measured = shown
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Serve `/metrics` on `host` and return "host:port"; port 0 takes a free one.
+        """Serve `/metrics` and `/metrics/slots` on `host` and return "host:port"; port 0 takes a free one.
 
         Raises OSError when the address cannot be bound, RuntimeError when served already.
         """
         if self._server is not None:
             raise RuntimeError(f"metrics of job {self.job} are served already: call serve() once")
         self._server, self._thread = start_wsgi_server(port, host, self.registry)
+        self._server.set_app(self._answer(make_wsgi_app(self.registry)))
         bound = self._server.server_port
         return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
@@ -165,15 +241,28 @@ class JobMetrics:
                 self._server.server_close()
                 self._thread.join()
                 self._server = self._thread = None
-            self._slots.snapshot = None
-            for metric in (*self._gauges.values(), self._step_seconds, self._action_seconds):
+            self._slots.measured = self._slots.planned = None
+            histograms = self._step_seconds, self._action_seconds
+            for metric in (*self._gauges.values(), *self._counters.values(), *histograms):
                 metric.clear()
+
+    def _answer(self, rest: Callable[..., Any]) -> Callable[..., Any]:
+        """The application that answers `SLOTS_PATH` with what is known of single slots, and else as `rest`."""
+
+        def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
+            if environ["PATH_INFO"] != SLOTS_PATH or environ["REQUEST_METHOD"] != "GET":
+                return rest(environ, start_response)
+            body = self._slots.text() + generate_latest(self.profiled_registry)
+            start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
+            return [body]
+
+        return answer
 
     def _gauge(self, name: str, text: str, *labels: str) -> None:
         self._gauges[name] = Gauge(f"slotline_{name}", text, ("job", *labels), registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"slotline_{name}", text, ("job", *labels), registry=self.registry, buckets=buckets)
+    def _counter(self, name: str, text: str, *labels: str) -> None:
+        self._counters[name] = Counter(f"slotline_{name}", text, ("job", *labels), registry=self.registry)
 
     def _set(self, name: str, value: float | None) -> None:
         if value is not None:
@@ -184,59 +273,5 @@ class JobMetrics:
             self._gauges[name].labels(self.job, mesh).set(value)
 
 
-class _SlotCollector(Collector):
-    """Emits the slots of the last profiled step; a scrape sees one snapshot or the next, never a mix."""
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-        self.snapshot: _Snapshot | None = None
-
-    def describe(self) -> list[Metric]:
-        return [Metric(f"slotline_{name}", text, "gauge", unit) for name, text, unit in _SLOT_METRICS]
-
-    def collect(self) -> Iterator[Metric]:
-        snapshot = self.snapshot
-        if snapshot is None:
-            return
-        starts, durations, step, dropped = self.describe()
-        job = {"job": self._job}
-        for slot in snapshot.slots:
-            labels = {**job, **slot.labels}
-            starts.add_sample(starts.name, labels, slot.start_s)
-            durations.add_sample(durations.name, labels, slot.duration_s)
-        step.add_sample(step.name, job, snapshot.step)
-        dropped.add_sample(dropped.name, job, snapshot.dropped)
-        yield from (starts, durations, step, dropped)
-
-
-_SLOT_METRICS = (
-    ("slot_start_timestamp_seconds", "Start of a slot of the last profiled step, as Unix time.", "seconds"),
-    ("slot_duration_seconds", "Length of a slot of the last profiled step.", "seconds"),
-    ("profiled_step", "The last profiled step, to which the slots belong.", ""),
-    (
-        "profiled_slots_dropped",
-        f"Slots of the last profiled step beyond the first {MAX_SLOTS}, not exposed.",
-        "",
-    ),
-)
-
-
-def _snapshot(step: int, started_at: float, slots: list[Mapping[str, Any]]) -> _Snapshot:
-    """The first `MAX_SLOTS` of `slots` (in order of start), each with labels of its own.
-
-    Two tensors that one stage sends to one mesh for one microbatch share the six labels; such
-    slots carry their `edge` as one more, since Prometheus keeps one of two equal series.
-    """
-    kept = slots[:MAX_SLOTS]
-    labels = [{name: _text(slot.get(name)) for name in _SLOT_LABELS} for slot in kept]
-    times = Counter(tuple(label.values()) for label in labels)
-    out = []
-    for slot, label in zip(kept, labels, strict=True):
-        if times[tuple(label.values())] > 1:
-            label["edge"] = _text(slot.get("edge"))
-        out.append(_Slot(label, started_at + slot["start_s"], slot["end_s"] - slot["start_s"]))
-    return _Snapshot(step, tuple(out), len(slots) - len(kept))
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+def _in_order(slots: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(slots, key=lambda slot: (slot["start_s"], slot["end_s"]))

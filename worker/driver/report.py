@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 MAX_STEPS_PER_REPORT = 2_000
 MAX_EVENTS_PER_REPORT = 1_000
-MAX_SLOTS_PER_REPORT = 20_000  # some 200 bytes each
 MAX_WAITING_SLOTS = 200_000
 
 
@@ -185,11 +184,7 @@ class Reporter:
             p = self._pending
             steps = [p.steps.popleft() for _ in range(min(len(p.steps), MAX_STEPS_PER_REPORT))]
             events = [p.events.popleft() for _ in range(min(len(p.events), MAX_EVENTS_PER_REPORT))]
-            timelines: list[dict[str, Any]] = []
-            while p.timelines and (
-                not timelines or _slots([*timelines, p.timelines[0]]) <= MAX_SLOTS_PER_REPORT
-            ):
-                timelines.append(p.timelines.popleft())
+            timelines = [p.timelines.popleft()] if p.timelines else []  # each is thousands of rows to write
             before = p.steps or p.timelines or p.events
             change = p.states.popleft() if p.states and not before else {}
             checkpoint, p.checkpoint = p.checkpoint, None

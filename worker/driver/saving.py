@@ -6,6 +6,7 @@ What a checkpoint is stands in worker/checkpoint.py; how the workers are called 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one job. `policy` is the job's, None for none;
-    `interrupted` is that of `Gang.call`."""
+    """The checkpoints of one job. `policy` is the job's, None for none; `interrupted` is that of `Gang.call`, and
+    `timed` is told how many seconds each save and restore took."""
 
     def __init__(
         self,
@@ -32,7 +33,9 @@ class Checkpoints:
         reporter: Reporter,
         limit_s: float,
         interrupted: Callable[[], None],
+        timed: Callable[[str, float], None] = lambda operation, seconds: None,
     ):
+        self._timed = timed
         self._policy = policy
         self._job_id = job_id
         self._gang = gang
@@ -57,8 +60,10 @@ class Checkpoints:
         if reported and reported not in candidates:
             candidates.append(reported)
         for position, uri in enumerate(candidates):
+            began = time.monotonic()
             try:
                 step = self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
+                self._timed("restore", time.monotonic() - began)
                 self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
                 return step
             except AttemptFailure as failure:
@@ -84,10 +89,12 @@ class Checkpoints:
 
     def _save(self, policy: CheckpointPolicy, step: int) -> None:
         uri = checkpoint.step_uri(policy.uri, self._job_id, step)
+        began = time.monotonic()
         self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
         shards = [mesh.name for mesh in self._gang.meshes]
         with attributed_to(Reason.CHECKPOINT_FAILED):
             checkpoint.finish(uri, step=step, shards=shards, keep=policy.keep)
+        self._timed("save", time.monotonic() - began)
         self._reporter.checkpoint(step, uri)
         self._reporter.event("checkpoint", f"after step {step}: {uri}")
 

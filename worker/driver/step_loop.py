@@ -28,13 +28,13 @@ from worker.node import own_node_address
 CLOCK_ROUNDS = 9
 CLOCK_EVERY_S = 30.0
 CLOCK_LIMIT_S = 30.0
-TIMELINE_EVERY_S = 1.0
 
 
 def run_steps(
     first: int,
     last: int,
     *,
+    samples: int,
     planned: PlannedJob,
     gang: Gang,
     reporter: Reporter,
@@ -45,8 +45,9 @@ def run_steps(
 ) -> None:
     """Run the steps `first` to `last`, report each and save when it is time to.
 
-    A step's time is from the end of the one before (or from when it was asked for) to its own. `interrupted` is
-    called before each step and within, and may raise. Raises AttemptFailure of the first step that failed.
+    `samples` are those of a step. A step's time is from the end of the one before (or from when it was asked for) to
+    its own. `interrupted` is called before each step and within, and may raise. Raises AttemptFailure of the first
+    step that failed.
     """
     asker = _Asker(planned, gang, limits, interrupted)
     clocks = _Clocks(gang)
@@ -73,10 +74,12 @@ def run_steps(
             offsets=clocks.offsets,
             step_s=ended - max(before, asked.at_s),
             clock=(time.time(), time.monotonic()),
+            samples=samples,
         )
+        # The first step is cold and the second is not: both are shown, then one now and then, and the last.
         keep_timeline = step in (first, last) or time.monotonic() >= next_timeline
-        if keep_timeline:
-            next_timeline = time.monotonic() + TIMELINE_EVERY_S
+        if keep_timeline and step > first:
+            next_timeline = time.monotonic() + limits.profile_every_s
         _publish(record, reporter, metrics, keep_timeline)
         skipped_before, skipped = skipped, any(result["skipped"] for result in results)
         if skipped and not skipped_before:
@@ -115,6 +118,7 @@ class _Asker:
 def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_timeline: bool) -> None:
     reporter.step(record.report)
     metrics.observe_step(record.report)
+    metrics.observe_usage(record.usage)
     if keep_timeline:
         reporter.timeline(record.timeline)
         metrics.set_timeline(record.timeline)

@@ -11,14 +11,17 @@ from typing import Any
 
 from worker.driver.timeline import summarise
 from worker.driver.timing import ClockOffset, rendezvous_times, to_driver_clock
+from worker.driver.usage import StepUsage, step_usage
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane."""
+    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage` is for
+    Prometheus."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
+    usage: StepUsage
 
 
 def record_step(
@@ -31,6 +34,7 @@ def record_step(
     offsets: Sequence[ClockOffset],
     step_s: float,
     clock: tuple[float, float],
+    samples: int = 0,
 ) -> StepRecord:
     """Put one step together.
 
@@ -55,6 +59,7 @@ def record_step(
         slot["end_s"] -= start
     summary = summarise(slots)
     losses = [loss for result in results for loss in result["losses"]]
+    length = _first(results, "tokens_per_sample")
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
     return StepRecord(
@@ -80,6 +85,14 @@ def record_step(
             "uncertainty_s": max(offset.uncertainty_s for offset in offsets),
             "slots": slots,
         },
+        usage=step_usage(
+            slots,
+            summary,
+            step_s=step_s,
+            workers=dict(zip(meshes, sizes, strict=True)),
+            samples=samples,
+            tokens=None if length is None else samples * length,
+        ),
     )
 
 

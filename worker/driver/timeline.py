@@ -17,12 +17,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class MeshSummary:
-    """One mesh's share of a timeline, in seconds."""
+    """One mesh's share of a timeline, in seconds: `first_s` and `last_s` are when it begins and ends to compute,
+    `busy_s` is how long it computes between (`compute_s` counts what overlaps twice)."""
 
     compute_s: float
     span_s: float
     transfer_s: float
     exposed_transfer_s: float
+    first_s: float
+    last_s: float
+    busy_s: float
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,22 @@ def summarise(slots: Iterable[Mapping[str, Any]]) -> TimelineSummary:
 
 
 def _mesh(compute: list[Interval], transfers: list[Interval]) -> MeshSummary:
-    busy, moving = _union(compute), _union(transfers)
+    busy, moving = union(compute), union(transfers)
     first, last = busy[0][0], busy[-1][1]
     inside = [(max(s, first), min(e, last)) for s, e in moving if e > first and s < last]
-    covered = _overlap(inside, busy)
+    covered = overlap(inside, busy)
     return MeshSummary(
         compute_s=sum(e - s for s, e in compute),
         span_s=last - first,
         transfer_s=sum(e - s for s, e in moving),
         exposed_transfer_s=sum(e - s for s, e in inside) - covered,
+        first_s=first,
+        last_s=last,
+        busy_s=sum(e - s for s, e in busy),
     )
 
 
-def _union(intervals: list[Interval]) -> list[Interval]:
+def union(intervals: list[Interval]) -> list[Interval]:
     """Disjoint intervals in ascending order that cover the same time."""
     merged: list[Interval] = []
     for s, e in sorted(intervals):
@@ -96,7 +103,7 @@ def _union(intervals: list[Interval]) -> list[Interval]:
     return merged
 
 
-def _overlap(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
+def overlap(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
     """How long both run; each is disjoint and in ascending order, so that one look at each is enough."""
     total, a, b = 0.0, 0, 0
     while a < len(ones) and b < len(others):

@@ -6,7 +6,10 @@ The pages fill themselves from the JSON API; of the store this module asks only 
 from __future__ import annotations
 
 import re
+import time
+from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse
@@ -16,6 +19,7 @@ from service.api.context import Current
 from service.job_states import JobState
 from service.jobspec import JOB_ID_PATTERN
 from service.store.jobs import find_job
+from service.store.tables import Job
 
 _HERE = Path(__file__).parent
 _STATIC = {path.name: path for path in (_HERE / "static").iterdir() if path.suffix in (".js", ".css", ".svg")}
@@ -43,9 +47,28 @@ async def job_page(request: Request, job_id: str, service: Current) -> HTMLRespo
     async with service.database.read() as session:
         known = re.fullmatch(JOB_ID_PATTERN, job_id) and await find_job(session, job_id)
     page, status = ("job.html", 200) if known else ("missing.html", 404)
+    links = dashboard_links(service.settings.grafana_url, known, at=time.time()) if known else {}
     return _templates.TemplateResponse(
-        request, page, {"job_id": job_id}, status_code=status, headers=_HEADERS
+        request, page, {"job_id": job_id, "dashboards": links}, status_code=status, headers=_HEADERS
     )
+
+
+def dashboard_links(grafana_url: str | None, job: Job, *, at: float) -> dict[str, str]:
+    """Grafana's dashboards of a job by their names: its curves, and its last profiled step before `at`.
+
+    The timeline's axis has a millisecond for each microsecond of the step; a date of 24 characters is never taken for
+    something else.
+    """
+    if grafana_url is None:
+        return {}
+    chosen = {"var-name": job.name, "var-job": job.id}
+    whole = datetime.fromtimestamp(max(0.001, job.step_s or 0.06) * 1000, UTC)
+    axis = {"from": "1970-01-01T00:00:00.000Z", "to": f"{whole:%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"}
+    timeline = {**axis, **chosen, "var-at": f"{at:.0f}"}
+    return {
+        "Grafana": f"{grafana_url}/d/slotline-job?{urlencode(chosen)}",
+        "Timeline in Grafana": f"{grafana_url}/d/slotline-timeline?{urlencode(timeline)}",
+    }
 
 
 @router.get("/static/{name}")

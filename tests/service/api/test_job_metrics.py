@@ -10,10 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.job_metrics import job_counts
 from service.api.metrics import exposition
-from service.api.over_plan import seconds_of
+from service.api.over_plan import bytes_of, seconds_of
 from service.job_states import AttemptState, JobState
 from service.jobspec import JobSpec
 from service.scheduler import make_plan
+from service.scheduler.model.spec import PipelineSpec
 from service.store import jobs, states
 from service.store.attempts import create_attempt
 from service.store.counts import count
@@ -21,7 +22,7 @@ from service.store.database import Database, utc_now
 from service.store.plans import record_plan
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord, record_timeline
-from tests.service.api.pages.seed import SLOWER, job_spec, measured, pipeline
+from tests.service.api.pages.seed import MICROBATCHES, SLOWER, job_spec, measured, pipeline
 
 NOW = utc_now()
 
@@ -58,7 +59,9 @@ async def scraped(database: Database) -> dict[str, dict[tuple[str, ...], float]]
 async def test_a_job_is_there_with_its_name_until_it_is_over(database: Database):
     attempt = await running(database)
     found = await scraped(database)
-    assert found["slotline_job_info"] == {("1", attempt.job_id, "gpt", "default", "RUNNING"): 1}
+    assert found["slotline_job_info"] == {("1", attempt.job_id, "gpt", "", "default", "RUNNING"): 1}, (
+        "no owner is known: an empty label is none to Prometheus"
+    )
     assert found["slotline_job_attempts"] == {(attempt.job_id,): 1}
     async with database.write() as session:
         job = await session.get(Job, attempt.job_id)
@@ -146,6 +149,7 @@ async def test_a_slow_link_and_a_slow_mesh_stand_beside_their_plan(database: Dat
     }
     assert found["slotline_link_seconds_over_plan"] == {link: pytest.approx(SLOWER) for link in links}
     assert found["slotline_plan_link_seconds"] == {link: pytest.approx(0.004) for link in links}
+    assert "slotline_link_bytes" not in found, "this plan knows seconds of its transfers, and no sizes"
 
     slow = [
         slot._replace(end_s=slot.end_s + 0.003)
@@ -157,6 +161,62 @@ async def test_a_slow_link_and_a_slow_mesh_stand_beside_their_plan(database: Dat
     ratios = (await scraped(database))["slotline_link_seconds_over_plan"]
     assert ratios.pop((job, "mesh1", "mesh2")) > 3, "the new step, not the one that was kept"
     assert all(ratio == pytest.approx(SLOWER) for ratio in ratios.values())
+
+
+async def test_what_links_carry_and_how_fast_stands_beside_the_plan(database: Database):
+    attempt = await running(database)
+    data = pipeline().model_dump(mode="json")
+    for place, edge in enumerate(data["edges"]):
+        edge |= {"forward_s": None, "backward_s": None}
+        edge |= {"forward_bytes": 1000 * (place + 1), "backward_bytes": 500}
+    data["network"] = {"contention": "link", "bandwidth_bytes_per_s": 1e6}
+    spec = PipelineSpec.model_validate(data)
+    plan = make_plan(spec)
+    body = json.dumps(
+        {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    )
+    async with database.write() as session:
+        await record_plan(session, attempt, body, at=NOW)
+    await profile(database, attempt, 20, measured(plan))
+    found, job = await scraped(database), attempt.job_id
+    carried = {
+        ("mesh0", "mesh1"): 1000,
+        ("mesh1", "mesh2"): 2000,
+        ("mesh1", "mesh0"): 500,
+        ("mesh2", "mesh1"): 500,
+    }
+    expected = {(job, *ends): MICROBATCHES * size for ends, size in carried.items()}
+    assert found["slotline_link_bytes"] == expected
+    assert found["slotline_plan_link_bandwidth_bytes_per_second"] == {
+        link: pytest.approx(1e6) for link in expected
+    }
+    assert found["slotline_link_bandwidth_bytes_per_second"] == {
+        link: pytest.approx(1e6 / SLOWER) for link in expected
+    }
+
+
+def test_a_link_with_a_transfer_of_unknown_size_tells_no_bytes():
+    def got(mesh: str, peer: str, edge: int) -> SlotRecord:
+        return SlotRecord(mesh, f"recv:{peer}", "RECV_F", "s", "t", peer, edge, 0, 0.0, 1.0)
+
+    edges = [{"forward_bytes": 8}, {"forward_bytes": None}]
+    assert bytes_of([got("b", "a", 0), got("c", "a", 1), got("c", "a", 0)], edges) == {("a", "b"): 8}
+
+
+async def test_phases_of_a_start_are_told_of_the_current_attempt(database: Database):
+    attempt = await running(database, age_s=100)
+    assert await told_phases(database) == {}, "Ray has not been given the driver yet"
+    async with database.write() as session:
+        kept = await session.get(Attempt, attempt.id)
+        kept.submitted_at, kept.started_at = ago(98), ago(68)
+    assert await told_phases(database) == {
+        (attempt.job_id, "submit"): pytest.approx(2.0),
+        (attempt.job_id, "start"): pytest.approx(30.0),
+    }
+
+
+async def told_phases(database: Database) -> dict[tuple[str, ...], float]:
+    return (await scraped(database)).get("slotline_job_start_seconds", {})
 
 
 async def test_a_plan_of_another_attempt_is_not_compared(database: Database):

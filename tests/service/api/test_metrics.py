@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.metrics import exposition
 from service.job_states import JobState
+from service.settings import Settings
 from service.store.counts import Counts
 from tests.service.api.pages.seed import seeded_site
 
@@ -57,3 +58,49 @@ def test_two_scrapes_of_one_process_do_not_add_up():
         found = samples(exposition(counts).decode())
         assert found["slotline_jobs", "RUNNING"] == 2
         assert found["slotline_attempts_total", "user"] == 5
+
+
+def test_the_process_tells_its_address_its_lag_and_its_planning_pool(scraped: httpx.Response):
+    found = samples(scraped.text)
+    assert found["slotline_control_plane_info", Settings(port=0).url] == 1
+    assert 0 <= found["slotline_orchestrator_lag_seconds", ""] < 60
+    assert (found["slotline_planning_plans", "running"], found["slotline_planning_plans", "waiting"]) == (
+        0,
+        0,
+    )
+    assert found["slotline_planning_processes", ""] == 2, "one, and one more for drivers"
+    assert found["slotline_orchestrator_round_seconds_count", ""] > 0
+
+
+def test_statements_are_timed_by_what_they_do(scraped: httpx.Response):
+    found = samples(scraped.text)
+    for operation in ("SELECT", "INSERT", "BEGIN"):
+        assert found["slotline_database_seconds_count", operation] > 0
+    assert found["slotline_database_seconds_sum", "SELECT"] > 0
+
+
+def test_answers_are_timed_by_the_template_of_their_route(tmp_path):
+    with seeded_site(tmp_path) as site:
+        before = answered(site.url)
+        for path in (f"/api/v1/jobs/{site.running}", f"/api/v1/jobs/{site.failed}", "/nowhere", "/nowhere/2"):
+            httpx.get(f"{site.url}{path}", timeout=30)
+        httpx.post(f"{site.url}/api/v1/jobs", json={"name": "nothing"}, timeout=30)
+        after = answered(site.url)
+    new = {key: number - before.get(key, 0) for key, number in after.items() if number > before.get(key, 0)}
+    new.pop(("GET", "/metrics", "2xx"))
+    assert new == {
+        ("GET", "/api/v1/jobs/{job_id}", "2xx"): 2,
+        ("GET", "none", "4xx"): 2,
+        ("POST", "/api/v1/jobs", "4xx"): 1,
+    }
+
+
+def answered(url: str) -> dict[tuple[str, str, str], float]:
+    """How many answers began, by method, route and status."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    return {
+        (s.labels["method"], s.labels["route"], s.labels["status"]): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if s.name == "slotline_http_request_seconds_count"
+    }

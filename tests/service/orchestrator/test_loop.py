@@ -138,11 +138,13 @@ async def test_a_driver_is_told_where_to_report_and_where_to_serve_its_metrics(
     monkeypatch.setattr(settings, "public_url", "https://for-people.example")
     monkeypatch.setattr(settings, "driver_url", "http://inside:80")
     monkeypatch.setattr(settings, "metrics_ports", "9400-9499")
+    monkeypatch.setattr(settings, "profile_every_s", 7.5)
     job_id = await world.submit()
     await world.rounds(2)
     env = world.cluster.submissions[f"{job_id}-1"].env
     assert env["SLOTLINE_CONTROL_URL"] == "http://inside:80"
     assert env["SLOTLINE_METRICS_PORTS"] == "9400-9499"
+    assert env["SLOTLINE_PROFILE_EVERY_S"] == "7.5"
 
 
 async def test_a_job_is_started_with_its_token_and_runs_to_its_end(world: World):

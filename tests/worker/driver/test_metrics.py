@@ -9,7 +9,9 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from worker.driver.metrics import MAX_SLOTS, JobMetrics
+from worker.driver.metrics import JobMetrics
+from worker.driver.slot_metrics import MAX_SLOTS
+from worker.driver.usage import StepUsage
 
 STARTED_AT = 1_790_000_000.25
 
@@ -21,8 +23,9 @@ def metrics():
     made.close()
 
 
-def scrape(endpoint: str) -> dict[tuple[str, frozenset], float]:
-    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10) as response:
+def scrape(endpoint: str, path: str = "/metrics") -> dict[tuple[str, frozenset], float]:
+    with urllib.request.urlopen(f"http://{endpoint}{path}", timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
         text = response.read().decode()
     samples = {}
     for family in text_string_to_metric_families(text):
@@ -31,6 +34,10 @@ def scrape(endpoint: str) -> dict[tuple[str, frozenset], float]:
             assert key not in samples, f"{key} twice: Prometheus would drop one"
             samples[key] = sample.value
     return samples
+
+
+def scrape_slots(endpoint: str) -> dict[tuple[str, frozenset], float]:
+    return scrape(endpoint, "/metrics/slots")
 
 
 def value(samples: dict, name: str, **labels: str) -> float:
@@ -95,13 +102,27 @@ def test_slots_of_the_profiled_step_stand_at_their_unix_time(metrics):
             ],
         }
     )
-    got = scrape(endpoint)
-    send = {"mesh": "m0", "lane": "send:m1", "stage": "s0", "action": "SEND_F", "microbatch": "0"}
+    got = scrape_slots(endpoint)
+    send = {
+        "mesh": "m0",
+        "row": "m00 send:m1",
+        "lane": "send:m1",
+        "stage": "s0",
+        "action": "SEND_F",
+        "microbatch": "0",
+    }
     assert value(got, "slot_start_timestamp_seconds", **send) == pytest.approx(STARTED_AT + 0.01, abs=1e-6)
     assert value(got, "slot_duration_seconds", **send) == pytest.approx(0.005)
-    step = {"mesh": "m0", "lane": "compute", "stage": "", "action": "STEP", "microbatch": ""}
+    step = {
+        "mesh": "m0",
+        "row": "m00 compute",
+        "lane": "compute",
+        "stage": "",
+        "action": "STEP",
+        "microbatch": "",
+    }
     assert value(got, "slot_duration_seconds", **step) == pytest.approx(0.1)
-    assert value(got, "profiled_step") == 20
+    assert (value(got, "slots_step"), value(got, "slots_start_timestamp_seconds")) == (20, STARTED_AT)
     assert value(got, "action_seconds_sum", stage="s0", action="F") == pytest.approx(0.01)
 
 
@@ -111,7 +132,7 @@ def test_a_new_profiled_step_replaces_the_old_one_whole(metrics):
         {"step": 10, "started_at": 1.0, "slots": [slot(0, 1, microbatch=m) for m in range(8)]}
     )
     metrics.set_timeline({"step": 20, "started_at": 2.0, "slots": [slot(0, 1, microbatch=0)]})
-    got = scrape(endpoint)
+    got = scrape_slots(endpoint)
     assert list(named(got, "slot_start_timestamp_seconds").values()) == [2.0]
     assert value(got, "action_seconds_count", stage="s0", action="F") == 9, (
         "what accumulates keeps both steps"
@@ -122,19 +143,72 @@ def test_two_tensors_between_the_same_stages_stay_two_series(metrics):
     endpoint = metrics.serve()
     sends = [slot(e, e + 1, lane="send:m1", action="SEND_F", edge=e) for e in range(2)]
     metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": [slot(0, 1), *sends]})
-    starts = named(scrape(endpoint), "slot_start_timestamp_seconds")
+    starts = named(scrape_slots(endpoint), "slot_start_timestamp_seconds")
     assert sorted(dict(labels).get("edge", "") for labels in starts) == ["", "0", "1"]
 
 
-def test_at_most_4096_slots_are_exposed_and_the_rest_is_counted(metrics):
+def test_at_most_4096_slots_are_exposed_and_the_rest_is_counted_and_in_all_sums(metrics):
+    """A sum over the exposed slots would shrink to what is exposed."""
     endpoint = metrics.serve()
     slots = [slot(m, m + 1, microbatch=m) for m in reversed(range(MAX_SLOTS + 5))]
-    metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": slots})
-    got = scrape(endpoint)
-    starts = named(got, "slot_start_timestamp_seconds")
+    late = slot(MAX_SLOTS + 5, MAX_SLOTS + 7, mesh="m1", action="B", stage="s1")
+    metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": [*slots, late]})
+    starts = named(scrape_slots(endpoint), "slot_start_timestamp_seconds")
     assert len(starts) == 4096
     assert max(starts.values()) == 4095, "the earliest slots are kept"
-    assert value(got, "profiled_slots_dropped") == 5
+    got = scrape(endpoint)
+    assert value(got, "profiled_slots_dropped") == 6
+    assert value(got, "profiled_step_seconds") == MAX_SLOTS + 7
+    assert value(got, "profiled_compute_seconds", mesh="m0") == MAX_SLOTS + 5
+    assert value(got, "profiled_compute_seconds", mesh="m1") == 2, "though none of its slots is exposed"
+    assert value(got, "profiled_action_seconds", stage="s1", action="B") == 2
+
+
+def test_the_plan_has_its_slots_beside_the_measured_ones_and_its_own_count_of_what_is_left_out(metrics):
+    endpoint = metrics.serve()
+    slots = [slot(m, m + 0.5, microbatch=m) for m in range(MAX_SLOTS + 2)]
+    metrics.set_plan({"makespan_s": 1.0, "bubble_ratio": 0.0, "meshes": [{"name": "m0"}], "slots": slots})
+    starts = named(scrape_slots(endpoint), "plan_slot_start_seconds")
+    assert sorted(starts.values()) == list(range(4096))
+    assert value(scrape(endpoint), "plan_slots_dropped") == 2
+    assert {dict(labels)["row"] for labels in starts} == {"m00 compute"}
+
+
+def test_single_slots_are_not_in_the_endpoint_that_is_scraped_often(metrics):
+    """Thousands of series that come and go with every profiled step: they have an endpoint and a pace of their own."""
+    endpoint = metrics.serve()
+    slots = [slot(m, m + 1, microbatch=m) for m in range(1000)]
+    metrics.set_plan({"makespan_s": 1.0, "bubble_ratio": 0.0, "meshes": [{"name": "m0"}], "slots": slots})
+    metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": slots})
+    often, seldom = scrape(endpoint), scrape_slots(endpoint)
+    assert len(often) < 100 < 4000 <= len(seldom)
+    assert not [name for (name, labels) in often if "microbatch" in dict(labels)]
+    assert not {key for key in often if key in seldom}, "Prometheus would take two values for one series"
+    assert not {name for name, _ in often} & {name for name, _ in seldom}
+
+
+def test_what_was_idle_and_trained_on_adds_up(metrics):
+    endpoint = metrics.serve()
+    for _ in range(3):
+        metrics.observe_usage(StepUsage(8.0, {"fill": 1.0, "waits": 0.5}, samples=16, tokens=None))
+    got = scrape(endpoint)
+    assert value(got, "accelerator_seconds_total") == 24
+    assert value(got, "idle_accelerator_seconds_total", reason="fill") == 3
+    assert value(got, "samples_total") == 48
+    assert named(got, "tokens_total") == {}, "no tokens is not 0 tokens"
+    metrics.observe_usage(StepUsage(8.0, {}, samples=16, tokens=512))
+    assert value(scrape(endpoint), "tokens_total") == 512
+
+
+def test_where_a_mesh_runs_and_how_long_starting_and_saving_took(metrics):
+    endpoint = metrics.serve()
+    metrics.set_nodes("m0", ["a", "a", "b"])
+    metrics.set_launch_phase("plan", 2.5)
+    metrics.set_checkpoint("save", 4.0)
+    got = scrape(endpoint)
+    assert value(got, "mesh_info", mesh="m0", nodes="a, b") == 1
+    assert value(got, "launch_phase_seconds", phase="plan") == 2.5
+    assert value(got, "checkpoint_duration_seconds", operation="save") == 4
 
 
 def test_a_scrape_never_mixes_two_profiled_steps(metrics):
@@ -158,10 +232,10 @@ def test_a_scrape_never_mixes_two_profiled_steps(metrics):
     seen = set()
     try:
         while len(seen) < 10:  # pytest's own limit ends this if the steps never change
-            got = scrape(endpoint)
-            if not named(got, "profiled_step"):
+            got = scrape_slots(endpoint)
+            if not named(got, "slots_step"):
                 continue
-            step = value(got, "profiled_step")
+            step = value(got, "slots_step")
             assert set(named(got, "slot_start_timestamp_seconds").values()) == {step}
             seen.add(step)
     finally:

@@ -89,6 +89,25 @@ def test_checkpoints_are_taken_when_they_are_due_and_after_the_last_step(make):
     assert [step for step, _ in reports.checkpoints] == [2, 4, 5]
 
 
+def test_it_is_told_how_long_saving_and_restoring_took(tmp_path):
+    told = []
+    gang = Gang()
+    kept = Checkpoints(
+        CheckpointPolicy(str(tmp_path), 2, 3),
+        "job",
+        gang=gang,
+        reporter=Reports(),
+        limit_s=60,
+        interrupted=lambda: None,
+        timed=lambda operation, seconds: told.append((operation, seconds)),
+    )
+    assert kept.restore(None) == 0
+    train(kept, 5)
+    assert kept.restore(None) == 5
+    assert [operation for operation, _ in told] == ["save", "save", "save", "restore"]
+    assert all(0 < seconds < 60 for _, seconds in told)
+
+
 def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(make):
     kept, gang, reports = make(policy=False)
     train(kept, 3)

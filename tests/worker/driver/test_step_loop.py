@@ -104,10 +104,10 @@ class Heard:
     def event(self, *_):
         pass
 
-    observe_step = set_timeline = event
+    observe_step = observe_usage = set_timeline = event
 
 
-def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None):
+def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None, limits=Limits()):
     """Run the loop over all steps; what was heard."""
     log = [] if log is None else log
     with Workers(spec) as run:
@@ -120,12 +120,13 @@ def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None):
             run_steps(
                 1,
                 steps,
+                samples=8,
                 planned=planned,
                 gang=gang,
                 reporter=heard,
                 metrics=heard,
                 checkpoints=checkpoints,
-                limits=Limits(),
+                limits=limits,
                 interrupted=interrupted,
             )
         except BaseException:
@@ -245,3 +246,9 @@ def test_times_and_slots_of_a_step_are_its_own():
     for timeline in heard.timelines:
         actions = [(s["mesh"], s["action"], s["stage"], s["microbatch"]) for s in timeline["slots"]]
         assert len(actions) == len(set(actions))
+
+
+@pytest.mark.parametrize(("every_s", "kept"), [(3600.0, [1, 2, 6]), (0.0, [1, 2, 3, 4, 5, 6])])
+def test_the_cold_step_a_warm_one_and_the_last_are_profiled_and_else_one_in_so_many_seconds(every_s, kept):
+    heard = train(job(), 6, limits=Limits(profile_every_s=every_s))
+    assert [timeline["step"] for timeline in heard.timelines] == kept

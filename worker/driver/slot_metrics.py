@@ -1,0 +1,142 @@
+"""The slots of the last profiled step, and those of the plan, as gauges: thousands, so they have an endpoint of their own.
+
+A scrape sees one snapshot or the next, never a mix. What is left out beyond `MAX_SLOTS` is counted; no sum is made
+from what is left: lengths and sums stand in metrics.py and are made before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+MAX_SLOTS = 4096
+_LABELS = ("mesh", "lane", "stage", "action", "microbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One slot as it is exposed: its labels, its start (Unix time, or from the step's start), its length."""
+
+    labels: Mapping[str, str]
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The slots of one step; never changed, only replaced as a whole. `step` is None for a plan."""
+
+    step: int | None
+    started_at: float
+    slots: tuple[_Slot, ...]
+    dropped: int
+
+
+class SlotPage:
+    """The slots of one job as text for Prometheus; each snapshot is written once, however often it is asked for."""
+
+    def __init__(self, job: str) -> None:
+        self._labels = {"job": job}
+        self.measured: Snapshot | None = None
+        self.planned: Snapshot | None = None
+        self._written: dict[int, tuple[Snapshot, bytes]] = {}
+
+    def text(self) -> bytes:
+        """What `measured` and `planned` are now, in Prometheus's text format."""
+        shown = self.measured, self.planned
+        return b"".join(self._text(place, one) for place, one in enumerate(shown) if one is not None)
+
+    def _text(self, place: int, shown: Snapshot) -> bytes:
+        written = self._written.get(place)
+        if written is None or written[0] is not shown:
+            written = shown, generate_latest(_Families(self._families(shown)))
+            self._written[place] = written
+        return written[1]
+
+    def _families(self, shown: Snapshot) -> list[Metric]:
+        metrics = [_metric(*one) for one in (_PLANNED if shown.step is None else _MEASURED)]
+        starts, durations = metrics[:2]
+        for slot in shown.slots:
+            labels = {**self._labels, **slot.labels}
+            starts.add_sample(starts.name, labels, slot.start_s)
+            durations.add_sample(durations.name, labels, slot.duration_s)
+        if shown.step is not None:
+            for metric, value in zip(metrics[2:], (shown.step, shown.started_at), strict=True):
+                metric.add_sample(metric.name, self._labels, value)
+        return metrics
+
+
+@dataclass(frozen=True)
+class _Families(Collector):
+    """Metrics that are there already."""
+
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.metrics
+
+
+_MEASURED = (
+    ("slot_start_timestamp_seconds", "Start of a slot of the last profiled step, as Unix time.", "seconds"),
+    ("slot_duration_seconds", "Length of a slot of the last profiled step.", "seconds"),
+    ("slots_step", "The profiled step to which the slots beside it belong.", ""),
+    ("slots_start_timestamp_seconds", "Start of that step's first slot, as Unix time.", "seconds"),
+)
+_PLANNED = (
+    ("plan_slot_start_seconds", "Start of a slot by the plan, from the start of the step.", "seconds"),
+    ("plan_slot_duration_seconds", "Length of a slot by the plan.", "seconds"),
+)
+
+
+def _metric(name: str, text: str, unit: str) -> Metric:
+    return Metric(f"slotline_{name}", text, "gauge", unit)
+
+
+def snapshot(
+    slots: Sequence[Mapping[str, Any]],
+    rows: Mapping[str, str],
+    *,
+    step: int | None = None,
+    started_at: float = 0.0,
+) -> Snapshot:
+    """The first `MAX_SLOTS` of `slots` (which are in order of start), each with labels of its own.
+
+    `rows` says how a mesh is called in the label `row`, see `row_names`. Two tensors that one stage sends to one mesh
+    for one microbatch share all labels; such slots carry their `edge` as one more, since Prometheus keeps one of two
+    equal series.
+    """
+    kept = slots[:MAX_SLOTS]
+    labels = [{name: text(slot.get(name)) for name in _LABELS} for slot in kept]
+    times = Counter(tuple(label.values()) for label in labels)
+    out = []
+    for slot, label in zip(kept, labels, strict=True):
+        if times[tuple(label.values())] > 1:
+            label["edge"] = text(slot.get("edge"))
+        label["row"] = f"{rows.get(slot['mesh'], slot['mesh'])} {slot['lane']}"
+        out.append(_Slot(label, started_at + slot["start_s"], slot["end_s"] - slot["start_s"]))
+    return Snapshot(step, started_at, tuple(out), len(slots) - len(kept))
+
+
+def row_names(meshes: Sequence[str]) -> dict[str, str]:
+    """Names for meshes, given in the order of the pipeline, that stand in this order when they are sorted as text.
+
+    Numbers are padded: m2 is m02 beside m10. Where that is not enough the place in the pipeline goes before the name.
+    """
+    width = max((len(number) for mesh in meshes for number in re.findall(r"\d+", mesh)), default=0)
+    padded = {mesh: re.sub(r"\d+", lambda number: number[0].zfill(max(2, width)), mesh) for mesh in meshes}
+    if list(padded.values()) == sorted(set(padded.values())):
+        return padded
+    digits = len(str(len(meshes) - 1))
+    return {mesh: f"{place:0{digits}} {mesh}" for place, mesh in enumerate(meshes)}
+
+
+def text(value: Any) -> str:
+    """A label's value; empty for None."""
+    return "" if value is None else str(value)
