@@ -48,7 +48,7 @@ def test_each_worker_of_a_mesh_is_an_accelerator():
     unlike = step_usage(STEP, summarise(STEP), step_s=8.0, workers={"m0": 2, "m1": 1}, samples=4)
     assert unlike.accelerator_s == 24.0
     assert unlike.idle_s["fill"] == one.idle_s["fill"]  # of m1 alone
-    assert unlike.idle_s["drain"] == 2 * one.idle_s["drain"]  # of m0 alone
+    assert unlike.idle_s["waits"] == 2 * one.idle_s["waits"]  # of m0 alone
 
 
 def test_a_step_that_was_told_shorter_than_its_slots_has_no_negative_time():
