@@ -48,6 +48,7 @@ def costs_digest(spec: Mapping[str, Any]) -> str:
     """
     training = spec["training"]
     parts = {name: spec[name] for name in ("model", "data", "loss", "optimizer", "code", "resources")}
+    parts["model"] = {name: value for name, value in spec["model"].items() if name != "weights"}
     parts["format"] = PROFILE_FORMAT
     parts["training"] = {
         name: training[name] for name in ("global_batch", "precision", "transfers", "clip_grad_norm")
