@@ -44,6 +44,7 @@ from service.api.schemas import (
     TimelineView,
     Version,
 )
+from service.client_weights import WeightsCalls
 from service.job_states import JobState
 from service.jobspec import JobSpec
 from service.settings import is_loopback
@@ -88,7 +89,7 @@ class ApiError(ClientError):
         return self.status in _NOT_NOW
 
 
-class Client:
+class Client(WeightsCalls):
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from service.api.app import create_app
 from service.api.context import Service
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.exporting import JobExporter
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
 from service.orchestrator.loop import Orchestrator
@@ -74,6 +75,8 @@ async def run_control_plane(
             database, cluster, watcher, orchestrator.submitter, limit_s=settings.profile_timeout_s
         )
         stack.push_async_callback(profiler.close)
+        exporter = JobExporter(cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
+        stack.push_async_callback(exporter.close)
         watcher.start()
         stack.push_async_callback(watcher.stop)
         loop = asyncio.create_task(orchestrator.run())
@@ -83,6 +86,7 @@ async def run_control_plane(
             database=database,
             planner=planner,
             profiler=profiler,
+            exporter=exporter,
             cluster=watcher,
             logs=logs,
             wake=orchestrator.wake,

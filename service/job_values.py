@@ -46,7 +46,7 @@ def _pattern(value: str) -> str:
 FiniteJson = Annotated[JsonValue, AfterValidator(finite)]
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
 Pattern = Annotated[Text, Field(min_length=1), AfterValidator(_pattern)]
-Patterns = Annotated[list[Pattern], Field(fail_fast=True, max_length=1000)]
+Patterns = Annotated[list[Pattern], Field(fail_fast=True)]
 
 
 class ParameterGroup(BaseModel):

@@ -124,7 +124,7 @@ class Optimizer(Factory):
         default=None,
         description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
     )
-    groups: Annotated[list[ParameterGroup], Field(max_length=100)] = Field(
+    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
         default=[],
         description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
         "the first group that matches it",

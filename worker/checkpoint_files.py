@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ class CheckpointError(RuntimeError):
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """A step's folder as it lies there. `damage` says what is wrong with it, None where it is whole; `summed`: its
-    checksums were compared too, not only sizes. `saved_at` is the manifest's time, in Unix seconds."""
+    checksums were compared too, not only sizes; not `finished`: it has no manifest, as while it is being written.
+    `saved_at` is the manifest's time, in Unix seconds."""
 
     step: int
     uri: str
@@ -38,6 +40,7 @@ class FoundCheckpoint:
     saved_at: float | None
     damage: str | None = None
     summed: bool = False
+    finished: bool = True
 
 
 def step_uri(uri: str, job: str, step: int) -> str:
@@ -165,10 +168,14 @@ def _look_at(
         pass
     except CheckpointError as error:
         damage = str(error)
-        size = size or _bytes_there(files, folder)
     except Exception as error:  # a manifest of another make, a file without rights
         damage = f"{uri} cannot be read: {type(error).__name__}: {error}"
-    return FoundCheckpoint(step, uri, size, saved_at, damage, summed)
+    finished = True
+    if damage is not None:
+        with suppress(Exception):
+            finished = files.exists(f"{folder}/{MANIFEST}")
+            size = size or _bytes_there(files, folder)
+    return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished)
 
 
 def _digest(files: AbstractFileSystem, path: str, latest: float) -> str:

@@ -23,6 +23,7 @@ from service.api import (
     pages,
     plans,
     system,
+    weights,
 )
 from service.api.context import Service
 from service.api.hosts import OwnPagesOnly, own_names
@@ -72,6 +73,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         plans.router,
         packages.router,
         cluster.router,
+        weights.router,
     ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])

@@ -10,6 +10,7 @@ from fastapi import Depends, FastAPI
 from starlette.requests import HTTPConnection
 
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.exporting import JobExporter
 from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
 from service.orchestrator.planning import Planner
@@ -27,6 +28,7 @@ class Service:
     database: Database
     planner: Planner
     profiler: JobProfiler
+    exporter: JobExporter
     cluster: ClusterWatcher
     logs: LogReader
     wake: Callable[[], None]

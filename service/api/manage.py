@@ -142,6 +142,12 @@ async def check_references(service: Service, spec: JobSpec) -> None:
             "is relative, and every worker has another current folder: "
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
         )
+    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
+        raise _field_problem(
+            "model.weights",
+            spec.model.weights,
+            "is no absolute path: every worker reads its part itself; give one that all of them see",
+        )
     place = spec.code.working_dir
     if place is None or not place.startswith(PACKAGE_PREFIX):
         return

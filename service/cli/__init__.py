@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from service.cli import demo, migrate, plan, reshard, serve, submit, tokens, verify, watch
+from service.cli import demo, migrate, plan, reshard, serve, submit, tokens, verify, watch, weights
 from service.cli.output import CliError, err
 from service.client import ClientError
 
@@ -41,7 +41,7 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-for verbs in (serve, demo, submit, watch, plan, verify, reshard, migrate):
+for verbs in (serve, demo, submit, watch, weights, plan, verify, reshard, migrate):
     app.add_typer(verbs.app)
 app.add_typer(tokens.app, name="token")
 
