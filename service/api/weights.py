@@ -26,6 +26,8 @@ router = APIRouter(
 _LOOK_LIMIT_S = 20.0
 _SUMS_LIMIT_S = 40.0
 _AGAIN_S = "1"
+# Not whatever a user names: calls to other hosts would be made by this process, from inside its network.
+_LOOKED_AT = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss")
 
 
 @router.get("/checkpoints", responses=responses(503))
@@ -44,6 +46,12 @@ async def checkpoints(
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     uri = _place(job)
+    if (scheme := _scheme(uri)) not in _LOOKED_AT:
+        raise ProblemError(
+            503,
+            f"the control plane looks at no checkpoints below {scheme}:// ({uri}), only at paths, s3 and gs: look from a "
+            "worker's machine",
+        )
     limit_s = _SUMS_LIMIT_S if sums else 0.0
     try:
         looking = asyncio.to_thread(look, uri, job_id, sums=sums, limit_s=limit_s)
@@ -105,6 +113,12 @@ async def export(
         notes=list(found["notes"]),
     )
     return Response(view.model_dump_json(), media_type="application/json")
+
+
+def _scheme(uri: str) -> str:
+    """What is before `://`, or the chain of file systems that fsspec takes before `::`; empty for a path."""
+    scheme, found, _ = uri.partition("::" if "::" in uri else "://")
+    return scheme if found else ""
 
 
 def _place(job: Job) -> str:
