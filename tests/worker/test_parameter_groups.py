@@ -10,6 +10,7 @@ from workers import Workers
 from tests.reference import accumulate
 from worker import checkpoint
 from worker.data.sampler import BatchSampler, collate, read_sample
+from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
 from worker.failure import AttemptFailure
 from worker.job import ParameterGroup
 from worker.model import build_model, call_factory
@@ -170,3 +171,24 @@ def test_a_parameter_is_in_the_first_group_that_matches_it():
         ["b.weight"],
     ]
     check_groups(groups, names, {})
+
+
+def test_a_group_without_parameters_goes_on_with_the_rate_that_its_schedule_had_come_to():
+    groups = (ParameterGroup(("*.bias",), {"lr": 0.5}),)
+
+    def made(names):
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in names]
+        optimizer = torch.optim.SGD(parameter_groups(groups, names, parameters), lr=1.0)
+        called = {id(p): name for name, p in zip(names, parameters, strict=True)}
+        # by what it was one step before, as torch's chainable forms are
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1), lambda p: called[id(p)]
+
+    first, schedule, name_of = made(["a.weight", "a.bias"])
+    first.step()
+    schedule.step()
+    saved, state = save_groups(first, name_of, schedule), schedule.state_dict()
+    second, again, name_of = made(["a.weight"])  # the bias is on another mesh now
+    load_schedule(again, state, load_groups(second, name_of, saved))
+    second.step()
+    again.step()
+    assert [group["lr"] for group in second.param_groups] == pytest.approx([0.01, 0.005])
