@@ -9,7 +9,7 @@ import re
 import tomllib
 from pathlib import Path
 
-WORKERS_ONLY = ("torch", "ray", "scikit-learn")
+WORKERS_ONLY = ("torch", "ray", "safetensors", "scikit-learn")
 
 
 def requirements(pyproject: Path) -> list[str]:

@@ -45,6 +45,7 @@ from service.api.schemas import (
     Version,
 )
 from service.api.why_schemas import WhyView
+from service.client_weights import WeightsCalls
 from service.job_states import JobState
 from service.jobspec import JobSpec
 from service.people_client import PeopleCalls
@@ -90,7 +91,7 @@ class ApiError(ClientError):
         return self.status in _NOT_NOW
 
 
-class Client(PeopleCalls):
+class Client(PeopleCalls, WeightsCalls):
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.

@@ -16,6 +16,7 @@ from service.api.app import create_app
 from service.api.context import Service
 from service.api.oidc import IdentityProvider
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.exporting import JobExporter
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
 from service.orchestrator.loop import Orchestrator
@@ -78,6 +79,8 @@ async def run_control_plane(
         identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
         if identity is not None:
             stack.push_async_callback(identity.close)
+        exporter = JobExporter(cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
+        stack.push_async_callback(exporter.close)
         watcher.start()
         stack.push_async_callback(watcher.stop)
         loop = asyncio.create_task(orchestrator.run())
@@ -87,6 +90,7 @@ async def run_control_plane(
             database=database,
             planner=planner,
             profiler=profiler,
+            exporter=exporter,
             cluster=watcher,
             logs=logs,
             wake=orchestrator.wake,

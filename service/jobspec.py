@@ -5,8 +5,6 @@ Values only: no database, no HTTP, no Ray.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -14,36 +12,18 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from service.job_environment import Environment, SecretNames
 from service.job_meshes import check_listed, check_shared, short_form
+from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
-_NOT_STORABLE = re.compile("[\x00\ud800-\udfff]")
 MAX_ARGUMENTS = 1000
 MAX_BYTES = 2**53  # what every reader of JSON takes as it is
 PACKAGE_PREFIX = "package:"
 REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
 TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-
-
-def _printable(value: str) -> str:
-    if any(ord(character) < 32 for character in value):
-        raise ValueError(f"{value!r} holds control characters: remove them")
-    return value
-
-
-def _finite(value: JsonValue) -> JsonValue:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is not a JSON number: give a finite number, or null")
-    if isinstance(value, str) and _NOT_STORABLE.search(value):
-        raise ValueError(f"{value!a} holds a NUL or half a character, which no database stores: remove it")
-    for inner in (
-        (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        _finite(inner)
-    return value
 
 
 def _few(value: object) -> object:
@@ -55,14 +35,12 @@ def _few(value: object) -> object:
 
 def _keys(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     for key in value:
-        _finite(key)
+        finite(key)
     return value
 
 
-FiniteJson = Annotated[JsonValue, AfterValidator(_finite)]
 Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_keys)]
 FewArguments = Annotated[Arguments, BeforeValidator(_few)]
-Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -120,6 +98,16 @@ class Model(Factory):
         description="The tensor that the loss takes where the model returns several, e.g. logits, or 0.hidden; null: "
         "the only one, or the model's own loss",
     )
+    weights: Text | None = Field(
+        default=None,
+        description="Weights to start from, at an absolute path that every worker sees: safetensors (a file, an index, a "
+        "folder) or a torch checkpoint; null: as the factory makes them",
+    )
+    freeze: Patterns = Field(
+        default=[],
+        description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
+        "expression",
+    )
 
 
 class Data(Factory):
@@ -137,6 +125,11 @@ class Optimizer(Factory):
     schedule: Factory | None = Field(
         default=None,
         description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
+    )
+    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
+        default=[],
+        description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
+        "the first group that matches it",
     )
 
 

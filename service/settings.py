@@ -171,6 +171,9 @@ class Settings(BaseSettings):
         default=300.0,
         description="So long one worker may take to measure a job that is planned without training",
     )
+    export_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=3600.0, description="So long the cluster may take to write a job's final weights"
+    )
     plan_action_limit: Annotated[int, Field(ge=1)] = Field(
         default=200_000,
         description="Largest microbatches x (stages + edges) of POST /api/v1/plans, and of a job",

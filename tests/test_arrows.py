@@ -83,10 +83,12 @@ def test_the_api_needs_no_orchestrator_in_its_process():
 def test_the_client_and_the_values_that_it_shares_know_no_other_room():
     light = (
         "service.client",
+        "service.client_weights",
         "service.jobspec",
         "service.job_environment",
         "service.job_meshes",
         "service.job_states",
+        "service.job_values",
         "service.settings",
         "service.api.schemas",
         "service.api.people_schemas",

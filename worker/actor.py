@@ -229,7 +229,7 @@ class Worker:
             training, schedule = self._job.training, self._job.optimizer.schedule
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
             graph = self._model.cut(self._batches.sample[0], begins, here, weights)
-            stages = {i: graph.stages[i].to(self._device) for i in here}
+            self._stages = stages = {i: graph.stages[i].to(self._device) for i in here}
             self._needs_data = any(
                 name.startswith("input:") for stage in stages.values() for name in stage.inputs
             ) or any("output" in stage.outputs for stage in stages.values())
@@ -271,7 +271,6 @@ class Worker:
                 planned_starts_s=planned_starts_s,
                 reshardings=reshardings,
             )
-            self._stages = stages
             self._memory.settle(
                 t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
             )
@@ -340,10 +339,13 @@ class Worker:
         checkpoint.try_writing(uri)
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
-    def save(self, uri: str, step: int) -> None:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same)."""
-        if self._worker == 0:
-            checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+    def save(self, uri: str, step: int) -> list[str]:
+        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same). The names of
+        other shards that it wrote."""
+        if self._worker != 0:
+            return []
+        checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+        return self._model.save_rest(uri, step)
 
     def _transport(
         self, topology: Topology, store: tuple[str, int], host: str, connect_s: float
@@ -373,7 +375,8 @@ class Worker:
                 resolve(part.factory)  # a wrong name is told before anything is measured
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        self._optimizer = make_optimizer(self._job.optimizer, parameters)
+        names = {id(tensor): name for name, tensor in named_tensors(self._stages).items()}
+        self._optimizer = make_optimizer(self._job.optimizer, parameters, [names[id(p)] for p in parameters])
         return self._optimizer
 
     def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:

@@ -22,26 +22,39 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from worker.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    check_size,
+    check_sum,
+    complete,
+    look,
+    read_manifest,
+    shard_path,
+    step_folders,
+    step_uri,
+)
+
+__all__ = [
+    "CheckpointError",
+    "complete",
+    "finish",
+    "load",
+    "load_shard",
+    "look",
+    "save_shard",
+    "shard_names",
+    "step_uri",
+    "try_writing",
+]
+
 log = logging.getLogger(__name__)
 
-# 1 had the groups of each mesh's optimizer without the names of their parameters
-FORMAT = 2
-_READABLE = (1, 2)
-MANIFEST = "manifest.json"
-_PREFIX = "step-"
 # Parts of a state that are keyed by original name; a list of optimizer groups, each with the names of its
 # parameters; the others are the same on every mesh.
 _BY_NAME = ("parameters", "buffers", "optimizer")
 _GROUPS = "optimizer_groups"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the message says which file and why."""
-
-
-def step_uri(uri: str, job: str, step: int) -> str:
-    """Where the checkpoint of `job` after `step` lies below `uri`."""
-    return f"{uri.rstrip('/')}/{job}/{_PREFIX}{step:010d}"
 
 
 def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> None:
@@ -58,7 +71,7 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
     names = sorted({name for part in _BY_NAME for name in state.get(part) or ()})
     told = {"names": names, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
     _write(files, _names_path(folder, shard), json.dumps(told).encode())
-    _write(files, _shard_path(folder, shard), content.getbuffer())
+    _write(files, shard_path(folder, shard), content.getbuffer())
 
 
 def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
@@ -72,7 +85,7 @@ def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
     sizes = {}
     for shard in shards:
         try:
-            sizes[shard] = files.size(_shard_path(folder, shard))
+            sizes[shard] = files.size(shard_path(folder, shard))
         except FileNotFoundError:
             raise CheckpointError(
                 f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
@@ -103,31 +116,52 @@ def try_writing(uri: str) -> None:
         ) from error
 
 
-def complete(uri: str, job: str) -> list[str]:
-    """The complete checkpoints of `job` below `uri`, the newest first."""
-    files, folder = fsspec.core.url_to_fs(f"{uri.rstrip('/')}/{job}")
-    steps = [step for step, _ in _steps(files, folder) if files.exists(f"{folder}/{_name(step)}/{MANIFEST}")]
-    return [step_uri(uri, job, step) for step in reversed(steps)]
+def shard_names(uri: str) -> dict[str, list[str]]:
+    """Of each shard the parameters and buffers that it holds. Raises CheckpointError for what is no checkpoint, and
+    for one of an older version, which does not say."""
+    files, folder = fsspec.core.url_to_fs(uri)
+    names = read_manifest(files, folder, uri).get("names")
+    if names is None:
+        raise CheckpointError(
+            f"{uri} was saved by an older version, which did not write down what shards hold"
+        )
+    return names
 
 
-def load(uri: str, names: Collection[str] | None = None) -> tuple[dict[str, Any], int]:
+def load_shard(uri: str, shard: str) -> dict[str, Any]:
+    """The state that was saved as this shard; CheckpointError as of `load`, and where there is none of that name."""
+    files, folder = fsspec.core.url_to_fs(uri)
+    manifest = read_manifest(files, folder, uri)
+    if shard not in manifest["shards"]:
+        raise CheckpointError(f"{uri} has no shard {shard!r}")
+    sha256 = manifest.get("sha256", {}).get(shard)
+    content = _read_shard(files, shard_path(folder, shard), manifest["shards"][shard], sha256)
+    return _copied(content["state"])
+
+
+def load(
+    uri: str, names: Collection[str] | None = None, *, parts: Collection[str] | None = None
+) -> tuple[dict[str, Any], int]:
     """The state of all meshes in one, on the CPU, and the step after which it was taken.
 
-    With `names` only these parameters and buffers are kept, and only the shards that have some are read.
+    With `names` only these parameters and buffers are kept, and only the shards that have some are read; with `parts`
+    only these parts of the state.
     Raises CheckpointError for a folder without a manifest, a missing shard, one that is not, bit for bit, what was
     saved, or shards of another step.
     """
     files, folder = fsspec.core.url_to_fs(uri)
-    manifest = _read_manifest(files, folder, uri)
+    manifest = read_manifest(files, folder, uri)
     whole: dict[str, Any] = {}
     for shard in _needed_shards(manifest, names):
         size = manifest["shards"][shard]
-        content = _read_shard(files, _shard_path(folder, shard), size, manifest.get("sha256", {}).get(shard))
+        content = _read_shard(files, shard_path(folder, shard), size, manifest.get("sha256", {}).get(shard))
         if content["step"] != manifest["step"]:
             raise CheckpointError(
                 f"shard {shard!r} of {uri} is of step {content['step']}, the manifest of step {manifest['step']}"
             )
         for part, value in content["state"].items():
+            if parts is not None and part not in parts:
+                continue
             if part in _BY_NAME:
                 kept = {name: entry for name, entry in value.items() if names is None or name in names}
                 whole.setdefault(part, {}).update(_copied(kept))
@@ -145,14 +179,6 @@ def _needed_shards(manifest: Mapping[str, Any], names: Collection[str] | None) -
     if names is None or held is None:
         return shards
     return [shard for shard in shards if not set(names).isdisjoint(held[shard])] or shards[:1]
-
-
-def _name(step: int) -> str:
-    return f"{_PREFIX}{step:010d}"
-
-
-def _shard_path(folder: str, shard: str) -> str:
-    return f"{folder}/{shard}.pt"
 
 
 def _names_path(folder: str, shard: str) -> str:
@@ -175,31 +201,16 @@ def _write(files: AbstractFileSystem, path: str, content: bytes | memoryview) ->
         raise
 
 
-def _read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
-    try:
-        manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
-    if manifest.get("format") not in _READABLE:
-        known = " and ".join(map(str, _READABLE))
-        raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {known}")
-    return manifest
-
-
 def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | None) -> dict[str, Any]:
     """The content of a shard of `size` bytes; `sha256` is None where an older version saved it."""
     try:
-        found = files.size(path)
-        if found != size:
-            raise CheckpointError(f"shard {path} has {found} bytes, the manifest says {size}: it is damaged")
+        check_size(files, path, size)
         if isinstance(files, LocalFileSystem):
             with open(path, "rb") as file:
-                _check_sum(path, sha256, lambda: hashlib.file_digest(file, "sha256").hexdigest())
+                check_sum(path, sha256, lambda: hashlib.file_digest(file, "sha256").hexdigest())
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         content = files.cat_file(path)
-        _check_sum(path, sha256, lambda: hashlib.sha256(content).hexdigest())
+        check_sum(path, sha256, lambda: hashlib.sha256(content).hexdigest())
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"shard {path} is missing") from None
@@ -209,29 +220,8 @@ def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | N
         raise CheckpointError(f"shard {path} cannot be read: {error}") from error
 
 
-def _check_sum(path: str, expected: str | None, digest: Callable[[], str]) -> None:
-    if expected is not None and (found := digest()) != expected:
-        raise CheckpointError(
-            f"shard {path} has the SHA-256 {found[:16]}..., the manifest says {expected[:16]}...: it is damaged"
-        )
-
-
-def _steps(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, str]]:
-    """(step, path) of all step folders of a job, complete or not."""
-    try:
-        paths = files.ls(job_folder, detail=False, refresh=True)
-    except FileNotFoundError:
-        return []
-    found = []
-    for path in paths:
-        name = path.rstrip("/").rsplit("/", 1)[-1]
-        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit():
-            found.append((int(name.removeprefix(_PREFIX)), path))
-    return sorted(found)
-
-
 def _remove_old(files: AbstractFileSystem, folder: str, step: int, keep: int) -> None:
-    older = [(other, path) for other, path in _steps(files, folder.rsplit("/", 1)[0]) if other < step]
+    older = [(other, path) for other, path in step_folders(files, folder.rsplit("/", 1)[0]) if other < step]
     complete = [path for _, path in older if files.exists(f"{path}/{MANIFEST}")]
     kept = complete[-(keep - 1) :] if keep > 1 else []
     for _, path in older:

@@ -67,6 +67,7 @@ def costs_digest(spec: Mapping[str, Any]) -> str:
     """
     training = spec["training"]
     parts = {name: spec[name] for name in ("model", "data", "loss", "optimizer", "code", "resources")}
+    parts["model"] = {name: value for name, value in spec["model"].items() if name != "weights"}
     parts |= {name: spec[name] for name in ("env", "secrets") if spec.get(name)}
     parts["format"] = PROFILE_FORMAT
     parts["training"] = {

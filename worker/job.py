@@ -28,9 +28,13 @@ class Factory:
 
 @dataclass(frozen=True)
 class Model(Factory):
-    """A model; `output` names the tensor of its result that the loss takes, where there are several."""
+    """A model; `output` names the tensor of its result that the loss takes, where there are several. `weights` is a
+    path of weights to start from, `freeze` are patterns (worker/model/patterns.py) of parameters that stay as they are.
+    """
 
     output: str | None = None
+    weights: str | None = None
+    freeze: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,28 @@ class Data(Factory):
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters by patterns of their names (worker/model/patterns.py), and the optimizer's settings for them."""
+
+    match: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, data: Any, where: str) -> ParameterGroup:
+        """From JSON: what is not `match` is a setting."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{where} is {data!r}: an object is wanted")
+        settings = {name: value for name, value in data.items() if name != "match"}
+        return cls(_value(tuple[str, ...], data.get("match"), f"{where}.match"), settings)
+
+
+@dataclass(frozen=True)
 class Optimizer(Factory):
-    """An optimizer, and what changes its learning rate after every step."""
+    """An optimizer, what changes its learning rate after every step, and groups of parameters with settings of their
+    own: each parameter is in the first that matches it, or in none."""
 
     schedule: Factory | None = None
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,8 @@ def _value(wanted: Any, value: Any, where: str) -> Any:
     for choice in choices:
         if is_dataclass(choice) and isinstance(value, Mapping):
             return _part(choice, value, where)
+        if choice == tuple[ParameterGroup, ...] and isinstance(value, list | tuple):
+            return tuple(ParameterGroup.read(entry, f"{where}[{i}]") for i, entry in enumerate(value))
         if choice == tuple[str, ...] and isinstance(value, list | tuple):
             return tuple(_value(str, entry, f"{where}[{i}]") for i, entry in enumerate(value))
         if choice == tuple[int, ...] and isinstance(value, list | tuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -20,7 +20,7 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
     inputs, target = batches.sample
     rows = batches.rows(microbatches)
     parts = {
-        "model": asdict(job.model),
+        "model": asdict(replace(job.model, weights=None)),
         "code": asdict(job.code),
         "loss": job.loss and asdict(job.loss),
         "keywords": batches.keywords,

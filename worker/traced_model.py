@@ -8,22 +8,26 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from worker import checkpoint
 from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
-from worker.model import StageGraph, TracedModel, build_model, trace
+from worker.model import StageGraph, TracedModel, trace
 from worker.model.check import check_trace, needed_bytes
 from worker.model.distance import tolerance_of
 from worker.model.errors import ModelError
 from worker.model.interface import adapt
 from worker.model.share_check import Samples, check_shares
 from worker.model.shipping import Values, fill, pack, unpack, values_of
-from worker.model.suspects import check_trainable
 from worker.reasons import Reason
 from worker.training import make_loss
+from worker.weights.building import build_job_model
+from worker.weights.record import SHARD, ModelRecord, state_of, unused_tensors
+from worker.weights.start import fill_stages, fill_tensors
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +41,19 @@ class JobModel:
         self._traced: TracedModel | None = None
         self._taken = False
         self._of_others: dict[int, TracedModel] = {}
+        self._leads = True  # until another worker's graph is taken
+        self._record: ModelRecord | None = None
+        self._rest: dict[str, Any] | None = None  # on the worker that leads, once it is cut
         self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         """The model for inputs like `sample`; built and traced now where that was not done."""
         if self._traced is None:
-            training, model = self._job.training, self._job.model
+            model = self._job.model
             if self._built is None:
-                self._built = build_model(model.factory, model.args, seed=training.seed)
-                check_trainable(self._built)
+                built = build_job_model(self._job)
+                self._built, self._record = built.model, built.record
                 adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
             self._traced = self._trace(sample)
         return self._traced
@@ -108,6 +115,7 @@ class JobModel:
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def take(self, graph: bytes) -> None:
         """Have what another worker traced: nothing is built here, unless it could not be sent."""
+        self._leads = False
         if graph:
             self._traced, self._taken = unpack(graph), True
 
@@ -143,14 +151,28 @@ class JobModel:
         keep: Sequence[int],
         weights: Values | None,
     ) -> StageGraph:
-        """The stages `keep`, with their initial values; all else is forgotten."""
-        traced = self.traced(sample)
+        """The stages `keep`, with their initial values or those of model.weights; all else is forgotten."""
+        traced, path = self.traced(sample), self._job.model.weights
         if weights is not None and self._taken:
             fill(traced, weights)
         graph = traced.cut(begins, keep=keep)
+        if path:
+            fill_stages(path, [graph.stages[index] for index in keep], traced.aliases)
+        if self._leads and self._built is not None:
+            unused = unused_tensors(self._built, self._record, traced.held())
+            if path:
+                fill_tensors(path, unused, traced.aliases)
+            self._rest = state_of(self._record, unused)
         self._traced = self._built = None
         self._of_others = {}
         return graph
+
+    def save_rest(self, uri: str, step: int) -> list[str]:
+        """Write what of a checkpoint is no mesh's: see worker/weights/record.py. The names of the shards written."""
+        if self._rest is None:
+            return []
+        checkpoint.save_shard(uri, step=step, shard=SHARD, state=self._rest)
+        return [SHARD]
 
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from worker.failure import attributed_to
-from worker.job import Factory, Job
+from worker.job import Factory, Job, Optimizer
 from worker.model.errors import FactoryError
 from worker.model.factory import call_factory, resolve
 from worker.model.profile import OptimizerState
+from worker.parameter_groups import check_settings, parameter_groups
 from worker.reasons import Reason
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -74,12 +75,19 @@ def _one_number(
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
-def make_optimizer(spec: Factory, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The job's optimizer; for parameters on CUDA the fused one of torch, unless its arguments choose."""
+def make_optimizer(
+    spec: Factory, parameters: Sequence[nn.Parameter], names: Sequence[str] = ()
+) -> torch.optim.Optimizer:
+    """The job's optimizer; for parameters on CUDA the fused one of torch, unless its arguments choose.
+
+    With the `names` of the parameters they are in the job's groups.
+    """
     path, arguments = spec.factory, dict(spec.args)
+    groups = spec.groups if isinstance(spec, Optimizer) else ()
     try:
         target = resolve(path)
-        optimizer = target(parameters, **arguments, **_implementation(target, arguments, parameters))
+        given = parameter_groups(groups, names, parameters) if names and groups else parameters
+        optimizer = target(given, **arguments, **_implementation(target, arguments, parameters))
     except FactoryError:
         raise
     except Exception as error:
@@ -89,6 +97,7 @@ def make_optimizer(spec: Factory, parameters: Sequence[nn.Parameter]) -> torch.o
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
+    check_settings(groups, optimizer)
     return optimizer
 
 

@@ -26,6 +26,7 @@ from service.api import (
     postmortem,
     secrets,
     system,
+    weights,
     why,
 )
 from service.api.context import Service
@@ -84,6 +85,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         secrets.router,
         why.router,
         postmortem.router,
+        weights.router,
     ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401, 403))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])

@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 
 from service.api.oidc import IdentityProvider
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.exporting import JobExporter
 from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
 from service.orchestrator.planning import Planner
@@ -28,6 +29,7 @@ class Service:
     database: Database
     planner: Planner
     profiler: JobProfiler
+    exporter: JobExporter
     cluster: ClusterWatcher
     logs: LogReader
     wake: Callable[[], None]

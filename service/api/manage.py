@@ -176,6 +176,12 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
         )
     await _check_secrets(service, spec, caller)
+    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
+        raise _field_problem(
+            "model.weights",
+            spec.model.weights,
+            "is no absolute path: every worker reads its part itself; give one that all of them see",
+        )
     place = spec.code.working_dir
     if place is None or not place.startswith(PACKAGE_PREFIX):
         return

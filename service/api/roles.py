@@ -15,6 +15,7 @@ _VIEWERS = (
     ("GET", "/api/v1/cluster"),
     ("GET", "/api/v1/jobs"),
     ("GET", "/api/v1/jobs/{job_id}"),
+    ("GET", "/api/v1/jobs/{job_id}/checkpoints"),
     ("GET", "/api/v1/jobs/{job_id}/events"),
     ("GET", "/api/v1/jobs/{job_id}/logs"),
     ("GET", "/api/v1/jobs/{job_id}/plan"),
@@ -28,6 +29,7 @@ _VIEWERS = (
 _SUBMITTERS = (
     ("POST", "/api/v1/jobs"),
     ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators those of all
+    ("POST", "/api/v1/jobs/{job_id}/export"),  # it runs on the cluster
     ("POST", "/api/v1/jobs/{job_id}/retry"),
     ("POST", "/api/v1/packages"),
     ("POST", "/api/v1/plans"),  # it computes

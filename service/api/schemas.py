@@ -272,3 +272,46 @@ class Problem(BaseModel):
     status: int
     detail: str
     errors: list[dict[str, Any]] | None = None
+
+
+# Checkpoints and final weights
+
+
+class CheckpointFile(BaseModel):
+    """A step's folder as it lies there. `loss` is the training loss of its step; `best`: the lowest of whole ones."""
+
+    step: int
+    uri: str
+    saved_at: datetime | None
+    size_bytes: int
+    state: Literal["complete", "damaged", "unfinished"]
+    damage: str | None = Field(description="What is wrong with it")
+    checked: Literal["sizes", "checksums"]
+    loss: float | None
+    latest: bool
+    best: bool
+
+
+class CheckpointFiles(BaseModel):
+    uri: str
+    items: list[CheckpointFile]
+
+
+class ExportedFile(BaseModel):
+    name: str
+    bytes: int
+
+
+class ExportView(BaseModel):
+    """Weights as they were written: after which step, where, in which files, how many tensors."""
+
+    step: int
+    uri: str
+    files: list[ExportedFile]
+    tensors: int
+    notes: list[str] = []
+
+
+class ExportingView(BaseModel):
+    state: Literal["EXPORTING"]
+    message: str

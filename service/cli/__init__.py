@@ -25,6 +25,7 @@ from service.cli import (
     tokens,
     verify,
     watch,
+    weights,
     why,
 )
 from service.cli.output import CliError, err
@@ -54,7 +55,7 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-for verbs in (serve, demo, submit, watch, why, plan, verify, reshard, migrate):
+for verbs in (serve, demo, submit, watch, why, weights, plan, verify, reshard, migrate):
     app.add_typer(verbs.app)
 app.add_typer(tokens.app, name="token")
 app.add_typer(tokens.app, name="tokens", hidden=True)

@@ -7,18 +7,17 @@ control plane ends by itself and is begun again by the next request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from service.orchestrator.cluster_view import ClusterWatcher
-from service.orchestrator.decide import RayState, device_of
+from service.orchestrator.decide import device_of
 from service.orchestrator.planning import PlannerBusyError
-from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError
+from service.orchestrator.ray_jobs import Cluster
+from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
 from service.principals import NOBODY
 from service.store.database import Database, utc_now
@@ -26,12 +25,9 @@ from service.store.profiles import ONE_WORKER, find_costs, owned_digest, record_
 from service.store.secrets import stored_names
 from worker.costs import ANSWER_MARK, costs_digest
 
-_LOOK_EVERY_S = 0.5
-_LOG_SETTLES_S = 20.0
 _RUNS_AT_ONCE = 4
 _RUNS_IN_LINE = 64
 _FAILURES_KEPT = 100
-_OVER = (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED)
 
 
 class ProfilingFailedError(ValueError):
@@ -123,43 +119,18 @@ class JobProfiler:
         run_id = f"profile-{secrets.token_hex(8)}"
         device = device_of(resources["device"], gang, capacity)
         submission = await self._submitter.profiling(run_id, spec, device)
-        deadline = time.monotonic() + self._limit_s
         try:
-            await self._cluster.submit(submission)
-            await self._until_over(run_id, deadline)
-            return await self._result(run_id)
-        finally:
-            with contextlib.suppress(ClusterError):
-                await self._cluster.stop(run_id)
-
-    async def _until_over(self, run_id: str, deadline: float) -> None:
-        state = None
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ClusterUnreachableError):
-                state = (await self._cluster.job(run_id)).state
-            if state in _OVER:
-                return
-            await asyncio.sleep(min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
-        what = "waited for a free accelerator" if state is RayState.PENDING else "measured"
-        raise ProfilingFailedError(
-            f"one worker {what} for more than {self._limit_s:g} s and was ended: ask again when the cluster is less "
-            "busy, or raise SLOTLINE_PROFILE_TIMEOUT_S"
-        )
-
-    async def _result(self, run_id: str) -> dict[str, Any]:
-        deadline = time.monotonic() + _LOG_SETTLES_S
-        log = ""
-        while time.monotonic() < deadline:  # the last lines come a little after the end
-            with contextlib.suppress(ClusterUnreachableError):
-                log = await self._cluster.log(run_id)
-            if (answer := read_answer(log)) is not None:
-                return answer
-            await asyncio.sleep(_LOOK_EVERY_S)
-        job = await self._cluster.job(run_id)
-        last = next((line for line in reversed(log.strip().splitlines()) if line.strip()), "no output")
-        raise ProfilingFailedError(
-            f"the worker that measured the job ended without a result ({job.message or last})"
-        )
+            return await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)
+        except RunTooLongError as error:
+            what = "measured" if error.began else "waited for a free accelerator"
+            raise ProfilingFailedError(
+                f"one worker {what} for more than {self._limit_s:g} s and was ended: ask again when the cluster is less "
+                "busy, or raise SLOTLINE_PROFILE_TIMEOUT_S"
+            ) from None
+        except NoAnswerError as error:
+            raise ProfilingFailedError(
+                f"the worker that measured the job ended without a result ({error})"
+            ) from None
 
 
 def read_answer(output: str) -> dict[str, Any] | None:

@@ -23,6 +23,8 @@ from service.store.states import lock_job
 from service.store.tables import Attempt, Job
 from worker.costs import REQUEST_VARIABLE
 from worker.reasons import Reason
+from worker.weights.request import REQUEST_VARIABLE as EXPORT_VARIABLE
+from worker.weights.request import ExportRequest
 
 _NOT_TAKEN = Reason.WAITS_FOR_CLUSTER
 _ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
@@ -80,6 +82,15 @@ class Submitter:
             working_dir=await self._working_dir(stored(spec, "code", "working_dir", "")),
             pip=tuple(stored(spec, "code", "pip", [])),
             resources={RESOURCES[device]: share},
+        )
+
+    def exporting(self, run_id: str, request: ExportRequest) -> Submission:
+        """A process that writes a job's weights where its checkpoints lie; it holds no accelerator."""
+        return Submission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(self._python)} -m worker.weights",
+            env={EXPORT_VARIABLE: request.to_json()},
+            metadata={"slotline_export": request.job},
         )
 
     async def _submission(self, attempt: Attempt) -> Submission:

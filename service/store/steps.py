@@ -54,6 +54,14 @@ async def steps_of(
     return (await session.execute(query)).scalars().all()
 
 
+async def losses_at(session: AsyncSession, job_id: str, steps: Sequence[int]) -> dict[int, float]:
+    """The training losses of those of the steps that have one."""
+    query = select(Step.step, Step.loss).where(
+        Step.job_id == job_id, Step.step.in_(steps), Step.loss.is_not(None)
+    )
+    return {step: loss for step, loss in (await session.execute(query)).all()}
+
+
 async def find_step(session: AsyncSession, job_id: str, step: int) -> Step | None:
     return await session.get(Step, (job_id, step))
 

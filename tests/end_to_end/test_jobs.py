@@ -8,15 +8,19 @@ import subprocess
 import time
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from service.client import Client
 from tests.end_to_end.conftest import FINAL, job_spec
 from tests.reference import train
+from worker import checkpoint
 from worker.data.sampler import BatchSampler, collate
 from worker.model import build_model, call_factory, resolve
+from worker.weights.record import SHARD, record_of, state_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
 
@@ -260,4 +264,27 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_the_last_checkpoint(serv
     assert {"plan.json", "programs.json"} <= set(files) and len(json.loads(files["slots.json"])) > 50
     losses = {s["step"]: s["loss"] for s in server.steps(job_id)}
     assert [losses[s] for s in range(1, 401)] == pytest.approx(plain_losses(spec), rel=1e-4)
+    ray_head.assert_nothing_held()
+
+
+def test_weights_are_written_by_a_process_of_the_cluster_beside_the_checkpoints(server, ray_head, tmp_path):
+    spec = job_spec("gpt-exported")
+    spec["pipeline"] |= {"stages": 5}
+    spec["resources"] = {"meshes": 5}  # one more than there are: it waits, and what it saved is laid there
+    spec["checkpoint"] = {"uri": str(tmp_path)}
+    job_id = server.submit(spec)
+    model = torch.nn.Linear(3, 2)
+    uri = checkpoint.step_uri(str(tmp_path), job_id, 4)
+    state = {"parameters": {name: p.detach() for name, p in model.named_parameters()}}
+    checkpoint.save_shard(uri, step=4, shard="m0", state=state)
+    checkpoint.save_shard(uri, step=4, shard=SHARD, state=state_of(record_of(model), {}))
+    checkpoint.finish(uri, step=4, shards=["m0", SHARD], keep=1)
+    with Client(server.url) as client:
+        (listed,) = client.checkpoints(job_id, sums=True).items
+        assert (listed.step, listed.state, listed.checked) == (4, "complete", "checksums")
+        written = client.export(job_id, limit_s=200)
+    assert written.step == 4 and written.uri == f"{tmp_path}/{job_id}/export-step-0000000004"
+    found = load_file(Path(written.uri, "model.safetensors"))
+    assert torch.equal(found["weight"], model.weight) and found.keys() == model.state_dict().keys()
+    server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
     ray_head.assert_nothing_held()

@@ -18,6 +18,7 @@ from worker.job import Job
 from worker.model import build_model, call_factory, resolve
 from worker.model.profile import OptimizerState
 from worker.reasons import Reason
+from worker.weights import building
 
 SCHEDULES = {
     "none": None,
@@ -198,7 +199,7 @@ def test_a_job_that_recomputes_has_the_losses_of_one_that_does_not(recompute):
 def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_one(monkeypatch):
     built = []
     monkeypatch.setattr(
-        traced_model,
+        building,
         "build_model",
         lambda *args, **kwargs: built.append(args) or build_model(*args, **kwargs),
     )

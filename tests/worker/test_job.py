@@ -21,10 +21,12 @@ SMALLEST = {
 WHOLE = {
     **SMALLEST,
     "name": "gpt",
+    "model": {"factory": "a:b", "weights": "/weights/gpt", "freeze": ["wte.*"]},
     "optimizer": {
         "factory": "torch.optim:SGD",
         "args": {"lr": 0.5},
         "schedule": {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3}},
+        "groups": [{"match": ["*.bias", "re:norm"], "weight_decay": 0, "lr": 0.1}],
     },
     "training": {
         "steps": 7,
@@ -78,6 +80,9 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
     assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
     found = asdict(job)
     found["code"]["pip"] = list(found["code"]["pip"])
+    found["model"]["freeze"] = list(found["model"]["freeze"])
+    groups = found["optimizer"]["groups"]
+    found["optimizer"]["groups"] = [{"match": list(one["match"]), **one["settings"]} for one in groups]
     for name in ("cut", "recompute"):
         if isinstance(found["pipeline"][name], tuple):
             found["pipeline"][name] = list(found["pipeline"][name])

@@ -188,7 +188,7 @@ def _train(
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
             _store, place = serve_rendezvous(own_node_address(), [a.node for a in gang.addresses])
             gang.call(
-                _load(gang, planned, place, limits),
+                _load(gang, planned, place, limits, job.model.weights is not None),
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,
@@ -224,16 +224,19 @@ def _train(
         raise
 
 
-def _load(gang: Gang, planned: PlannedJob, store: tuple[str, int], limits: Limits) -> list[ray.ObjectRef]:
+def _load(
+    gang: Gang, planned: PlannedJob, store: tuple[str, int], limits: Limits, own_weights: bool
+) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
     starts_s = planned_starts(planned.plan, planned.stage_names)
     peaks = planned_peak_bytes(planned.spec, planned.plan)
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
+    # those of model.weights every worker reads for itself
     weights = {
         mesh.name: first.weights.remote(planned.begins, planned.stages_of(mesh.name))
         for mesh in gang.meshes
-        if any(worker is not first for worker in mesh.workers)
+        if any(worker is not first for worker in mesh.workers) and not own_weights
     }
     topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes})
     return [
@@ -242,7 +245,7 @@ def _load(gang: Gang, planned: PlannedJob, store: tuple[str, int], limits: Limit
             mesh_of_stage=planned.mesh_of_stage,
             program=planned.plan["programs"][address.mesh],
             recomputed=planned.recomputed,
-            weights=None if worker is first else weights[address.mesh],
+            weights=None if worker is first else weights.get(address.mesh),
             planned_s=planned_s[address.mesh],
             planned_starts_s=starts_s[address.mesh],
             topology=topology,

@@ -90,8 +90,9 @@ class Checkpoints:
     def _save(self, policy: CheckpointPolicy, step: int) -> None:
         uri = checkpoint.step_uri(policy.uri, self._job_id, step)
         began = time.monotonic()
-        self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
+        written = self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
         shards = [mesh.name for mesh in self._gang.meshes]
+        shards += [name for names in written for name in names or ()]
         with attributed_to(Reason.CHECKPOINT_FAILED):
             checkpoint.finish(uri, step=step, shards=shards, keep=policy.keep)
         self._timed("save", time.monotonic() - began)

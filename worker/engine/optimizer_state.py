@@ -14,6 +14,8 @@ import torch
 
 # Beside the settings of a group: the names of its parameters, and its part of the schedule's state.
 NAMES, SCHEDULE = "params", "schedule_values"
+# A setting of groups that are numbered alike on every mesh.
+NUMBER = "group"
 # Lists with an entry for every group in the states of torch's schedules.
 _PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 # What torch keeps of the names that an optimizer was made with; they are this cut's own.
@@ -53,10 +55,16 @@ def load_groups(
         names = [name for parameter in group["params"] if (name := name_of(parameter)) in group_of]
         for name in names[1:]:
             _check_alike(names[0], group_of[names[0]], name, group_of[name])
-        found = group_of[names[0]] if names else {}
+        found = group_of[names[0]] if names else _alike(group, saved)
         group.update(settings_of(found))
         taken.append(dict(found))
     return taken
+
+
+def _alike(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """For a group without known parameters: the saved one with its number, where groups have numbers."""
+    number = group.get(NUMBER)
+    return next((one for one in saved if number is not None and one.get(NUMBER) == number), {})
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def pack(traced: TracedModel) -> bytes:
         "example_inputs": traced.example_inputs,
         "joined": dict(traced.joined),
         "checkpointed": traced.checkpointed,
+        "aliases": dict(traced.aliases),
     }
     out = io.BytesIO()
     _Pickler(out, protocol=5).dump(content)
@@ -76,7 +77,9 @@ def unpack(data: bytes) -> TracedModel:
         autocast=content["autocast"],
         transfers=content["transfers"],
     )
-    return TracedModel(placed, content["example_inputs"], content["joined"], content["checkpointed"])
+    return TracedModel(
+        placed, content["example_inputs"], content["joined"], content["checkpointed"], content["aliases"]
+    )
 
 
 def values_of(traced: TracedModel, names: Collection[str]) -> Values:

@@ -200,6 +200,12 @@ class StageBuilder:
         parameters = self._placed.parameters
         return list(dict.fromkeys(parameters[n] for n in self._needed[index] if n in parameters))
 
+    def buffers(self, index: int) -> list[str]:
+        """The original names of the persistent buffers that a stage uses."""
+        placed = self._placed
+        found = (placed.buffers[n] for n in self._needed[index] if n in placed.buffers)
+        return [name for name in dict.fromkeys(found) if name in placed.persistent]
+
     def stage(self, index: int) -> StageModule:
         """One stage, with copies of its weights."""
         leaving = {node for (source, _), nodes in self._crossing.items() if source == index for node in nodes}

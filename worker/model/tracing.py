@@ -29,7 +29,8 @@ class TracedModel:
     """A model as a graph with a layer for every operation; made by `trace`.
 
     `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
-    shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`.
+    shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`. `aliases` are
+    all names of a parameter or buffer that has several, by the one that it has here.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class TracedModel:
         example_inputs: tuple[Tensor, ...],
         joined: Mapping[str, str],
         checkpointed: frozenset[str] = frozenset(),
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
         self.joined = joined
         self.checkpointed = checkpointed
+        self.aliases = aliases or {}
 
     @property
     def layers(self) -> list[str]:
@@ -69,6 +72,11 @@ class TracedModel:
         starts = {self.placed.layers.index(name) for name in resolve_begins(self.layers, begins)}
         builder = self.builder(starts)
         return list(dict.fromkeys(name for stage in stages for name in builder.parameters(stage)))
+
+    def held(self) -> set[str]:
+        """The original names of all parameters and persistent buffers that any stage uses."""
+        builder = self.builder({0})
+        return {*builder.parameters(0), *builder.buffers(0)}
 
     def builder(self, starts: Collection[int]) -> StageBuilder:
         """The cut before the layers with these indices (0 among them)."""
@@ -166,7 +174,18 @@ def trace(
         transfers=transfers,
     )
     checkpointed = {layers.names[layer] for node, layer in layers.layer_of.items() if is_checkpointed(node)}
-    return TracedModel(placed, tuple(example_inputs), joined, frozenset(checkpointed))
+    return TracedModel(placed, tuple(example_inputs), joined, frozenset(checkpointed), aliases_of(model))
+
+
+def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each parameter and buffer that has several, by the first of them."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        found.setdefault(id(tensor), []).append(name)
+    return {names[0]: tuple(names) for names in found.values() if len(names) > 1}
 
 
 def _export(

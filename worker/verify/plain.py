@@ -17,13 +17,15 @@ from torch import Tensor
 from worker.data.sampler import BatchSampler, collate, input_names, read_sample
 from worker.job import Job
 from worker.last_action import doing
-from worker.model import build_model, call_factory
+from worker.model import call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
 from worker.seeding import seeded
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
 from worker.verify.random_calls import RandomCall, drawn_as
 from worker.verify.record import Probes
+from worker.weights.building import build_job_model
+from worker.weights.start import fill_model
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,17 @@ class PlainModel:
         with seeded(training.seed):
             self._data = call_factory(job.data.factory, job.data.args)
         self._sampler = BatchSampler(len(self._data), training.global_batch, microbatches, seed=training.seed)
-        self.model = build_model(job.model.factory, job.model.args, seed=training.seed)
+        built = build_job_model(job)
+        self.model = built.model
+        if job.model.weights:
+            fill_model(job.model.weights, self.model, built.record)
         own_loss = job.loss is None
         names = input_names(self._sample(0, 0), own_loss=own_loss)
         adapt(self.model, names, output=job.model.output, own_loss=own_loss)
         self._loss = make_loss(job.loss)
         self.parameters = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.optimizer = make_optimizer(job.optimizer, list(self.trained.values()))
+        self.optimizer = make_optimizer(job.optimizer, list(self.trained.values()), list(self.trained))
         schedule = job.optimizer.schedule
         self._schedule = make_schedule(schedule, self.optimizer) if schedule else None
         self.buffers = [

@@ -11,6 +11,7 @@ import httpx
 from service.api.app import create_app
 from service.api.context import Service
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.exporting import JobExporter
 from service.orchestrator.logs import LogReader
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
@@ -40,6 +41,7 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
             database,
             planner,
             profiler,
+            JobExporter(cluster, submitter, limit_s=10),
             watcher,
             LogReader(database, cluster),
             lambda: woken.append("woken"),

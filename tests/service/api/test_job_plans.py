@@ -223,7 +223,7 @@ async def test_what_a_gang_measured_plans_other_jobs_of_its_kind_at_once(make_ap
 async def test_a_job_that_cannot_be_measured_is_refused_with_the_reason_and_may_be_asked_again(
     make_api: ApiMaker, monkeypatch, answer, says
 ):
-    monkeypatch.setattr("service.orchestrator.profiling._LOG_SETTLES_S", 0.1)
+    monkeypatch.setattr("service.orchestrator.short_runs.LOG_SETTLES_S", 0.1)
     async with make_api() as api:
         run_id = await measuring(api)
         if answer is not None:

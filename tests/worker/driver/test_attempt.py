@@ -17,6 +17,8 @@ from control_plane import ControlPlane
 from ray.util.placement_group import placement_group_table
 from test_actor import job, plain
 
+from worker import checkpoint
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -85,6 +87,7 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
     assert [(link["source"], link["target"]) for link in network["links"]] == [("m0", "m1"), ("m1", "m0")]
     assert all(link["bandwidth_bytes_per_s"] > 1e6 for link in network["links"])
     assert [report["checkpoint"]["step"] for report in first.reports if report["checkpoint"]][-1] == 5
+    assert set(checkpoint.shard_names(checkpoint.step_uri(str(tmp_path), "job", 5))) == {"m0", "m1", "model"}
     spec = job("cosine", meshes=1, **place) | {"pipeline": {"stages": 2, "schedule": "auto"}}
     second, process = attempt(spec, number=2)
     assert process.wait(120) == 0

@@ -108,6 +108,25 @@ def test_it_is_told_how_long_saving_and_restoring_took(tmp_path):
     assert all(0 < seconds < 60 for _, seconds in told)
 
 
+def test_what_a_worker_saves_beside_its_mesh_belongs_to_the_checkpoint_and_its_loss_is_noticed(
+    make, monkeypatch
+):
+    def save(self, uri, step, _save=Worker.save):
+        _save(self, uri, step)
+        if self.mesh != "m0":
+            return []
+        checkpoint.save_shard(uri, step=step, shard="model", state={"parameters": {"unused": torch.ones(3)}})
+        return ["model"]
+
+    monkeypatch.setattr(Worker, "save", save)
+    train(make()[0], 4)
+    kept, _, _ = make()
+    newest = checkpoint.complete(kept._policy.uri, "job")[0]
+    assert list(checkpoint.shard_names(newest)) == ["m0", "m1", "model"]
+    Path(newest, "model.pt").write_bytes(b"")
+    assert kept.restore(newest) == 2
+
+
 def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(make):
     kept, gang, reports = make(policy=False)
     train(kept, 3)

@@ -1,0 +1,138 @@
+"""The verbs about what a job has saved: checkpoints, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from service.api.schemas import CheckpointFile, ExportView
+from service.cli.output import CliError, JobArgument, Json, err, out, print_json
+from service.client import Client
+from service.jobspec import stored
+from worker.weights.request import REQUEST_VARIABLE, ExportFailedError, ExportRequest, read_answer
+
+app = typer.Typer()
+
+
+@app.command()
+def checkpoints(
+    job: JobArgument,
+    sums: Annotated[
+        bool, typer.Option("--sums", help="Read them and compare checksums, not sizes only")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """A job's checkpoints, newest first: step, time, size, whether they are whole, which is best and latest."""
+    found = Client().checkpoints(job, sums=sums)
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    out.print(_table(found.items) if found.items else "no checkpoints")
+    out.print(found.uri, markup=False, highlight=False, soft_wrap=True)
+    for one in found.items:
+        if one.damage is not None:
+            err.print(f"slotline: {one.damage}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    job: JobArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Write into this folder, from this machine; else the cluster writes"
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="After this step; else the newest whole one")
+    ] = None,
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", min=1.0, help="So long it may take, in seconds")
+    ] = 3600.0,
+    as_json: Json = False,
+) -> None:
+    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained.
+
+    Without -o a process of the cluster writes them beside the checkpoints; with -o this machine reads these itself.
+    """
+    client = Client()
+    if output is None:
+        try:
+            found = client.export(job, step=step, limit_s=limit_s, waiting=lambda text: _say(f"{text} …"))
+        except TimeoutError as error:
+            raise CliError(str(error)) from None
+    else:
+        found = _export_here(client.job(job).spec, job, output, step, limit_s)
+    for note in found.notes:
+        _say(f"note: {note}")
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    size = sum(one.bytes for one in found.files)
+    out.print(
+        f"{found.tensors} tensors after step {found.step}, {len(found.files)} files of {_size(size)}: {found.uri}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _export_here(
+    spec: dict[str, Any], job: str, output: Path, step: int | None, limit_s: float
+) -> ExportView:
+    """Export with a worker's own code, in a process of its own."""
+    uri = stored(spec, "checkpoint", "uri", "")
+    if not uri:
+        raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "worker.weights"],
+            input=request.to_json(),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=limit_s,
+            env={name: value for name, value in os.environ.items() if name != REQUEST_VARIABLE},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CliError(
+            f"writing the weights took more than {limit_s:g} s and was ended: raise --limit-s"
+        ) from None
+    try:
+        answer = read_answer(done.stdout)
+    except ExportFailedError as error:
+        raise CliError(
+            f"{error}; if this machine does not see that place, leave out -o: the cluster writes them beside the "
+            "checkpoints"
+        ) from None
+    if answer is None:
+        raise CliError(f"writing the weights ended without a result (exit code {done.returncode})")
+    return ExportView.model_validate(json.loads(json.dumps(answer)))
+
+
+def _table(items: list[CheckpointFile]) -> Table:
+    table = Table("step", "saved", "size", "state", "checked", "loss", "")
+    for one in items:
+        marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
+        saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        loss = "" if one.loss is None else f"{one.loss:.5g}"
+        table.add_row(
+            str(one.step), saved, _size(one.size_bytes), one.state, one.checked, loss, ", ".join(marks)
+        )
+    return table
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def _say(text: str) -> None:
+    err.print(f"slotline: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,199 @@
+"""Which files a checkpoint has and whether they are whole: what can be said of one without its tensors.
+
+Light: no torch, so that a control plane can look too. What the files hold is read and written in worker/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+from fsspec import AbstractFileSystem
+
+# 1 had the groups of each mesh's optimizer without the names of their parameters
+FORMAT = 2
+_READABLE = (1, 2)
+MANIFEST = "manifest.json"
+_PREFIX = "step-"
+_BLOCK = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message says which file and why."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A step's folder as it lies there. `damage` says what is wrong with it, None where it is whole; `summed`: its
+    checksums were compared too, not only sizes; not `finished`: it has no manifest, as while it is being written.
+    `saved_at` is the manifest's time, in Unix seconds."""
+
+    step: int
+    uri: str
+    size_bytes: int
+    saved_at: float | None
+    damage: str | None = None
+    summed: bool = False
+    finished: bool = True
+
+
+def step_uri(uri: str, job: str, step: int) -> str:
+    """Where the checkpoint of `job` after `step` lies below `uri`."""
+    return f"{job_uri(uri, job)}/{folder_name(step)}"
+
+
+def job_uri(uri: str, job: str) -> str:
+    """Where all checkpoints of `job` lie below `uri`."""
+    return f"{uri.rstrip('/')}/{job}"
+
+
+def complete(uri: str, job: str) -> list[str]:
+    """The complete checkpoints of `job` below `uri`, the newest first."""
+    files, folder = fsspec.core.url_to_fs(job_uri(uri, job))
+    steps = [
+        step
+        for step, _ in step_folders(files, folder)
+        if files.exists(f"{folder}/{folder_name(step)}/{MANIFEST}")
+    ]
+    return [step_uri(uri, job, step) for step in reversed(steps)]
+
+
+def look(uri: str, job: str, *, sums: bool = False, limit_s: float = 30.0) -> list[FoundCheckpoint]:
+    """All checkpoints of `job` below `uri`, the newest first, with what is wrong with each.
+
+    With `sums` their content is read and compared, until `limit_s` have passed; of those that were not come to by
+    then, or that an older version saved, only sizes are known. Raises CheckpointError where the folder itself cannot be
+    read: then nothing is known of what it holds.
+    """
+    latest = time.monotonic() + limit_s
+    place = job_uri(uri, job)
+    try:
+        files, folder = fsspec.core.url_to_fs(place)
+        if not files.exists(folder):
+            raise CheckpointError(f"there is no {place} to be seen from here")
+        folders = step_folders(files, folder)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of whatever storage: credentials, names, packages that are not installed
+        raise CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+    return [
+        _look_at(files, path, step_uri(uri, job, step), step, latest if sums else None)
+        for step, path in reversed(folders)
+    ]
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"{_PREFIX}{step:010d}"
+
+
+def shard_path(folder: str, shard: str) -> str:
+    """The file of one mesh's part."""
+    return f"{folder}/{shard}.pt"
+
+
+def step_folders(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, str]]:
+    """(step, path) of all step folders of a job, complete or not."""
+    try:
+        paths = files.ls(job_folder, detail=False, refresh=True)
+    except FileNotFoundError:
+        return []
+    found = []
+    for path in paths:
+        name = path.rstrip("/").rsplit("/", 1)[-1]
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit():
+            found.append((int(name.removeprefix(_PREFIX)), path))
+    return sorted(found)
+
+
+def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
+    """What the manifest says; CheckpointError where there is none, or none that can be read."""
+    try:
+        manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
+    if manifest.get("format") not in _READABLE:
+        known = " and ".join(map(str, _READABLE))
+        raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {known}")
+    return manifest
+
+
+def check_size(files: AbstractFileSystem, path: str, size: int) -> None:
+    """CheckpointError where the shard has not the size that the manifest says, or is not there."""
+    try:
+        found = files.size(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"shard {path} is missing") from None
+    if found != size:
+        raise CheckpointError(f"shard {path} has {found} bytes, the manifest says {size}: it is damaged")
+
+
+def check_sum(path: str, expected: str | None, digest: Callable[[], str]) -> None:
+    """CheckpointError where the digest is not the manifest's; None is what an older version saved."""
+    if expected is not None and (found := digest()) != expected:
+        raise CheckpointError(
+            f"shard {path} has the SHA-256 {found[:16]}..., the manifest says {expected[:16]}...: it is damaged"
+        )
+
+
+class _TimeIsUp(Exception):
+    pass
+
+
+def _look_at(
+    files: AbstractFileSystem, folder: str, uri: str, step: int, latest: float | None
+) -> FoundCheckpoint:
+    """`latest`: until when checksums may be computed, None for none."""
+    size, saved_at, damage, summed = 0, None, None, False
+    try:
+        manifest = read_manifest(files, folder, uri)
+        saved_at = _time_of(files, f"{folder}/{MANIFEST}")
+        size = sum(manifest["shards"].values())
+        for shard, expected in manifest["shards"].items():
+            check_size(files, shard_path(folder, shard), expected)
+        if latest is not None and (told := manifest.get("sha256")):
+            for shard in manifest["shards"]:
+                path = shard_path(folder, shard)
+                check_sum(path, told[shard], lambda path=path: _digest(files, path, latest))
+            summed = True
+    except _TimeIsUp:
+        pass
+    except CheckpointError as error:
+        damage = str(error)
+    except Exception as error:  # a manifest of another make, a file without rights
+        damage = f"{uri} cannot be read: {type(error).__name__}: {error}"
+    finished = True
+    if damage is not None:
+        with suppress(Exception):
+            finished = files.exists(f"{folder}/{MANIFEST}")
+            size = size or _bytes_there(files, folder)
+    return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished)
+
+
+def _digest(files: AbstractFileSystem, path: str, latest: float) -> str:
+    digest = hashlib.sha256()
+    with files.open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            if time.monotonic() > latest:
+                raise _TimeIsUp
+    return digest.hexdigest()
+
+
+def _time_of(files: AbstractFileSystem, path: str) -> float | None:
+    try:
+        return files.modified(path).timestamp()
+    except NotImplementedError:
+        return None
+
+
+def _bytes_there(files: AbstractFileSystem, folder: str) -> int:
+    return sum(one["size"] or 0 for one in files.ls(folder, detail=True) if one["type"] == "file")

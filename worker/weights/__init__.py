@@ -1,0 +1,1 @@
+"""A model's weights outside of training: where a job starts from, and the files that it leaves behind."""

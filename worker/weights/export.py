@@ -1,0 +1,195 @@
+"""A checkpoint becomes the model's final weights: safetensors with the model's own names, and its config.json.
+
+Needs no code of the user's: the checkpoint's record (worker/weights/record.py) says what the names are. Of the tensors
+only those of one file to be written are held at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from worker import checkpoint
+from worker.checkpoint_files import CheckpointError, folder_name, job_uri
+from worker.weights.record import SHARD, Entry, ModelRecord, from_state
+from worker.weights.request import ExportRequest
+
+FILE_BYTES = 5_000_000_000
+"""So much goes into one file at most, as transformers has it; a larger tensor is a file of its own."""
+_METADATA = {"format": "pt"}  # without it transformers does not read them
+_ENDING = ".safetensors"
+_PARTIAL = ".partial"
+
+
+class ExportTargetError(ValueError):
+    """The folder cannot take the weights; the message says why."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, from which step, and what to tell of it."""
+
+    step: int
+    uri: str
+    files: tuple[WrittenFile, ...]
+    tensors: int
+    notes: tuple[str, ...] = ()
+
+
+def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
+    """Write the weights of the checkpoint at `uri` into the folder `target` (both any fsspec URI).
+
+    Files of the same names are replaced; with other files in it the folder is refused. Raises CheckpointError for a
+    checkpoint that is damaged, or too old to say what its model's names are, and ExportTargetError.
+    """
+    held = checkpoint.shard_names(uri)
+    if SHARD not in held:
+        raise CheckpointError(
+            f"{uri} was saved by an older version, which did not write down the model's own names: let the job save once "
+            "more with this one (raise training.steps and submit it again), or read the shards' parameters yourself"
+        )
+    record = from_state(checkpoint.load_shard(uri, SHARD))
+    _check_exportable(uri, record, {name for names in held.values() for name in names})
+    parts = _parts(record.entries, file_bytes)
+    names = _file_names(record.stem, len(parts))
+    index = f"{record.stem}{_ENDING}.index.json"
+    beside = dict(record.files)
+    if len(parts) > 1:
+        beside[index] = _index(parts, names)
+    files, folder = fsspec.core.url_to_fs(target)
+    _check_folder(files, folder, target, {*names, *beside})
+    for name, text in beside.items():
+        _write(files, f"{folder}/{name}", text.encode())
+    step = 0
+    for name, entries in zip(names, parts, strict=True):
+        state, step = checkpoint.load(
+            uri, names={entry.tensor for entry in entries}, parts=("parameters", "buffers")
+        )
+        tensors = {**state.get("parameters", {}), **state.get("buffers", {})}
+        taken: set[str] = set()
+        _write(files, f"{folder}/{name}", {entry.name: _own(tensors, entry, taken) for entry in entries})
+    written = tuple(WrittenFile(name, files.size(f"{folder}/{name}")) for name in [*names, *beside])
+    return Exported(step, target, written, len(record.entries), _notes(record))
+
+
+def export_job(request: ExportRequest) -> Exported:
+    """Write the weights of the checkpoint that is asked for, or of the newest that is whole; notes tell of newer ones
+    that are damaged. Raises CheckpointError where there is none, ExportTargetError."""
+    found = checkpoint.look(request.uri, request.job)
+    if request.step is not None:
+        steps = ", ".join(str(one.step) for one in found) or "none"
+        found = [one for one in found if one.step == request.step]
+        if not found:
+            raise CheckpointError(
+                f"{request.job} has no checkpoint of step {request.step} below {request.uri}: there are {steps}"
+            )
+    damages = []
+    for one in found:
+        beside = f"{job_uri(request.uri, request.job)}/export-{folder_name(one.step)}"
+        try:
+            if one.damage is not None:
+                raise CheckpointError(one.damage)
+            exported = export(one.uri, request.target or beside)
+            return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
+        except CheckpointError as error:
+            damages.append(str(error))
+    told = f": {'; '.join(damages[:3])}" if damages else ""
+    raise CheckpointError(f"{request.job} has no whole checkpoint below {request.uri}{told}")
+
+
+def _check_exportable(uri: str, record: ModelRecord, held: set[str]) -> None:
+    if record.others:
+        raise CheckpointError(
+            f"the model's state_dict has {', '.join(record.others[:6])}, no parameters or buffers of it, which no "
+            "file of tensors can give back: write such a model with a script of your own"
+        )
+    if lost := [entry.tensor for entry in record.entries if entry.tensor not in held]:
+        raise CheckpointError(f"{uri} lacks {', '.join(lost[:6])} of the model")
+
+
+def _parts(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """Entries in order, in files of `limit` bytes at most (or of a single entry)."""
+    parts: list[list[Entry]] = []
+    size = limit
+    for entry in entries:
+        if size + entry.bytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.bytes
+    return parts or [[]]
+
+
+def _file_names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{stem}{_ENDING}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{_ENDING}" for number in range(1, count + 1)]
+
+
+def _index(parts: Sequence[Sequence[Entry]], names: Sequence[str]) -> str:
+    total = sum(entry.bytes for entries in parts for entry in entries)
+    places = {entry.name: name for name, entries in zip(names, parts, strict=True) for entry in entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+
+
+def _check_folder(files: AbstractFileSystem, folder: str, target: str, ours: set[str]) -> None:
+    """What lies there from another model would be read with the new weights."""
+    if files.isfile(folder):
+        raise ExportTargetError(f"{target} is a file: name a folder")
+    try:
+        there = [path.rstrip("/").rsplit("/", 1)[-1] for path in files.ls(folder, detail=False, refresh=True)]
+    except FileNotFoundError:
+        there = []
+    cut_short = {name for name in there if name.endswith(_PARTIAL) and name.startswith(tuple(ours))}
+    if other := sorted({*there} - ours - cut_short):
+        raise ExportTargetError(f"{target} holds other files ({', '.join(other[:4])}): name an empty folder")
+    for name in cut_short:  # of an export that was killed
+        files.rm_file(f"{folder}/{name}")
+    files.makedirs(folder, exist_ok=True)
+
+
+def _own(tensors: dict[str, Tensor], entry: Entry, taken: set[str]) -> Tensor:
+    """A tensor in one piece, of its own for every name, since the format has no aliases."""
+    tensor = tensors[entry.tensor].contiguous()
+    if entry.tensor in taken:
+        tensor = tensor.clone()
+    taken.add(entry.tensor)
+    return tensor
+
+
+def _notes(record: ModelRecord) -> tuple[str, ...]:
+    return (f"{record.note}: write config.json yourself, if it is needed",) if record.note else ()
+
+
+def _write(files: AbstractFileSystem, path: str, content: bytes | dict[str, Tensor]) -> None:
+    """A file that appears at once, as those of checkpoints do."""
+    partial = f"{path}.{uuid.uuid4().hex}{_PARTIAL}"
+    try:
+        if isinstance(files, LocalFileSystem) and isinstance(content, dict):
+            save_file(content, partial, metadata=_METADATA)
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+        else:
+            with files.open(partial, "wb") as file:
+                file.write(save(content, metadata=_METADATA) if isinstance(content, dict) else content)
+        files.mv(partial, path)
+    except BaseException:
+        with suppress(Exception):
+            files.rm_file(partial)
+        raise

@@ -1,0 +1,134 @@
+"""What a model is beside the values that are trained: its own names, aliases, unused tensors, configuration.
+
+A checkpoint has the parameters and buffers that stages use, each under one name. With this record, which is saved
+as one more shard, they become the model's whole state_dict again, without the user's code. Knows no stages.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHARD = "model"
+"""The name of its shard in a checkpoint; meshes are named otherwise."""
+_PART = "record"
+STEM = "model"
+_DIFFUSERS_STEM = "diffusion_pytorch_model"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of the model's state_dict, and the name under which a job keeps its tensor."""
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """`files` are what lies beside the weights (config.json), `stem` how files with weights are called; `others` are
+    names of the state_dict that are no parameter and no buffer, which nobody can write for the model; `note` says why
+    there is no configuration, where its library could not write it."""
+
+    entries: tuple[Entry, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    stem: str = STEM
+    others: tuple[str, ...] = ()
+    note: str = ""
+
+
+def record_of(model: nn.Module) -> ModelRecord:
+    """The record of a model as its factory made it; call it before anything is changed in its configuration."""
+    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    entries, others = [], []
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) in names:
+            entries.append(Entry(name, names[id(value)], tuple(value.shape), value.dtype))
+        else:
+            others.append(name)
+    files, stem, note = {}, STEM, ""
+    try:
+        files, stem = _configuration(model)
+    except Exception as error:  # a library's own code: no reason not to train
+        note = f"{type(model).__name__} could not write its configuration ({type(error).__name__}: {error})"
+    return ModelRecord(tuple(entries), files, stem, tuple(others), note)
+
+
+def state_of(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What is saved as the shard SHARD: the record, and the tensors that no stage uses."""
+    return {
+        "parameters": {name: t.detach() for name, t in unused.items() if isinstance(t, nn.Parameter)},
+        "buffers": {name: t for name, t in unused.items() if not isinstance(t, nn.Parameter)},
+        _PART: {
+            "entries": [[e.name, e.tensor, list(e.shape), e.dtype] for e in record.entries],
+            "files": dict(record.files),
+            "stem": record.stem,
+            "others": list(record.others),
+            "note": record.note,
+        },
+    }
+
+
+def from_state(state: Mapping[str, Any]) -> ModelRecord:
+    """The record in what `state_of` made."""
+    told = state[_PART]
+    entries = tuple(
+        Entry(name, tensor, tuple(shape), dtype) for name, tensor, shape, dtype in told["entries"]
+    )
+    return ModelRecord(entries, told["files"], told["stem"], tuple(told["others"]), told["note"])
+
+
+def unused_tensors(model: nn.Module, record: ModelRecord, used: Collection[str]) -> dict[str, Tensor]:
+    """Copies of what is in the model's state_dict and in no stage, by the name under which a job would keep it."""
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = dict.fromkeys(entry.tensor for entry in record.entries if entry.tensor not in used)
+    return {name: _copy(own[name]) for name in missing}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _configuration(model: nn.Module) -> tuple[dict[str, str], str]:
+    """The files that the model's library writes beside its weights (config.json), and how it calls the weights.
+
+    Those of transformers have a `config` that saves itself, those of diffusers save it themselves.
+    """
+    config = getattr(model, "config", None)
+    with tempfile.TemporaryDirectory() as folder:
+        if callable(getattr(config, "save_pretrained", None)):
+            own = copy.deepcopy(config)
+            own.architectures = [type(model).__name__]
+            own.save_pretrained(folder)
+            generation = getattr(model, "generation_config", None)
+            if callable(getattr(generation, "save_pretrained", None)):
+                generation.save_pretrained(folder)
+            return _texts(folder), STEM
+        if callable(getattr(model, "save_config", None)):
+            model.save_config(folder)
+            return _texts(folder), _DIFFUSERS_STEM
+    if callable(getattr(config, "to_json_string", None)):
+        return {"config.json": config.to_json_string()}, STEM
+    if callable(getattr(config, "to_json", None)):
+        told = config.to_json()
+        return {"config.json": told if isinstance(told, str) else json.dumps(told, indent=2)}, STEM
+    return {}, STEM
+
+
+def _texts(folder: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(Path(folder).iterdir()) if path.is_file()}

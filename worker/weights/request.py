@@ -1,0 +1,56 @@
+"""How an export is asked for and what it answers, between whoever starts `python -m worker.weights` and that process.
+
+Light: no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+REQUEST_VARIABLE = "SLOTLINE_EXPORT"
+ANSWER_MARK = "SLOTLINE_EXPORTED "
+
+
+class ExportFailedError(ValueError):
+    """There are no weights; the message says why."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints."""
+
+    uri: str
+    job: str
+    step: int | None = None
+    target: str | None = None
+
+    def to_json(self) -> str:
+        """For the variable of the environment; `from_json` is its inverse."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ExportRequest:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+def read_answer(output: str) -> Mapping[str, Any] | None:
+    """What an export found, in its output: JSON of an Exported; None where it has not come to its end.
+
+    Raises ExportFailedError with what it says of its failure.
+    """
+    for line in reversed(output.splitlines()):
+        _, found, text = line.partition(ANSWER_MARK)
+        if not found:
+            continue
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            continue
+        if "failed" in answer:
+            raise ExportFailedError(answer["failed"])
+        return answer
+    return None
