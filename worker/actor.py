@@ -245,7 +245,7 @@ class Worker:
                 mesh_of_stage=tuple(mesh_of_stage),
                 tied=graph.tied,
                 microbatches=self._batches.microbatches,
-                loss=self._loss,
+                loss=self._loss.with_metrics,
                 optimizer=self._make_optimizer,
                 lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
                 transport=transport,
@@ -316,6 +316,7 @@ class Worker:
                 raise as_failure(error, Reason.INTERNAL) from None
         return {
             "losses": result.losses,
+            "metrics": result.metrics,
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
             "skipped": result.skipped,

@@ -44,6 +44,11 @@ def event_kind(kind: str) -> str:
     return f"driver.{name}" if name.lower() in _OF_OTHERS else name
 
 
+_METRIC = r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$"
+Metrics = Annotated[dict[Annotated[str, Field(pattern=_METRIC)], Number], Field(max_length=32)]
+"""What a loss returned beside itself, by name: as worker/job_loss.py lets it pass."""
+
+
 class AttemptGiven(BaseModel):
     """`job` is the job's JobSpec as it was stored."""
 
@@ -62,6 +67,7 @@ class _FromDriver(BaseModel):
 class ReportedStep(_FromDriver):
     step: Integer
     loss: Number = None
+    metrics: Metrics = {}
     step_s: Number = None
     makespan_s: Number = None
     bubble_ratio: Number = None

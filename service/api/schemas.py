@@ -8,11 +8,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from service.job_states import AttemptState, JobState
 
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+Metrics = Annotated[dict[str, float | None], BeforeValidator(lambda value: value or {})]
+"""What the loss returned beside itself, by name: means over microbatches and workers, as the loss is."""
 
 
 # Jobs
@@ -38,11 +41,12 @@ class AttemptView(BaseModel):
 
 
 class Progress(BaseModel):
-    """Steps done, steps wanted, and the last step's loss and length."""
+    """Steps done, steps wanted, and the last step's loss, metrics and length."""
 
     step: int
     steps: int
     loss: float | None
+    metrics: Metrics = {}
     step_s: float | None
 
 
@@ -110,6 +114,7 @@ class StepView(BaseModel):
     step: int
     attempt: int
     loss: float | None
+    metrics: Metrics = {}
     step_s: float | None
     makespan_s: float | None
     bubble_ratio: float | None

@@ -37,7 +37,9 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 
 def _summary(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress"}
-    progress = Progress(step=job.step or 0, steps=job.steps_wanted, loss=job.loss, step_s=job.step_s)
+    progress = Progress(
+        step=job.step or 0, steps=job.steps_wanted, loss=job.loss, metrics=job.metrics, step_s=job.step_s
+    )
     return {**{name: getattr(job, name) for name in columns}, "progress": progress}
 
 

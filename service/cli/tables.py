@@ -78,6 +78,7 @@ def _job_line(job: JobView) -> str:
     why = ": ".join(part for part in (job.reason, job.message) if part)
     done = job.progress
     loss = "" if done.loss is None else f", loss {done.loss:.4g}"
+    loss += "".join(f", {name} {value:.4g}" for name, value in done.metrics.items() if value is not None)
     line = f"{job.id} {job.name} [{_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
     return f"{line}  {escape(why)}" if why else line
 

@@ -198,6 +198,7 @@ async def _store_measurements(
     if steps:
         last = steps[max(steps)]
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
+        job.metrics = last.metrics
     for timeline in report.timelines:
         await record_timeline(
             session,

@@ -24,12 +24,13 @@ from worker.engine.errors import (
     ConnectError,
     EngineError,
 )
+from worker.engine.exchange import Exchange
 from worker.engine.lanes import Action, Lanes
 from worker.engine.measured import measured_slot
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, wire_stage
 from worker.engine.sent import release_sent
-from worker.engine.stage import ComputeSettings, Exchange, Observer, StageRunner
+from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
 from worker.engine.token_weights import token_weights
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import Kept, Silent
@@ -67,7 +68,7 @@ class Engine:
         mesh_of_stage: Sequence[str],
         tied: Mapping[str, Sequence[int]],
         microbatches: int,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss: Callable[[torch.Tensor, torch.Tensor], LossValue],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
         transport: Transport,
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -241,9 +242,7 @@ class Engine:
         if planned_s is not None and len(planned_s) != len(self._program):
             raise ValueError(f"planned_s has {len(planned_s)} times for {len(self._program)} instructions")
 
-    def _compute_settings(
-        self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> ComputeSettings:
+    def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
             device=self._device,
             training=self._training,
@@ -382,6 +381,7 @@ class Engine:
         return StepResult(
             step=step,
             losses=torch.stack([losses[m] for m in sorted(losses)]).tolist() if losses else [],
+            metrics=self._exchange.metrics_by_name(),
             outputs=[outputs[m] for m in sorted(outputs)],
             slots=slots,
             grad_norm=self._updated.grad_norm,

@@ -93,10 +93,11 @@ class RunOptions:
 @dataclass
 class StepResult:
     """One step of one worker. `losses`: one a microbatch, only where the model's output is, not divided by their number;
-    `outputs`: the model's outputs, only there and only of a program without backward."""
+    so are the `metrics` by name; `outputs`: the model's outputs, only there and only of a program without backward."""
 
     step: int
     losses: list[float]
+    metrics: dict[str, list[float]]
     outputs: list[Any]
     slots: list[MeasuredSlot]
     grad_norm: float | None

@@ -41,7 +41,8 @@ def test_a_timeline_is_shown_and_written_as_a_trace(run: Run, served: Served, jo
     until(lambda: f"{job_id}-1" in served.cluster.submissions)
     slot = SlotRecord("m0", "compute", "F", "s0", None, None, None, 0, 0.0, 0.004)
     timeline = TimelineRecord(step=2, started_at=1.0, uncertainty_s=None, slots=[slot])
-    report(served, job_id, 1, timelines=[timeline], steps=[StepRecord(2, *([1.0] * 8))])
+    report(served, job_id, 1, timelines=[timeline], steps=[StepRecord(2, *([1.0] * 8), {"accuracy": 0.25})])
+    assert "loss 1, accuracy 0.25" in run("job", job_id).out
     trace = tmp_path / "trace.json"
     result = run("timeline", job_id, "-o", trace)
     assert result.code == 0 and "measured" in result.out and "4.00 ms" in result.out

@@ -152,6 +152,6 @@ def test_a_number_of_days_that_means_nothing_is_refused():
 
 def test_every_table_is_either_kept_for_ever_or_tidied():
     """A new table needs a decision."""
-    tidied = {"slots", "timelines", "steps", "plans", "packages"}
+    tidied = {"slots", "timelines", "steps", "evaluations", "plans", "packages"}
     kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses"}
     assert set(Base.metadata.tables) == tidied | kept

@@ -53,6 +53,7 @@ def test_a_step_is_read_back_with_its_units(metrics):
             {
                 "step": number,
                 "loss": 3.5 - number,
+                "metrics": {"accuracy": number / 4, "none": None},
                 "step_s": seconds,
                 "makespan_s": seconds / 2,
                 "bubble_ratio": 0.25,
@@ -71,6 +72,9 @@ def test_a_step_is_read_back_with_its_units(metrics):
     assert value(got, "step_seconds_count") == 2
     assert value(got, "step_seconds_bucket", le="0.25") == 1
     assert value(got, "train_loss") == 1.5
+    assert {dict(labels)["name"]: number for labels, number in named(got, "job_metric").items()} == {
+        "accuracy": 0.5
+    }
     assert value(got, "step") == 2
     assert value(got, "grad_norm") == 1.5
     assert [value(got, "peak_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [200, 7]

@@ -1,7 +1,7 @@
 // The page of one job: reads the JSON API every two seconds until the job has ended.
 
 import { read, repeat } from "./api.js";
-import { lineChart } from "./chart.js";
+import { showCurves } from "./curves.js";
 import { bytes, csv, make, number, percent, seconds, stateBadge, time } from "./format.js";
 import { REASONS, TimelineView } from "./timeline.js";
 
@@ -108,16 +108,7 @@ async function readOn(path, list, place, add) {
 }
 
 function showCharts() {
-  lineChart($("loss"), { series: [{ name: "loss", points: steps.map((s) => [s.step, s.loss]) }], label: "Loss" });
-  lineChart($("seconds"), {
-    series: [
-      { name: "step", points: steps.map((s) => [s.step, s.step_s]) },
-      { name: "measured makespan", points: steps.map((s) => [s.step, s.makespan_s]) },
-    ],
-    level: planned ? { name: "planned makespan", value: planned.makespan_s } : null,
-    show: seconds,
-    label: "Step time",
-  });
+  showCurves({ loss: $("loss"), seconds: $("seconds"), metrics: $("metrics") }, steps, planned);
 }
 
 /** Read the timeline only when another step, or another attempt's, is to be shown: its slots never change. */
@@ -159,7 +150,8 @@ function showTimeline(timeline, gaps, keep) {
   $("chrome").download = `${id}-step-${timeline.step}.json`;
   const slots = panels.flatMap((panel) => panel.slots.map((slot) => ({ panel: panel.name, ...slot })));
   offer($("csv"), csv(SLOT_COLUMNS, slots), `${id}-step-${timeline.step}.csv`);
-  offer($("steps-csv"), csv(STEP_COLUMNS, steps), `${id}-steps.csv`);
+  const names = [...new Set(steps.flatMap((s) => Object.keys(s.metrics)))];
+  offer($("steps-csv"), csv([...STEP_COLUMNS, ...names], steps.map((s) => ({ ...s.metrics, ...s }))), `${id}-steps.csv`);
 }
 
 /** Makespan and bubble in words; the bubble is what the compute lanes of all meshes leave of the makespan. */

@@ -192,6 +192,7 @@ def step(number: int) -> StepRecord:
         overlap_ratio=0.9,
         grad_norm=1.0,
         started_at=1.8e9 + number,
+        metrics={"accuracy": 0.5 + number / 1000},
     )
 
 

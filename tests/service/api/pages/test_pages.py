@@ -62,6 +62,8 @@ def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, 
     assert "step 40" in notes[1] and "clocks agree to 20 µs" in notes[1]
     assert page.js("document.getElementById('state').textContent") == "RUNNING"
     assert page.js("document.querySelector('#loss .curve').dataset.points") == str(STEPS)
+    accuracy = "#metrics [data-metric=accuracy] .curve"
+    assert page.js(f"document.querySelector('{accuracy}').dataset.points") == str(STEPS)
     page.screenshot(tmp_path / "job.png")
     assert page.errors == []
 
