@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from service.job_evaluation import EvaluationPolicy
 from service.job_meshes import short_form
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
@@ -231,6 +232,12 @@ class Checkpoint(_Part):
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
 
 
+class Evaluation(_Part, EvaluationPolicy):
+    """On what data a job is evaluated between its steps, how often, and what follows."""
+
+    data: Data
+
+
 class Retry(_Part):
     """How often an attempt that failed is followed by another, by cause; -1 is without end."""
 
@@ -266,6 +273,7 @@ class JobSpec(_Part):
     pipeline: Pipeline = Pipeline()
     resources: Resources = Resources()
     checkpoint: Checkpoint | None = None
+    evaluation: Evaluation | None = None
     retry: Retry = Retry()
     code: Code = Code()
     queue: Name = "default"
@@ -300,6 +308,14 @@ class JobSpec(_Part):
                     f"training.loss_reduction is tokens, which weighs means of microbatches, and loss.args.reduction is "
                     f"{self.loss.args['reduction']!r}: leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_has_a_place(self) -> Self:
+        if self.evaluation is not None and self.evaluation.keep_best and self.checkpoint is None:
+            raise ValueError(
+                "evaluation.keep_best keeps a checkpoint, and the job has none: give checkpoint.uri"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
-from worker.model import StageGraph, TracedModel, build_model, trace
+from worker.model import StageGraph, StageModule, TracedModel, build_model, trace
 from worker.model.check import check_trace, needed_bytes
 from worker.model.errors import ModelError
+from worker.model.evaluating import (
+    EvaluationEdge,
+    EvaluationStages,
+    evaluation_begins,
+    evaluation_edges,
+    evaluation_stages,
+    trace_in_eval_mode,
+)
 from worker.model.interface import adapt
-from worker.model.shipping import Values, fill, pack, unpack, values_of
+from worker.model.shipping import Values, fill, pack_all, unpack_all, values_of
 from worker.model.suspects import check_trainable
 from worker.reasons import Reason
 from worker.training import make_loss
@@ -33,6 +41,7 @@ class JobModel:
         self._job = job
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
+        self._evaluation: TracedModel | None = None
         self._taken = False
         self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
@@ -45,9 +54,46 @@ class JobModel:
                 self._built = build_model(model.factory, model.args, seed=training.seed)
                 check_trainable(self._built)
                 adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
-            autocast = torch.bfloat16 if training.precision == "bf16" else None
-            self._traced = trace(self._built, sample, autocast=autocast, transfers=training.transfers)
+            self._traced = trace(self._built, sample, autocast=self._autocast, transfers=training.transfers)
         return self._traced
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self._job.training.precision == "bf16" else None
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def _evaluated(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        """The model in eval mode, where it was built; traced now where that was not done."""
+        if self._evaluation is None:
+            self.traced(sample)
+            transfers = self._job.training.transfers
+            self._evaluation = trace_in_eval_mode(
+                self._built, sample, autocast=self._autocast, transfers=transfers
+            )
+        return self._evaluation
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def evaluation_edges(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str]
+    ) -> list[EvaluationEdge]:
+        """What crosses the borders of a cut while it is evaluated."""
+        evaluated = self._evaluated(sample)
+        return evaluation_edges(
+            evaluated, evaluation_begins(self.traced(sample).layers, begins, evaluated.layers)
+        )
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def evaluation_stages(
+        self, begins: Sequence[str], trained: Mapping[int, StageModule], device: str
+    ) -> EvaluationStages:
+        """The evaluated stages on the parameters of `trained`, which `cut` made; what they come from is forgotten.
+
+        Each worker of a mesh has running statistics of its own: where there are several an evaluation has those of one.
+        """
+        evaluated, self._evaluation = self._evaluation, None
+        begins = evaluation_begins(self._layers, begins, evaluated.layers)
+        several = self._job.resources.workers_per_mesh > 1
+        return evaluation_stages(evaluated, begins, trained, device=device, own_statistics=several)
 
     @attributed_to(Reason.USER_CODE_RAISED)
     def check(
@@ -84,8 +130,9 @@ class JobModel:
     def graph(self, sample: tuple[torch.Tensor, ...]) -> bytes:
         """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent."""
         traced = self.traced(sample)
+        evaluated = self._evaluated(sample) if self._job.evaluation is not None else None
         try:
-            return pack(traced)
+            return pack_all([traced] if evaluated is None else [traced, evaluated])
         except Exception as error:  # an object of a user's own, say
             log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
             return b""
@@ -94,7 +141,8 @@ class JobModel:
     def take(self, graph: bytes) -> None:
         """Have what another worker traced: nothing is built here, unless it could not be sent."""
         if graph:
-            self._traced, self._taken = unpack(graph), True
+            (self._traced, *others), self._taken = unpack_all(graph), True
+            self._evaluation = others[0] if others else None
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def weights(
@@ -117,9 +165,12 @@ class JobModel:
         if weights is not None and self._taken:
             fill(traced, weights)
         graph = traced.cut(begins, keep=keep)
+        if self._job.evaluation is not None and self._evaluation is None:
+            self._evaluated(sample)
+        self._layers = traced.layers
         self._traced = self._built = None
         return graph
 
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""
-        self._traced, self._taken = None, False
+        self._traced, self._evaluation, self._taken = None, None, False

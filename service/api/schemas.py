@@ -55,6 +55,13 @@ class CheckpointView(BaseModel):
     uri: str
 
 
+class BestCheckpointView(CheckpointView):
+    """The checkpoint that is kept for being the best by the job's evaluation.metric."""
+
+    metric: str
+    value: float
+
+
 class JobSummary(BaseModel):
     id: str
     name: str
@@ -76,6 +83,7 @@ class JobView(JobSummary):
     spec: dict[str, Any]
     attempts: list[AttemptView]
     checkpoint: CheckpointView | None
+    best_checkpoint: BestCheckpointView | None = None
 
 
 class JobPage(BaseModel):
@@ -126,6 +134,23 @@ class StepView(BaseModel):
 
 class StepPage(BaseModel):
     items: list[StepView]
+    next_page_token: str | None
+
+
+class EvaluationView(BaseModel):
+    """What the evaluation after `step` (0: before the first) found on so many `samples`."""
+
+    step: int
+    attempt: int
+    loss: float | None
+    metrics: Metrics = {}
+    samples: int
+    evaluation_s: float | None
+    started_at: float | None
+
+
+class EvaluationPage(BaseModel):
+    items: list[EvaluationView]
     next_page_token: str | None
 
 

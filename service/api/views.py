@@ -7,13 +7,14 @@ from typing import Any
 from service.api.schemas import (
     AttemptView,
     CheckpointView,
+    EvaluationView,
     EventView,
     JobSummary,
     JobView,
     Progress,
     StepView,
 )
-from service.store.tables import Attempt, Event, Job, Step
+from service.store.tables import Attempt, Evaluation, Event, Job, Step
 
 
 def job_summary(job: Job) -> JobSummary:
@@ -26,6 +27,7 @@ def job_view(job: Job, attempts: list[Attempt]) -> JobView:
         spec=job.spec,
         attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
         checkpoint=checkpoint_view(job),
+        best_checkpoint=job.best_checkpoint,
     )
 
 
@@ -45,6 +47,10 @@ def _summary(job: Job) -> dict[str, Any]:
 
 def event_view(event: Event) -> EventView:
     return EventView.model_validate(event, from_attributes=True)
+
+
+def evaluation_view(evaluation: Evaluation) -> EvaluationView:
+    return EvaluationView.model_validate(evaluation, from_attributes=True)
 
 
 def step_view(step: Step) -> StepView:

@@ -87,9 +87,9 @@ class Planner:
         """
         return await self._run(_plan_job, job, costs, earlier, budget_s, attempt=attempt)
 
-    async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
-        """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
-        return await self._run(_plan_spec, spec, budget_s, format)
+    async def plan_spec(self, spec: str, *, budget_s: float, format: str, attempt: str | None = None) -> str:
+        """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS; `attempt` as in `plan_job`."""
+        return await self._run(_plan_spec, spec, budget_s, format, attempt=attempt)
 
     def warm(self) -> None:
         """Have the processes import the scheduler before somebody waits for it."""

@@ -13,6 +13,7 @@ import ray
 from worker.actor import Worker
 from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.evaluation import Evaluations, plan_evaluation
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
@@ -24,6 +25,7 @@ from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
 from worker.driver.termination import Termination
 from worker.engine.results import SlotLimits
+from worker.evaluation import EvaluationProgram
 from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
 from worker.job import Job
 from worker.model.memory_plan import planned_peak_bytes
@@ -75,9 +77,11 @@ def run_attempt(
         termination.listen()  # ray.init puts a handler of its own in place
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
-            _train(attempt, job, control, reporter, metrics)
+            ended_early = _train(attempt, job, control, reporter, metrics)
         finally:
             ray.shutdown()
+        if ended_early is not None:
+            return Outcome("SUCCEEDED", Reason.STOPPED_EARLY, ended_early)
         return Outcome("SUCCEEDED")
     except Cancelled:
         return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
@@ -103,7 +107,8 @@ def run_attempt(
 
 def _train(
     attempt: Attempt, job: Job, control: ControlPlane, reporter: Reporter, metrics: JobMetrics
-) -> None:
+) -> str | None:
+    """Why training ended before its last step, if it did."""
     workers_per_mesh, limits = job.resources.workers_per_mesh, attempt.limits
 
     def raise_if_cancelled() -> None:
@@ -148,14 +153,23 @@ def _train(
                 reporter=reporter,
                 limit_s=limits.checkpoint_s,
                 interrupted=raise_if_cancelled,
+                keeps_best=job.evaluation is not None and job.evaluation.keep_best,
             )
             checkpoints.try_place()
             planned = planner.plan()
             metrics.set_plan(planned.plan, step_s=planned.step_s)
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
+            evaluation = plan_evaluation(
+                job.evaluation,
+                planned,
+                gang=gang,
+                control=control,
+                limits=limits,
+                interrupted=raise_if_cancelled,
+            )
             _store, place = serve_rendezvous(own_node_address(), [a.node for a in gang.addresses])
             gang.call(
-                _load(gang, planned, workers_per_mesh, place, limits),
+                _load(gang, planned, workers_per_mesh, place, limits, evaluation),
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,
@@ -170,7 +184,7 @@ def _train(
                 interrupted=raise_if_cancelled,
             )
             reporter.state("RUNNING")
-            run_steps(
+            ended_early = run_steps(
                 done + 1,
                 job.training.steps,
                 planned=planned,
@@ -180,14 +194,32 @@ def _train(
                 checkpoints=checkpoints,
                 limits=limits,
                 interrupted=raise_if_cancelled,
+                evaluations=Evaluations(
+                    job.evaluation,
+                    gang=gang,
+                    reporter=reporter,
+                    metrics=metrics,
+                    limits=limits,
+                    step_s=planned.step_s,
+                    interrupted=raise_if_cancelled,
+                    course=checkpoints.course,
+                ),
             )
+            if ended_early is not None:
+                reporter.event("stopped_early", ended_early)
+            return ended_early
     except OutOfMemoryFailure as failure:
         planner.correct(failure)
         raise
 
 
 def _load(
-    gang: Gang, planned: PlannedJob, workers_per_mesh: int, store: tuple[str, int], limits: Limits
+    gang: Gang,
+    planned: PlannedJob,
+    workers_per_mesh: int,
+    store: tuple[str, int],
+    limits: Limits,
+    evaluation: Mapping[str, EvaluationProgram],
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
@@ -216,6 +248,7 @@ def _load(
             slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
             planned_bytes=peaks[address.mesh],
             microbatches=planned.microbatches,
+            evaluation=evaluation.get(address.mesh),
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]

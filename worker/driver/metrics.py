@@ -87,6 +87,8 @@ class JobMetrics:
         self._gauge("step", "The last finished step.")
         self._gauge("train_loss", "Loss of the last finished step.")
         self._gauge("job_metric", "A metric that the loss returned in the last finished step.", "name")
+        self._gauge("evaluation_loss", "Loss of the last evaluation.")
+        self._gauge("evaluation_metric", "A metric that the loss returned in the last evaluation.", "name")
         self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
         self._gauge("learning_rate", "Learning rate of the last finished step.")
         self._gauge("makespan_seconds", "Measured makespan of the last finished step.")
@@ -119,6 +121,11 @@ class JobMetrics:
         self._set("exposed_transfer_seconds", step.get("exposed_transfer_s"))
         self._set("overlap_ratio", step.get("overlap_ratio"))
         self._set_labelled("peak_memory_bytes", step.get("peak_memory_bytes") or {})
+
+    def observe_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Take in one evaluation, an `evaluations` item of a report."""
+        self._set("evaluation_loss", evaluation.get("loss"))
+        self._set_labelled("evaluation_metric", evaluation.get("metrics") or {})
 
     def set_plan(self, plan: Mapping[str, Any], *, step_s: float | None = None) -> None:
         """Take in the plan that the job now follows (the JSON of a Plan), and the planned length of its steps."""

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,10 +141,15 @@ class Engine:
         self._abort_reason: str | None = None
         self._dead: EngineError | None = None
 
-    def connect(self) -> None:
-        """Block until every peer is there. ConnectError names who is missing."""
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The directed pairs of meshes that exchange tensors."""
+        return directed_pairs(self._routes, self._training)
+
+    def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
+        """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
         try:
-            self._transport.connect(self._update.groups, directed_pairs(self._routes, self._training))
+            self._transport.connect(self._update.groups, tuple(sorted({*self.pairs, *more})))
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
@@ -254,6 +259,7 @@ class Engine:
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
             weights=None if self._options.ignored_target is None else self._weights,
+            keeps_random=self._options.keeps_random,
         )
 
     def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:

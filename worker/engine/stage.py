@@ -62,7 +62,8 @@ class _Saved:
 @dataclass(frozen=True)
 class ComputeSettings:
     """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: of a step's
-    targets, what each microbatch's loss counts (all 1 on average), None where all count alike."""
+    targets, what each microbatch's loss counts (all 1 on average), None where all count alike; `keeps_random`: see
+    RunOptions."""
 
     device: torch.device
     training: bool
@@ -74,6 +75,7 @@ class ComputeSettings:
     transfer_dtype: Callable[[Route], torch.dtype]
     is_pooled: Callable[[torch.Tensor], bool]
     weights: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    keeps_random: bool = False
 
 
 class StageRunner:
@@ -99,11 +101,12 @@ class StageRunner:
         self._buffers = UpdatedBuffers(module)
         self.observer: Observer | None = None
         self._random: RandomState | None = None
-        if settings.seed is not None and settings.training:
-            random = RandomState(settings.seed, settings.worker, settings.device)
+        keeps = settings.keeps_random
+        if settings.seed is not None and (settings.training or keeps):
+            random = RandomState(settings.seed, settings.worker, settings.device, keeps=keeps)
             operations = restart_at_operations(module, random)
             # a traced stage shows its random operations: without one it needs no state
-            self._random = random if operations != 0 else None
+            self._random = random if operations != 0 or (keeps and self._has_loss) else None
 
     def reset(self) -> None:
         """Forget the microbatches of the last step."""

@@ -4,8 +4,8 @@ import { lineChart } from "./chart.js";
 import { make, seconds } from "./format.js";
 
 /** Draw into `boxes` (loss, seconds, metrics): one chart for each metric, made when it is first seen. */
-export function showCurves(boxes, steps, planned) {
-  lineChart(boxes.loss, { series: [{ name: "loss", points: steps.map((s) => [s.step, s.loss]) }], label: "Loss" });
+export function showCurves(boxes, steps, evaluations, planned) {
+  lineChart(boxes.loss, { series: both("loss", steps, evaluations, (s) => s.loss), label: "Loss" });
   lineChart(boxes.seconds, {
     series: [
       { name: "step", points: steps.map((s) => [s.step, s.step_s]) },
@@ -15,9 +15,16 @@ export function showCurves(boxes, steps, planned) {
     show: seconds,
     label: "Step time",
   });
-  for (const name of namesOf(steps)) {
-    lineChart(chartOf(boxes.metrics, name), { series: [{ name, points: steps.map((s) => [s.step, s.metrics[name]]) }], label: name });
+  for (const name of namesOf([...steps, ...evaluations])) {
+    lineChart(chartOf(boxes.metrics, name), { series: both(name, steps, evaluations, (s) => s.metrics[name]), label: name });
   }
+}
+
+/** What training found and, where there is any, what evaluations did. */
+function both(name, steps, evaluations, value) {
+  const series = [{ name, points: steps.map((s) => [s.step, value(s)]) }];
+  if (evaluations.length) series.push({ name: `${name}, evaluated`, points: evaluations.map((s) => [s.step, value(s)]) });
+  return series;
 }
 
 function namesOf(steps) {

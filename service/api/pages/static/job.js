@@ -20,6 +20,7 @@ const page = `/jobs/${encodeURIComponent(id)}`;
 const view = new TimelineView($("timeline"), $("tip"), $("legend"));
 const steps = [];
 const events = [];
+const evaluations = [];
 let planned = null;
 let choice = null;
 let shown = null;
@@ -30,7 +31,8 @@ async function refresh() {
   showJob(job);
   const now = job.attempts?.at(-1)?.number ?? null;
   if (now !== attempt) begin(now);
-  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, addStep);
+  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, (step) => addStep(step));
+  await readOn(`${api}/evaluations`, evaluations, (one) => `page_token=${one.attempt}:${one.step}`, (one) => addStep(one, evaluations));
   showCharts();
   await refreshTimeline();
   await readOn(`${api}/events`, events, (event) => `after=${event.number}`, (event) => events.push(event));
@@ -58,6 +60,7 @@ function showJob(job) {
     "Step time": seconds(progress.step_s),
     Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${spec.resources?.meshes ?? "–"} meshes, ${chosen("microbatches", spec.training?.microbatches)}`,
     ...(choice?.step_s ? { "Planned step": seconds(choice.step_s) } : {}),
+    ...(job.best_checkpoint ? { "Best checkpoint": `${job.best_checkpoint.metric} ${number(job.best_checkpoint.value)} after step ${job.best_checkpoint.step}` } : {}),
     Schedule: spec.pipeline?.schedule ?? "–",
     Submitted: time(job.created_at),
     Started: time(job.started_at),
@@ -87,14 +90,14 @@ function rows(table, list) {
 /** Another attempt has started: what is shown of the one before it is read again, as far as it still holds. */
 function begin(number) {
   attempt = number;
-  steps.length = 0;
+  steps.length = evaluations.length = 0;
   shown = null;
 }
 
 /** Steps come by attempt: one that goes on from a checkpoint replaces what was done behind it. */
-function addStep(step) {
-  while (steps.length && steps.at(-1).step >= step.step) steps.pop();
-  steps.push(step);
+function addStep(step, list = steps) {
+  while (list.length && list.at(-1).step >= step.step) list.pop();
+  list.push(step);
 }
 
 /** `add` what came since the last of `list`, a few pages a round. */
@@ -108,7 +111,7 @@ async function readOn(path, list, place, add) {
 }
 
 function showCharts() {
-  showCurves({ loss: $("loss"), seconds: $("seconds"), metrics: $("metrics") }, steps, planned);
+  showCurves({ loss: $("loss"), seconds: $("seconds"), metrics: $("metrics") }, steps, evaluations, planned);
 }
 
 /** Read the timeline only when another step, or another attempt's, is to be shown: its slots never change. */
