@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_actor import job
 from test_loss_metrics import with_metrics
+from test_loss_reduction import IGNORED, Texts
+from test_loss_reduction import spec_of as tokens_spec
 from torch import nn
 from workers import Workers
 
@@ -181,6 +183,18 @@ def test_two_evaluations_of_the_same_weights_are_equal_to_the_bit():
     with Workers(spec_of(loss="DrawsAndCounts")) as run:
         run.step(1)
         assert run.evaluate() == run.evaluate()
+
+
+@pytest.mark.parametrize("layout", [{}, {"workers_per_mesh": 2}], ids=str)
+def test_tokens_count_alike_over_the_whole_evaluation(layout):
+    spec = tokens_spec(**layout)
+    spec["evaluation"] = {"data": spec["data"]}
+    model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=spec["training"]["seed"]).eval()
+    (tokens,), target = collate([Texts()[index] for index in range(len(Texts()))])
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model(tokens), target, ignore_index=IGNORED)
+    with Workers(spec) as run:
+        assert run.evaluate().loss == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_so_many_batches_are_evaluated_as_the_job_says():

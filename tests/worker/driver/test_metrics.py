@@ -64,6 +64,7 @@ def test_a_step_is_read_back_with_its_units(metrics):
                 "peak_memory_bytes": {"m0": 100 * number, "m1": 7},
             }
         )
+    metrics.observe_evaluation({"step": 2, "loss": 0.75, "metrics": {"accuracy": 0.25, "none": None}})
     metrics.set_planned_memory({"m0": 150, "m1": 10})
     metrics.set_plan({"makespan_s": 0.15, "bubble_ratio": 0.2, "slots": []}, step_s=0.17)
     got = scrape(endpoint)
@@ -77,6 +78,8 @@ def test_a_step_is_read_back_with_its_units(metrics):
     }
     assert value(got, "step") == 2
     assert value(got, "grad_norm") == 1.5
+    assert value(got, "evaluation_loss") == 0.75
+    assert list(named(got, "evaluation_metric").values()) == [0.25], "one that is no number has no series"
     assert [value(got, "peak_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [200, 7]
     assert [value(got, "planned_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [150, 10]
     assert (value(got, "makespan_seconds"), value(got, "plan_makespan_seconds")) == (0.2, 0.15)
