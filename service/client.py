@@ -24,6 +24,8 @@ from pydantic import BaseModel, ValidationError
 
 from service.api.schemas import (
     ClusterView,
+    EvaluationPage,
+    EvaluationView,
     EventPage,
     EventView,
     Health,
@@ -215,6 +217,10 @@ class Client(PeopleCalls, WeightsCalls):
     def steps(self, job_id: str, *, after: int | None = None) -> Iterator[StepView]:
         """Loss and times of the steps above `after`, by attempt, then step; each step once, as it was last done."""
         return self._pages(StepPage, f"/api/v1/jobs/{job_id}/steps", None, limit=_PAGE, after=after)
+
+    def evaluations(self, job_id: str) -> Iterator[EvaluationView]:
+        """What the job's evaluations found, by attempt, then step; each once, as it was last done."""
+        return self._pages(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", None, limit=_PAGE)
 
     def plan(self, job_id: str) -> JobPlanView:
         """Where the job's stages begin, what was planned, and the plan (DESIGN section 4)."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from service.job_environment import Environment, SecretNames
+from service.job_evaluation import EvaluationPolicy
 from service.job_meshes import check_listed, check_shared, short_form
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
@@ -236,6 +237,12 @@ class Checkpoint(_Part):
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
 
 
+class Evaluation(_Part, EvaluationPolicy):
+    """On what data a job is evaluated between its steps, how often, and what follows."""
+
+    data: Data
+
+
 class Retry(_Part):
     """How often an attempt that failed is followed by another, by cause; -1 is without end."""
 
@@ -271,6 +278,7 @@ class JobSpec(_Part):
     pipeline: Pipeline = Pipeline()
     resources: Resources = Resources()
     checkpoint: Checkpoint | None = None
+    evaluation: Evaluation | None = None
     retry: Retry = Retry()
     code: Code = Code()
     env: Environment = Field(default={}, description="Environment variables of the driver and the workers")
@@ -316,6 +324,19 @@ class JobSpec(_Part):
                     f"training.loss_reduction is tokens, which weighs means of microbatches, and loss.args.reduction is "
                     f"{self.loss.args['reduction']!r}: leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_runs_and_its_best_has_a_place(self) -> Self:
+        if self.evaluation is not None and self.evaluation.keep_best and self.checkpoint is None:
+            raise ValueError(
+                "evaluation.keep_best keeps a checkpoint, and the job has none: give checkpoint.uri"
+            )
+        if self.evaluation is not None and self.resources.workers is not None:
+            raise ValueError(
+                f"evaluation on meshes of unlike sizes ({self.resources.workers} workers) does not run so far: give all "
+                "meshes the same number of workers, or leave out evaluation"
+            )
         return self
 
     @model_validator(mode="after")

@@ -86,6 +86,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.client_weights",
         "service.jobspec",
         "service.job_environment",
+        "service.job_evaluation",
         "service.job_meshes",
         "service.job_states",
         "service.job_values",

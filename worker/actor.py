@@ -6,11 +6,11 @@ the class) and does not know the control plane.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,43 +19,35 @@ from worker import checkpoint, last_action
 from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
-from worker.data.ahead import ReadAhead, ReadTooSlowError
-from worker.data.staging import read_steps
-from worker.device import choose_device, make_transport
-from worker.engine import Engine, EngineError, Plans, RunOptions, SlotLimits
-from worker.engine_failure import engine_failure, out_of_memory
-from worker.engine_measure import measure_action
-from worker.failure import AttemptFailure, as_failure, attributed_to
+from worker.data.evaluation import EvaluationBatches, EvaluationSize
+from worker.device import choose_device
+from worker.engine import Engine, Plans, SlotLimits
+from worker.evaluation import EvaluationProgram, Evaluator
+from worker.failure import as_failure, attributed_to
 from worker.job import Job
-from worker.memory import PeakMemory, memory_limit
-from worker.model import measure_layers, resolve
-from worker.model.profile import OptimizerState
+from worker.measuring import Measuring
+from worker.memory import PeakMemory
+from worker.model import resolve
+from worker.model.evaluating import EvaluationEdge
 from worker.model.shipping import Values
-from worker.model.update_costs import UpdateCosts
-from worker.node import WorkerAddress, own_node_address, processor_share
+from worker.node import WorkerAddress, own_node_address
 from worker.profile_key import profile_key
 from worker.program import program_from_json
+from worker.reading import StageReader
 from worker.reasons import Reason
+from worker.running import run_options, told_as_failure
 from worker.traced_model import JobModel
 from worker.training import (
-    ignored_target,
     learning_rate,
     make_loss,
     make_optimizer,
     make_schedule,
-    measure_optimizer_state,
     without_implementation,
 )
 from worker.transport import ConnectError, Topology
-from worker.transport.base import Transport, for_a_while
-from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
-from worker.transport.network import Measured, Probe
-from worker.update_measure import WORKERS, measure_sum, measure_update
-
-PROFILE_REPEATS = 5
 
 
-class Worker:
+class Worker(Measuring):
     """One accelerator of one mesh. The driver calls the methods in the order in which they stand here."""
 
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
@@ -66,10 +58,12 @@ class Worker:
         self._device = device
         self._model = JobModel(job, device)
         self._engine: Engine | None = None
-        self._reader: ReadAhead | None = None
+        self._reader: StageReader | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
         self._planned_bytes: int | None = None
+        self._evaluated: EvaluationBatches | None = None
+        self._evaluator: Evaluator | None = None
 
     def address(self) -> WorkerAddress:
         """Where this worker runs; takes its GPU. RuntimeError when there is none."""
@@ -101,6 +95,11 @@ class Worker:
             self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
         )
         self._model.keywords = self._batches.keywords
+        if self._job.evaluation is not None:
+            self._evaluated = EvaluationBatches(
+                self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
+            )
+            self._evaluated.check_like(self._batches)
         self._build_loss()
         workers = sum(self._job.mesh_sizes)
         return {
@@ -135,68 +134,9 @@ class Worker:
         """The initial values of the parameters of some stages, for the worker that runs them."""
         return self._model.weights(self._batches.sample[0], begins, stages)
 
-    def memory_limit(self, sharing: int) -> int | None:
-        """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
-        given = self._job.resources.memory_per_worker
-        return given if isinstance(given, int) else memory_limit(self._device, sharing)
-
-    def processor_share(self) -> float:
-        """The part of a processor core that this worker gets while all of them compute."""
-        return processor_share()
-
-    def optimizer_state(self) -> OptimizerState:
-        """What the job's optimizer keeps of the parameters that it trains."""
-        return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
-
-    def update_costs(self) -> UpdateCosts:
-        """What the engine's REDUCE and STEP take on this worker alone, with the job's optimizer."""
-        make = functools.partial(make_optimizer, self._job.optimizer)
-        return measure_update(make, self._device, self._job.training.clip_grad_norm)
-
-    @attributed_to(Reason.START_TIMEOUT)
-    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, float]:
-        """What summing gradients over the workers of this mesh takes; all of them call this at the same time."""
-        topology = Topology((self._mesh,), self._workers_per_mesh)
-        transport = self._transport(topology, store, host, connect_s)
-        with for_a_while(transport):
-            transport.connect({WORKERS: tuple(range(topology.size))}, ())
-            return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])
-
-    @attributed_to(Reason.START_TIMEOUT)
-    def measure_links(
-        self,
-        *,
-        probes: Sequence[Probe],
-        topology: Topology,
-        store: tuple[str, int],
-        host: str,
-        connect_s: float,
-    ) -> list[Measured]:
-        """What the probes found whose hub this mesh is; every worker 0 calls this at the same time."""
-        transport = self._transport(topology, store, host, connect_s)
-        with for_a_while(transport):
-            transport.connect(groups_of(topology), lanes_of(probes))
-            return measure_links(transport, probes, self._device)
-
-    @attributed_to(Reason.START_TIMEOUT)
-    def measure_action(
-        self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
-    ) -> float:
-        """Processor seconds of the engine for an action; every worker 0 calls this at the same time."""
-        return measure_action(self._transport(topology, store, host, connect_s))
-
-    @attributed_to(Reason.USER_CODE_RAISED)
-    def profile(self, microbatches: int | None = None) -> dict[str, Any]:
-        """Measure every layer on this device, for the batch in so many microbatches; JSON of a LayerProfile."""
-        self._use(microbatches)
-        profile = measure_layers(
-            self._model.traced(self._batches.sample[0]),
-            self._loss,
-            self._batches.sample[1],
-            device=self._device,
-            repeats=PROFILE_REPEATS,
-        )
-        return profile.to_json()
+    def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
+        """What crosses the borders of the stages of a cut while they are evaluated; for the worker that traced."""
+        return self._model.evaluation_edges(self._batches.sample[0], begins)
 
     def load(
         self,
@@ -216,32 +156,30 @@ class Worker:
         weights: Values | None = None,
         planned_starts_s: Sequence[float | None] | None = None,
         reshardings: Plans | None = None,
+        evaluation: EvaluationProgram | None = None,
     ) -> None:
         """Cut the model, keep this mesh's stages and connect to every peer.
 
         The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
         mesh holds by the plan, for messages; `microbatches` what was planned, where the job leaves it open;
-        `weights` are those of a worker that took its graph; `reshardings` the transfers between unlike meshes.
+        `weights` are those of a worker that took its graph; `reshardings` the transfers between unlike meshes;
+        `evaluation` is run by `evaluate`.
         """
         self._planned_bytes = planned_bytes
         self._use(microbatches)
-        with self._memory_told():
+        with self._told():
             training, schedule = self._job.training, self._job.optimizer.schedule
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
             graph = self._model.cut(self._batches.sample[0], begins, here, weights)
             self._stages = stages = {i: graph.stages[i].to(self._device) for i in here}
-            self._needs_data = any(
-                name.startswith("input:") for stage in stages.values() for name in stage.inputs
-            ) or any("output" in stage.outputs for stage in stages.values())
-            if self._needs_data:
-                self._reader = read_steps(
-                    self._batches.microbatch,
-                    self._batches.microbatches,
-                    device=self._device,
-                    ahead=self._job.data.prefetch,
-                    last=training.steps,
-                    limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
-                )
+            self._reader = StageReader(
+                stages,
+                self._batches,
+                device=self._device,
+                ahead=self._job.data.prefetch,
+                last=training.steps,
+                limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
+            )
             transport = self._transport(topology, store, host, connect_s)
             self._engine = Engine(
                 mesh=self._mesh,
@@ -252,20 +190,11 @@ class Worker:
                 mesh_of_stage=tuple(mesh_of_stage),
                 tied=graph.tied,
                 microbatches=self._batches.microbatches,
-                loss=self._loss,
+                loss=self._loss.with_metrics,
                 optimizer=self._make_optimizer,
                 lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
                 transport=transport,
-                options=RunOptions(
-                    precision=training.precision,
-                    transfers=training.transfers,
-                    clip_grad_norm=training.clip_grad_norm,
-                    non_finite=training.non_finite,
-                    ignored_target=ignored_target(self._job),
-                    seed=training.seed,
-                    limits=slot_limits,
-                    device=self._device,
-                ),
+                options=run_options(self._job, limits=slot_limits, device=self._device),
                 planned_s=planned_s,
                 recomputed=frozenset(recomputed),
                 planned_starts_s=planned_starts_s,
@@ -274,10 +203,26 @@ class Worker:
             self._memory.settle(
                 t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
             )
+            if evaluation is not None:
+                self._evaluator = Evaluator(
+                    self._job,
+                    evaluation,
+                    mesh=self._mesh,
+                    worker=self._worker,
+                    mesh_of_stage=tuple(mesh_of_stage),
+                    stages=self._model.evaluation_stages(begins, stages, self._device),
+                    batches=self._evaluated,
+                    loss=self._loss,
+                    transport=transport,
+                    limits=slot_limits,
+                    device=self._device,
+                )
             try:
-                self._engine.connect()
+                self._engine.connect(self._evaluator.pairs if self._evaluator else ())
             except ConnectError as error:
                 raise as_failure(error, Reason.START_TIMEOUT) from None
+            if self._evaluator is not None:
+                self._evaluator.start()
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
@@ -303,26 +248,19 @@ class Worker:
         """On CUDA, load and try all kernels on the samples of the first step, before anybody waits for this mesh."""
         if self._device != "cuda":
             return
-        with self._memory_told():
-            try:
-                self._engine.warm_up(step, *self._batch(step))
-            except EngineError as error:
-                raise engine_failure(error) from None
+        with self._told():
+            self._engine.warm_up(step, *self._reader.take(step))
 
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
         rate = None if self._optimizer is None else learning_rate(self._optimizer)
         self._memory.begin()
-        with self._memory_told():
-            inputs, targets = self._batch(step)
-            try:
-                result = self._engine.run_step(step, inputs, targets)
-            except EngineError as error:
-                raise engine_failure(error) from None
-            except Exception as error:
-                raise as_failure(error, Reason.INTERNAL) from None
+        with self._told():
+            inputs, targets = self._reader.take(step)
+            result = self._engine.run_step(step, inputs, targets)
         return {
             "losses": result.losses,
+            "metrics": result.metrics,
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
             "skipped": result.skipped,
@@ -332,6 +270,16 @@ class Worker:
             "peak_memory_bytes": self._memory.read(),
             "tokens_per_sample": self._batches.tokens_per_sample,
         }
+
+    def evaluation_size(self) -> EvaluationSize:
+        """How much there is to evaluate, in the microbatches that were planned."""
+        return self._evaluated.size
+
+    def evaluate(self, batch: int) -> dict[str, Any]:
+        """Run one batch of the evaluation data through the evaluated stages; batch 0 begins an evaluation. What of it
+        counts: losses, metrics and weights, one a microbatch, where the model's output is. Changes nothing else."""
+        with self._told():
+            return self._evaluator.run(batch)
 
     @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
     def try_checkpoints(self, uri: str) -> None:
@@ -347,23 +295,21 @@ class Worker:
         checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
         return self._model.save_rest(uri, step)
 
-    def _transport(
-        self, topology: Topology, store: tuple[str, int], host: str, connect_s: float
-    ) -> Transport:
-        where = {"mesh": self._mesh, "worker": self._worker, "store": store, "host": host}
-        return make_transport(self._device, topology, **where, connect_s=connect_s)
-
     def _use(self, microbatches: int | None) -> None:
         """Deal the batch in so many microbatches from now on; None keeps what is."""
         if microbatches is None or microbatches == self._batches.microbatches:
             return
         self._batches.deal(microbatches)
+        if self._evaluated is not None:
+            self._evaluated.deal(microbatches)
         self._model.forget_graph()  # it has the shapes of a microbatch
 
     def close(self) -> None:
         """End threads and connections; an actor that is killed needs no such call."""
         if self._reader is not None:
             self._reader.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -379,22 +325,7 @@ class Worker:
         self._optimizer = make_optimizer(self._job.optimizer, parameters, [names[id(p)] for p in parameters])
         return self._optimizer
 
-    def _batch(self, step: int) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]:
-        if self._reader is None:
-            return [()] * self._batches.microbatches, None
-        try:
-            return self._reader.take(step)
-        except ReadTooSlowError as error:
-            raise as_failure(error, Reason.DATA_FAILED) from None
-
-    @contextlib.contextmanager
-    def _memory_told(self) -> Iterator[None]:
-        """When memory runs out in the body: say what was planned, and what was seen."""
-        try:
-            yield
-        except Exception as error:
-            failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.INTERNAL)
-            if failure.reason is not Reason.OUT_OF_MEMORY:
-                raise
-            peak = self._memory.read()
-            raise out_of_memory(failure, self._mesh, self._device, self._planned_bytes, peak) from None
+    def _told(self) -> AbstractContextManager[None]:
+        return told_as_failure(
+            self._memory, mesh=self._mesh, device=self._device, planned_bytes=self._planned_bytes
+        )

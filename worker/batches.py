@@ -106,10 +106,12 @@ class Batches:
             raise ValueError(
                 f"{microbatches} microbatches were planned, but the job says {training.microbatches}"
             )
-        self._sampler = BatchSampler(
-            len(self._dataset), training.global_batch, microbatches, seed=training.seed
-        )
+        self._sampler = self._make_sampler(microbatches)
         self.sample = self.microbatch(0, 0)
+
+    def _make_sampler(self, microbatches: int) -> BatchSampler:
+        training = self._job.training
+        return BatchSampler(len(self._dataset), training.global_batch, microbatches, seed=training.seed)
 
     def example(self, step: int, index: int) -> Any:
         """Sample `index` as step `step` draws it: the only door to the data set."""

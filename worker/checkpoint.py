@@ -74,8 +74,17 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
     _write(files, shard_path(folder, shard), content.getbuffer())
 
 
-def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
-    """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job.
+def finish(
+    uri: str,
+    *,
+    step: int,
+    shards: Sequence[str],
+    keep: int,
+    keep_also: int | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job and that of step
+    `keep_also`. `notes` (JSON) come back from `noted`.
 
     Raises CheckpointError when a shard is missing. Older ones that cannot be removed stay, with a warning.
     """
@@ -90,15 +99,21 @@ def finish(uri: str, *, step: int, shards: Sequence[str], keep: int) -> None:
             raise CheckpointError(
                 f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
             ) from None
-    manifest = {"format": FORMAT, "step": step, "shards": sizes}
+    manifest = {"format": FORMAT, "step": step, "shards": sizes, "notes": dict(notes or {})}
     told = {shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards}
     manifest["names"] = {shard: said["names"] for shard, said in told.items()}
     manifest["sha256"] = {shard: said["sha256"] for shard, said in told.items()}
     _write(files, f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
     try:
-        _remove_old(files, folder, step, keep)
+        _remove_old(files, folder, step, keep, keep_also)
     except Exception as error:  # the new checkpoint is whole: that is what matters
         log.warning("old checkpoints beside %s could not be removed: %s", uri, error)
+
+
+def noted(uri: str) -> dict[str, Any]:
+    """The notes of a checkpoint; none in those of older versions."""
+    files, folder = fsspec.core.url_to_fs(uri)
+    return read_manifest(files, folder, uri).get("notes") or {}
 
 
 def try_writing(uri: str) -> None:
@@ -220,12 +235,12 @@ def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | N
         raise CheckpointError(f"shard {path} cannot be read: {error}") from error
 
 
-def _remove_old(files: AbstractFileSystem, folder: str, step: int, keep: int) -> None:
+def _remove_old(files: AbstractFileSystem, folder: str, step: int, keep: int, keep_also: int | None) -> None:
     older = [(other, path) for other, path in step_folders(files, folder.rsplit("/", 1)[0]) if other < step]
     complete = [path for _, path in older if files.exists(f"{path}/{MANIFEST}")]
     kept = complete[-(keep - 1) :] if keep > 1 else []
-    for _, path in older:
-        if path not in kept:
+    for number, path in older:
+        if path not in kept and number != keep_also:
             with suppress(FileNotFoundError):
                 files.rm_file(f"{path}/{MANIFEST}")  # first, so that nobody takes what is left for whole
             files.rm(path, recursive=True)

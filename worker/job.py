@@ -124,6 +124,24 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """On what data and how often a job is evaluated: every so many steps, and before the first with `at_start`.
+
+    `steps` batches of training.global_batch samples, null for all of the data; `keep_best` and `patience` go by
+    `metric`, of which `mode` (min, max) says what is better: null is min, which only the loss may leave open.
+    """
+
+    data: Data
+    every_steps: int = 100
+    steps: int | None = None
+    at_start: bool = False
+    metric: str = "loss"
+    mode: str | None = None
+    keep_best: bool = False
+    patience: int | None = None
+
+
+@dataclass(frozen=True)
 class Code:
     """The user's own modules, as Ray brought them here."""
 
@@ -143,6 +161,7 @@ class Job:
     pipeline: Pipeline = Pipeline()
     resources: Resources = Resources()
     checkpoint: CheckpointPolicy | None = None
+    evaluation: Evaluation | None = None
     code: Code = Code()
 
     @property

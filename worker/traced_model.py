@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,21 @@ from torch import nn
 from worker import checkpoint
 from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
-from worker.model import StageGraph, TracedModel, trace
+from worker.model import StageGraph, StageModule, TracedModel, trace
 from worker.model.check import check_trace, needed_bytes
 from worker.model.distance import tolerance_of
 from worker.model.errors import ModelError
+from worker.model.evaluating import (
+    EvaluationEdge,
+    EvaluationStages,
+    evaluation_begins,
+    evaluation_edges,
+    evaluation_stages,
+    trace_in_eval_mode,
+)
 from worker.model.interface import adapt
 from worker.model.share_check import Samples, check_shares
-from worker.model.shipping import Values, fill, pack, unpack, values_of
+from worker.model.shipping import Values, fill, pack_all, unpack_all, values_of
 from worker.reasons import Reason
 from worker.training import make_loss
 from worker.weights.building import build_job_model
@@ -39,6 +47,7 @@ class JobModel:
         self._job, self._device = job, device
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
+        self._evaluation: TracedModel | None = None
         self._taken = False
         self._of_others: dict[int, TracedModel] = {}
         self._leads = True  # until another worker's graph is taken
@@ -59,11 +68,47 @@ class JobModel:
         return self._traced
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        return trace(self._built, sample, **self._as_it_runs)
+
+    @property
+    def _as_it_runs(self) -> dict[str, Any]:
         training = self._job.training
         autocast = torch.bfloat16 if training.precision == "bf16" else None
-        return trace(
-            self._built, sample, autocast=autocast, device=self._device, transfers=training.transfers
+        return {"autocast": autocast, "device": self._device, "transfers": training.transfers}
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def _evaluated(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        """The model in eval mode, where it was built; traced now where that was not done."""
+        if self._evaluation is None:
+            self.traced(sample)
+            self._evaluation = trace_in_eval_mode(self._built, sample, **self._as_it_runs)
+        return self._evaluation
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def evaluation_edges(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str]
+    ) -> list[EvaluationEdge]:
+        """What crosses the borders of a cut while it is evaluated."""
+        evaluated = self._evaluated(sample)
+        return evaluation_edges(
+            evaluated, evaluation_begins(self.traced(sample).layers, begins, evaluated.layers)
         )
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def evaluation_stages(
+        self, begins: Sequence[str], trained: Mapping[int, StageModule], device: str
+    ) -> EvaluationStages:
+        """The evaluated stages on the parameters of `trained`, which `cut` made; what they come from is forgotten.
+
+        Each worker of a mesh has running statistics of its own: where there are several an evaluation has those of one.
+        """
+        evaluated, self._evaluation = self._evaluation, None
+        begins = evaluation_begins(self._layers, begins, evaluated.layers)
+        several = self._job.resources.workers_per_mesh > 1
+        stages = evaluation_stages(evaluated, begins, trained, device=device, own_statistics=several)
+        if path := self._job.model.weights:
+            fill_tensors(path, stages.alone, evaluated.aliases)
+        return stages
 
     @attributed_to(Reason.USER_CODE_RAISED)
     def check(
@@ -106,8 +151,9 @@ class JobModel:
             traced = self.traced(sample)
         else:
             traced = self._of_others[workers] = self._trace(sample)
+        evaluated = self._evaluated(sample) if self._job.evaluation is not None else None
         try:
-            return pack(traced)
+            return pack_all([traced] if evaluated is None else [traced, evaluated])
         except Exception as error:  # an object of a user's own, say
             log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
             return b""
@@ -117,7 +163,8 @@ class JobModel:
         """Have what another worker traced: nothing is built here, unless it could not be sent."""
         self._leads = False
         if graph:
-            self._traced, self._taken = unpack(graph), True
+            (self._traced, *others), self._taken = unpack_all(graph), True
+            self._evaluation = others[0] if others else None
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def check_shares(
@@ -156,6 +203,8 @@ class JobModel:
         if weights is not None and self._taken:
             fill(traced, weights)
         graph = traced.cut(begins, keep=keep)
+        if self._job.evaluation is not None and self._evaluation is None:
+            self._evaluated(sample)
         if path:
             fill_stages(path, [graph.stages[index] for index in keep], traced.aliases)
         if self._leads and self._built is not None:
@@ -163,6 +212,7 @@ class JobModel:
             if path:
                 fill_tensors(path, unused, traced.aliases)
             self._rest = state_of(self._record, unused)
+        self._layers = traced.layers
         self._traced = self._built = None
         self._of_others = {}
         return graph
@@ -176,4 +226,4 @@ class JobModel:
 
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""
-        self._traced, self._taken, self._of_others = None, False, {}
+        self._traced, self._evaluation, self._taken, self._of_others = None, None, False, {}

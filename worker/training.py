@@ -17,13 +17,12 @@ from torch import nn
 
 from worker.failure import attributed_to
 from worker.job import Factory, Job, Optimizer
+from worker.job_loss import JobLoss
 from worker.model.errors import FactoryError
 from worker.model.factory import call_factory, resolve
 from worker.model.profile import OptimizerState
 from worker.parameter_groups import check_settings, parameter_groups
 from worker.reasons import Reason
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Optimizers whose fused CUDA kernels skip a step by themselves when a norm is not finite, so that the host
 # need not look at it.
@@ -35,17 +34,17 @@ _METRICS = {"metric", "metrics", "loss", "val_loss", "current", "score", "value"
 _STATE_SHAPES = ((4096,), (64, 64))
 
 
-def make_loss(spec: Factory | None, device: str = "cpu") -> Loss:
+def make_loss(spec: Factory | None, device: str = "cpu") -> JobLoss:
     """A loss module of a class, on `device`, or a function with its keyword arguments bound.
 
     None: the model returns its loss, which is taken as it is.
     """
     if spec is None:
-        return functools.partial(_one_number, "of the model itself", lambda output, _: output)
+        return JobLoss("of the model itself", lambda output, _: output)
     path, arguments = spec.factory, dict(spec.args)
     target = resolve(path)
     if not isinstance(target, type):
-        return functools.partial(_one_number, path, functools.partial(target, **arguments))
+        return JobLoss(path, functools.partial(target, **arguments))
     loss = call_factory(path, arguments)
     if isinstance(loss, nn.Module):
         if trained := [name for name, p in loss.named_parameters() if p.requires_grad]:
@@ -54,7 +53,7 @@ def make_loss(spec: Factory | None, device: str = "cpu") -> Loss:
                 "move them into the model"
             )
         loss = loss.to(device)
-    return functools.partial(_one_number, path, loss)
+    return JobLoss(path, loss)
 
 
 def ignored_target(job: Job) -> int | None:
@@ -62,16 +61,6 @@ def ignored_target(job: Job) -> int | None:
     if job.training.loss_reduction != "tokens":
         return None
     return int((job.loss.args if job.loss else {}).get("ignore_index", -100))
-
-
-def _one_number(
-    path: str, loss: Callable[..., Any], output: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    value = loss(output, target)
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value
-    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    raise TypeError(f"loss {path!r} returned {found}, not one number: return the mean over the samples")
 
 
 @attributed_to(Reason.USER_CODE_RAISED)

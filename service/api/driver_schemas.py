@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from service.api.schemas import CheckpointView, Integer
+from service.job_evaluation import METRIC_PATTERN
 from service.jobspec import Arguments, Count
 from service.store.states import printable
 
@@ -44,6 +45,10 @@ def event_kind(kind: str) -> str:
     return f"driver.{name}" if name.lower() in _OF_OTHERS else name
 
 
+Metrics = Annotated[dict[Annotated[str, Field(pattern=METRIC_PATTERN)], Number], Field(max_length=32)]
+"""What a loss returned beside itself, by name: as worker/job_loss.py lets it pass."""
+
+
 class AttemptGiven(BaseModel):
     """`job` is the job's JobSpec as it was stored."""
 
@@ -65,6 +70,7 @@ class _FromDriver(BaseModel):
 class ReportedStep(_FromDriver):
     step: Integer
     loss: Number = None
+    metrics: Metrics = {}
     step_s: Number = None
     makespan_s: Number = None
     bubble_ratio: Number = None
@@ -106,6 +112,20 @@ class ReportedCheckpoint(_FromDriver):
     uri: Annotated[str, Clean]
 
 
+class ReportedEvaluation(_FromDriver):
+    step: Annotated[int, Field(ge=0, lt=2**31)]
+    loss: Number = None
+    metrics: Metrics = {}
+    samples: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    evaluation_s: Number = None
+    started_at: Number = None
+
+
+class ReportedBest(ReportedCheckpoint):
+    metric: Annotated[str, Field(pattern=METRIC_PATTERN)]
+    value: Finite
+
+
 class ReportIn(_FromDriver):
     sequence: Sequence64
     state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
@@ -116,6 +136,8 @@ class ReportIn(_FromDriver):
     events: Annotated[list[ReportedEvent], Field(max_length=10_000)] = []
     metrics_endpoint: Annotated[str, Field(max_length=300), Clean] | None = None
     checkpoint: ReportedCheckpoint | None = None
+    evaluations: Annotated[list[ReportedEvaluation], Field(max_length=10_000)] = []
+    best_checkpoint: ReportedBest | None = None
 
 
 class ReportAnswer(BaseModel):

@@ -33,6 +33,7 @@ from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.sealing import NoKeyError, SecretBox
 from service.store.database import utc_now
+from service.store.evaluations import EvaluationRecord
 from service.store.jobs import find_job
 from service.store.plans import find_plan, record_plan
 from service.store.profiles import (
@@ -133,6 +134,25 @@ async def plan(
     return Response(planned, media_type="application/json")
 
 
+@router.post("/forward-plan", responses=responses(503))
+async def forward_plan(
+    attempt: DriverAttempt, service: Current, spec: Arguments, connection: Request
+) -> Response:
+    """The plan of an evaluation: of a PipelineSpec, forwards only."""
+    await _current_job(service, attempt)
+    planning = service.planner.plan_spec(
+        json.dumps({**spec, "schedule": "inference"}),
+        budget_s=service.settings.plan_budget_s,
+        format="json",
+        attempt=attempt.id,
+    )
+    try:
+        planned = await while_connected(connection, planning)
+    except PlanTimeoutError as error:
+        raise ProblemError(422, f"{error}: choose fewer microbatches") from None
+    return Response(planned, media_type="application/json")
+
+
 @router.post("/reports")
 async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> ReportAnswer:
     """Store what happened since the last report; the answer tells the driver to go on or to end."""
@@ -204,5 +224,7 @@ def _report(body: ReportIn) -> outcome.Report:
             for event in body.events
         ],
         metrics_endpoint=body.metrics_endpoint,
+        evaluations=[EvaluationRecord(**one.model_dump()) for one in body.evaluations],
+        best_checkpoint=None if body.best_checkpoint is None else body.best_checkpoint.model_dump(),
         checkpoint=None if body.checkpoint is None else (body.checkpoint.step, body.checkpoint.uri),
     )

@@ -17,6 +17,7 @@ from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.manage import JobId, existing_job
 from service.api.schemas import (
+    EvaluationPage,
     EventPage,
     JobPlanView,
     LogPage,
@@ -26,7 +27,8 @@ from service.api.schemas import (
     TimelineView,
 )
 from service.api.trace import chrome_trace
-from service.api.views import event_view, step_view
+from service.api.views import evaluation_view, event_view, step_view
+from service.store.evaluations import evaluations_of
 from service.store.events import events_of
 from service.store.plans import find_plan
 from service.store.steps import find_step, steps_of
@@ -124,6 +126,20 @@ async def steps(
         )
     token = f"{found[limit - 1].attempt}:{found[limit - 1].step}" if len(found) > limit else None
     return StepPage(items=[step_view(step) for step in found[:limit]], next_page_token=token)
+
+
+@router.get("/evaluations")
+async def evaluations(
+    job_id: JobId, service: Current, limit: Limit = 1000, page_token: StepToken = None
+) -> EvaluationPage:
+    """What was measured between steps on the job's evaluation data; in the order of `steps`."""
+    attempt, _, step = (page_token or "0:0").partition(":")
+    behind = (int(attempt), int(step)) if page_token else (0, -1)
+    async with service.database.read() as session:
+        await existing_job(session, job_id)
+        found = await evaluations_of(session, job_id, behind=behind, limit=limit + 1)
+    token = f"{found[limit - 1].attempt}:{found[limit - 1].step}" if len(found) > limit else None
+    return EvaluationPage(items=[evaluation_view(one) for one in found[:limit]], next_page_token=token)
 
 
 @router.get("/plan", response_model=JobPlanView)

@@ -16,6 +16,7 @@ _VIEWERS = (
     ("GET", "/api/v1/jobs"),
     ("GET", "/api/v1/jobs/{job_id}"),
     ("GET", "/api/v1/jobs/{job_id}/checkpoints"),
+    ("GET", "/api/v1/jobs/{job_id}/evaluations"),
     ("GET", "/api/v1/jobs/{job_id}/events"),
     ("GET", "/api/v1/jobs/{job_id}/logs"),
     ("GET", "/api/v1/jobs/{job_id}/plan"),

@@ -8,11 +8,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from service.job_states import AttemptState, JobState
 
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+Metrics = Annotated[dict[str, float | None], BeforeValidator(lambda value: value or {})]
+"""What the loss returned beside itself, by name: means over microbatches and workers, as the loss is."""
 
 
 # Jobs
@@ -38,17 +41,25 @@ class AttemptView(BaseModel):
 
 
 class Progress(BaseModel):
-    """Steps done, steps wanted, and the last step's loss and length."""
+    """Steps done, steps wanted, and the last step's loss, metrics and length."""
 
     step: int
     steps: int
     loss: float | None
+    metrics: Metrics = {}
     step_s: float | None
 
 
 class CheckpointView(BaseModel):
     step: int
     uri: str
+
+
+class BestCheckpointView(CheckpointView):
+    """The checkpoint that is kept for being the best by the job's evaluation.metric."""
+
+    metric: str
+    value: float
 
 
 class JobSummary(BaseModel):
@@ -74,6 +85,7 @@ class JobView(JobSummary):
     attempts: list[AttemptView]
     checkpoint: CheckpointView | None
     trace_id: str | None = Field(default=None, description="In the job's logs: the trace of who submitted it")
+    best_checkpoint: BestCheckpointView | None = None
 
 
 class JobPage(BaseModel):
@@ -113,6 +125,7 @@ class StepView(BaseModel):
     step: int
     attempt: int
     loss: float | None
+    metrics: Metrics = {}
     step_s: float | None
     makespan_s: float | None
     bubble_ratio: float | None
@@ -124,6 +137,23 @@ class StepView(BaseModel):
 
 class StepPage(BaseModel):
     items: list[StepView]
+    next_page_token: str | None
+
+
+class EvaluationView(BaseModel):
+    """What the evaluation after `step` (0: before the first) found on so many `samples`."""
+
+    step: int
+    attempt: int
+    loss: float | None
+    metrics: Metrics = {}
+    samples: int
+    evaluation_s: float | None
+    started_at: float | None
+
+
+class EvaluationPage(BaseModel):
+    items: list[EvaluationView]
     next_page_token: str | None
 
 

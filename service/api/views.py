@@ -7,13 +7,14 @@ from typing import Any
 from service.api.schemas import (
     AttemptView,
     CheckpointView,
+    EvaluationView,
     EventView,
     JobSummary,
     JobView,
     Progress,
     StepView,
 )
-from service.store.tables import Attempt, Event, Job, Step
+from service.store.tables import Attempt, Evaluation, Event, Job, Step
 
 
 def job_summary(job: Job) -> JobSummary:
@@ -27,6 +28,7 @@ def job_view(job: Job, attempts: list[Attempt]) -> JobView:
         attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
         checkpoint=checkpoint_view(job),
         trace_id=job.trace_id,
+        best_checkpoint=job.best_checkpoint,
     )
 
 
@@ -38,12 +40,18 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 
 def _summary(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress"}
-    progress = Progress(step=job.step or 0, steps=job.steps_wanted, loss=job.loss, step_s=job.step_s)
+    progress = Progress(
+        step=job.step or 0, steps=job.steps_wanted, loss=job.loss, metrics=job.metrics, step_s=job.step_s
+    )
     return {**{name: getattr(job, name) for name in columns}, "progress": progress}
 
 
 def event_view(event: Event) -> EventView:
     return EventView.model_validate(event, from_attributes=True)
+
+
+def evaluation_view(evaluation: Evaluation) -> EvaluationView:
+    return EvaluationView.model_validate(evaluation, from_attributes=True)
 
 
 def step_view(step: Step) -> StepView:

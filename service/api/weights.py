@@ -71,7 +71,9 @@ async def checkpoints(
             ) from None
     async with service.database.read() as session:
         losses = await losses_at(session, job_id, [one.step for one in found])
-    return CheckpointFiles(uri=job_uri(uri, job_id), items=_views(found, losses))
+    return CheckpointFiles(
+        uri=job_uri(uri, job_id), items=_views(found, losses, (job.best_checkpoint or {}).get("step"))
+    )
 
 
 @router.post(
@@ -130,11 +132,15 @@ def _place(job: Job) -> str:
     return uri
 
 
-def _views(found: list[FoundCheckpoint], losses: Mapping[int, float]) -> list[CheckpointFile]:
+def _views(
+    found: list[FoundCheckpoint], losses: Mapping[int, float], best: int | None
+) -> list[CheckpointFile]:
+    """`best`: the step after which the job's evaluations were best, if there are any; else its loss says."""
     whole = [one.step for one in found if one.damage is None]
-    best = min(
-        (step for step in whole if step in losses), key=lambda step: (losses[step], -step), default=None
-    )
+    if best is None:
+        best = min(
+            (step for step in whole if step in losses), key=lambda step: (losses[step], -step), default=None
+        )
     return [
         CheckpointFile(
             step=one.step,

@@ -8,7 +8,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from service.api.schemas import ClusterView, JobSummary, JobView, QueueView, TimelineSide, TimelineView
+from service.api.schemas import (
+    ClusterView,
+    EvaluationView,
+    JobSummary,
+    JobView,
+    QueueView,
+    TimelineSide,
+    TimelineView,
+)
 from service.cli.output import out, print_json
 
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
@@ -23,7 +31,24 @@ def show_job(job: JobView, url: str, *, as_json: bool) -> None:
     for attempt in job.attempts:
         reason = f" {attempt.reason}: {attempt.message}" if attempt.reason else ""
         out.print(f"  attempt {attempt.number} {attempt.state}{reason}", soft_wrap=True, markup=False)
+    if (best := job.best_checkpoint) is not None:
+        found = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
+        out.print(found, soft_wrap=True, markup=False)
     out.print(f"  {url}/jobs/{job.id}", soft_wrap=True)
+
+
+def evaluations_table(evaluations: Sequence[EvaluationView]) -> Table:
+    """A row for each evaluation, a column for each metric."""
+    names = list(dict.fromkeys(name for one in evaluations for name in one.metrics))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("step", "loss", *map(escape, names), "samples", "seconds"):
+        table.add_column(title, justify="right")
+    for one in evaluations:
+        numbers = [one.loss, *(one.metrics.get(name) for name in names)]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        seconds = "" if one.evaluation_s is None else f"{one.evaluation_s:.2f}"
+        table.add_row(str(one.step), *cells, str(one.samples), seconds)
+    return table
 
 
 def jobs_table(jobs: Sequence[JobSummary]) -> Table:
@@ -78,6 +103,7 @@ def _job_line(job: JobView) -> str:
     why = ": ".join(part for part in (job.reason, job.message) if part)
     done = job.progress
     loss = "" if done.loss is None else f", loss {done.loss:.4g}"
+    loss += "".join(f", {name} {value:.4g}" for name, value in done.metrics.items() if value is not None)
     owner = f" of {escape(job.owner)}" if job.owner else ""
     line = f"{job.id} {job.name}{owner} [{_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
     return f"{line}  {escape(why)}" if why else line

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from service.cli.output import CliError, JobArgument, Json, out, print_json, to_json
-from service.cli.tables import jobs_table, overview_table, show_job, timeline_table
+from service.cli.tables import evaluations_table, jobs_table, overview_table, show_job, timeline_table
 from service.client import Client
 from service.job_states import JobState
 
@@ -44,6 +44,17 @@ def read_job(job: JobArgument, as_json: Json = False) -> None:
     """State, reason, attempts and progress of a job."""
     client = Client()
     show_job(client.job(job), client.url, as_json=as_json)
+
+
+@app.command()
+def evaluations(job: JobArgument, as_json: Json = False) -> None:
+    """Loss and metrics of the job's evaluations; --json prints one evaluation a line."""
+    found = list(Client().evaluations(job))
+    if as_json:
+        for one in found:
+            print(json.dumps(one.model_dump(mode="json")))
+    else:
+        out.print(evaluations_table(found) if found else "no evaluations")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -15,6 +16,7 @@ from service.job_states import AttemptState, JobState
 from service.jobspec import stored_retry
 from service.orchestrator.decide import GiveUp, after_failure
 from service.store.attempts import attempts_of, find_attempt
+from service.store.evaluations import EvaluationRecord, record_evaluations
 from service.store.post_mortems import keep_post_mortem
 from service.store.states import add_event, lock_job, move_attempt, move_job
 from service.store.steps import StepRecord, record_steps
@@ -60,6 +62,8 @@ class Report:
     events: Sequence[EventRecord] = ()
     metrics_endpoint: str | None = None
     checkpoint: tuple[int, str] | None = None
+    evaluations: Sequence[EvaluationRecord] = ()
+    best_checkpoint: Mapping[str, Any] | None = None
 
 
 class StaleAttemptError(Exception):
@@ -137,7 +141,7 @@ async def end_attempt(
     if state is AttemptState.FAILED:
         await keep_post_mortem(session, attempt, at=at)
     if state is AttemptState.SUCCEEDED:
-        move_job(session, job, JobState.SUCCEEDED, at=at, message=message, attempt=number)
+        move_job(session, job, JobState.SUCCEEDED, at=at, reason=reason, message=message, attempt=number)
         return
     if job.job_state is JobState.CANCELLING:
         message = "cancelled by the user"
@@ -201,6 +205,10 @@ async def _store_measurements(
     if steps:
         last = steps[max(steps)]
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
+        job.metrics = last.metrics
+    await record_evaluations(session, attempt, report.evaluations)
+    if report.best_checkpoint is not None:
+        job.best_checkpoint = dict(report.best_checkpoint)
     for timeline in report.timelines:
         await record_timeline(
             session,

@@ -97,9 +97,9 @@ class Planner:
         """
         return await self._run(_plan_job, job, costs, earlier, budget_s, attempt=attempt)
 
-    async def plan_spec(self, spec: str, *, budget_s: float, format: str) -> str:
-        """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS."""
-        return await self._run(_plan_spec, spec, budget_s, format)
+    async def plan_spec(self, spec: str, *, budget_s: float, format: str, attempt: str | None = None) -> str:
+        """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS; `attempt` as in `plan_job`."""
+        return await self._run(_plan_spec, spec, budget_s, format, attempt=attempt)
 
     async def explain(self, stored: StoredStep) -> str:
         """Why a step takes as long as it does, and what would shorten it: the Explanation as JSON."""

@@ -16,7 +16,7 @@ from service.job_states import FINAL_STATES
 from service.jobspec import PACKAGE_PREFIX
 from service.store.database import Database
 from service.store.states import add_event, lock_job
-from service.store.tables import Attempt, Job, JobPlan, Package, PostMortem, Slot, Step, Timeline
+from service.store.tables import Attempt, Evaluation, Job, JobPlan, Package, PostMortem, Slot, Step, Timeline
 
 FOR_EVER = -1
 _TIMELINES_AT_ONCE = 20
@@ -79,7 +79,7 @@ async def _remove_history(database: Database, days: float, now: datetime) -> Non
         for job_id in jobs:
             async with database.write() as session:
                 if job := await _still_ended(session, job_id, days, now):
-                    for table in (Step, JobPlan, PostMortem):
+                    for table in (Step, Evaluation, JobPlan, PostMortem):
                         await session.execute(delete(table).where(table.job_id == job_id))
                     # not NULL: Ray would be asked for the log again
                     await session.execute(update(Attempt).where(Attempt.job_id == job_id).values(log=""))

@@ -6,7 +6,7 @@ The latest report of a step wins: an attempt that goes on from a checkpoint repe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -31,6 +31,7 @@ class StepRecord:
     overlap_ratio: float | None
     grad_norm: float | None
     started_at: float | None
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[StepRecord]) -> None:

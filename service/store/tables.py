@@ -98,9 +98,12 @@ class Job(Base):
     last_event: Mapped[int] = mapped_column(default=0)
     step: Mapped[int | None]
     loss: Mapped[float | None]
+    metrics: Mapped[dict[str, Any] | None]
     step_s: Mapped[float | None]
     checkpoint_step: Mapped[int | None]
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
+    best_checkpoint: Mapped[dict[str, Any] | None]
+    """By evaluation.metric: its step, uri, metric and value."""
     traceparent: Mapped[str | None] = mapped_column(String(55))
     """W3C trace context of the request that submitted it."""
 
@@ -183,6 +186,23 @@ class Step(Base):
     exposed_transfer_s: Mapped[float | None]
     overlap_ratio: Mapped[float | None]
     grad_norm: Mapped[float | None]
+    started_at: Mapped[float | None]
+    metrics: Mapped[dict[str, Any] | None]
+    """What the loss returned beside itself, by name."""
+
+
+class Evaluation(Base):
+    """What was measured after a step, or before the first (step 0), on the job's evaluation data."""
+
+    __tablename__ = "evaluations"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    attempt: Mapped[int]
+    loss: Mapped[float | None]
+    metrics: Mapped[dict[str, Any] | None]
+    samples: Mapped[int]
+    evaluation_s: Mapped[float | None]
     started_at: Mapped[float | None]
 
 

@@ -223,7 +223,7 @@ def test_a_graph_that_cannot_be_sent_is_traced_by_every_worker(monkeypatch):
     def refuse(_):
         raise TypeError("cannot pickle a lambda")
 
-    monkeypatch.setattr(traced_model, "pack", refuse)
+    monkeypatch.setattr(traced_model, "pack_all", refuse)
     with Workers(spec) as run:
         assert run.losses(range(1, 3)) == expected
 
@@ -400,7 +400,7 @@ def test_samples_of_the_next_steps_are_read_while_a_step_runs_and_not_on_its_thr
             assert time.monotonic() < deadline, "the samples of step 2 are not read before it begins"
             time.sleep(0.01)
         assert all(set(data.readers[-8:]) == {"slotline-data"} for data in datasets)
-        threads = [worker._reader._thread for worker in run.workers]
+        threads = [worker._reader._reader._thread for worker in run.workers]
     assert not any(thread.is_alive() for thread in threads)
 
 

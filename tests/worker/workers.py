@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from service.scheduler import load_spec, make_plan
 from service.scheduler.job import JobCosts, answer_json, plan_job
 from worker.data.sampler import BatchSampler
 from worker.data.text import ByteWindows
+from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec
+from worker.driver.metric_values import Evaluated, combined
 from worker.driver.planning import planned_job
 from worker.job import Job
 from worker.verify.workers import LocalWorkers, make_workers
@@ -117,6 +120,11 @@ def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) 
     return {"mesh_profiles": found}
 
 
+def forward_plan_of(spec: dict[str, Any]) -> dict[str, Any]:
+    """What the control plane answers to a driver's request for the plan of an evaluation."""
+    return make_plan(load_spec(spec)).model_dump(mode="json")
+
+
 class Workers(LocalWorkers):
     """All workers of `job`, planned and loaded; closes their engines at the end."""
 
@@ -135,7 +143,24 @@ class Workers(LocalWorkers):
             "update": first.update_costs().to_json(),
         }
         self.planned = plan_of(job, costs)
-        super().__init__(workers, planned_job(self.planned), planned_bytes=1234567)
+        evaluation = self._evaluation_programs if read.evaluation is not None else None
+        super().__init__(workers, planned_job(self.planned), planned_bytes=1234567, evaluation=evaluation)
+
+    def _evaluation_programs(self, edges):
+        planned = planned_job(self.planned)
+        self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges))
+        return evaluation_programs(planned, self.evaluation_plan)
+
+    def evaluate(self) -> Evaluated:
+        """One evaluation: what the driver makes of what the workers measured."""
+        size = self.workers[0].evaluation_size()
+        return combined(
+            [
+                result
+                for batch in range(size.batches)
+                for result in self.call(lambda worker, batch=batch: worker.evaluate(batch))
+            ]
+        )
 
     def losses(self, steps: range) -> list[float]:
         """The mean loss of each step, over its microbatches and workers."""

@@ -54,6 +54,13 @@ class BatchSampler:
         return int(_permutation(self.seed, epoch, self.samples)[place])
 
 
+class InOrder(BatchSampler):
+    """Every sample once, in the data set's own order; behind the last one it begins again."""
+
+    def _sample(self, position: int) -> int:
+        return position % self.samples
+
+
 @lru_cache(maxsize=4)
 def _permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(samples)

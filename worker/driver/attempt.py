@@ -13,6 +13,7 @@ import ray
 from worker.actor import Worker
 from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.evaluation import Evaluations, plan_evaluation
 from worker.driver.gang import Gang
 from worker.driver.launch import Launch
 from worker.driver.limits import Limits
@@ -26,6 +27,7 @@ from worker.driver.step_loop import run_steps
 from worker.driver.termination import Termination
 from worker.driver.versions import versions
 from worker.engine.results import SlotLimits
+from worker.evaluation import EvaluationProgram
 from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
 from worker.job import Job
 from worker.masking import take_environment
@@ -82,9 +84,11 @@ def run_attempt(
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
             launch.ended("connect")
-            _train(attempt, job, control, reporter, metrics, launch)
+            ended_early = _train(attempt, job, control, reporter, metrics, launch)
         finally:
             ray.shutdown()
+        if ended_early is not None:
+            return Outcome("SUCCEEDED", Reason.STOPPED_EARLY, ended_early)
         return Outcome("SUCCEEDED")
     except Cancelled:
         return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
@@ -115,7 +119,8 @@ def _train(
     reporter: Reporter,
     metrics: JobMetrics,
     launch: Launch,
-) -> None:
+) -> str | None:
+    """Why training ended before its last step, if it did."""
     limits = attempt.limits
     if attempt.device == "cuda" and job.resources.workers is not None:
         raise AttemptFailure(
@@ -180,15 +185,24 @@ def _train(
                 limit_s=limits.checkpoint_s,
                 interrupted=raise_if_cancelled,
                 timed=metrics.set_checkpoint,
+                keeps_best=job.evaluation is not None and job.evaluation.keep_best,
             )
             checkpoints.try_place()
             planned = planner.plan()
             launch.ended("plan")
             metrics.set_plan(planned.plan, step_s=planned.step_s)
             metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
+            evaluation = plan_evaluation(
+                job.evaluation,
+                planned,
+                gang=gang,
+                control=control,
+                limits=limits,
+                interrupted=raise_if_cancelled,
+            )
             _store, place = serve_rendezvous(own_node_address(), [a.node for a in gang.addresses])
             gang.call(
-                _load(gang, planned, place, limits, job.model.weights is not None),
+                _load(gang, planned, place, limits, job.model.weights is not None, evaluation),
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,
@@ -207,7 +221,7 @@ def _train(
             )
             launch.ended("warm up")
             reporter.state("RUNNING")
-            run_steps(
+            ended_early = run_steps(
                 done + 1,
                 job.training.steps,
                 samples=job.training.global_batch,
@@ -218,14 +232,32 @@ def _train(
                 checkpoints=checkpoints,
                 limits=limits,
                 interrupted=raise_if_cancelled,
+                evaluations=Evaluations(
+                    job.evaluation,
+                    gang=gang,
+                    reporter=reporter,
+                    metrics=metrics,
+                    limits=limits,
+                    step_s=planned.step_s,
+                    interrupted=raise_if_cancelled,
+                    course=checkpoints.course,
+                ),
             )
+            if ended_early is not None:
+                reporter.event("stopped_early", ended_early)
+            return ended_early
     except OutOfMemoryFailure as failure:
         planner.correct(failure)
         raise
 
 
 def _load(
-    gang: Gang, planned: PlannedJob, store: tuple[str, int], limits: Limits, own_weights: bool
+    gang: Gang,
+    planned: PlannedJob,
+    store: tuple[str, int],
+    limits: Limits,
+    own_weights: bool,
+    evaluation: Mapping[str, EvaluationProgram],
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
@@ -256,6 +288,7 @@ def _load(
             planned_bytes=peaks[address.mesh],
             microbatches=planned.microbatches,
             reshardings=planned.reshardings,
+            evaluation=evaluation.get(address.mesh),
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]

@@ -86,6 +86,10 @@ class ControlPlane:
         """`begins`, `spec` and `plan` for a profile, the measured network and the placed workers."""
         return self._patiently("POST", "/plan", json=request, timeout=PLAN_TIMEOUT_S)
 
+    def plan_forwards(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The plan of an evaluation: of a PipelineSpec of forwards only."""
+        return self._patiently("POST", "/forward-plan", json=spec, timeout=PLAN_TIMEOUT_S)
+
     def report(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one report, one try. Raises httpx.HTTPError when it should be sent again, else Refused."""
         return self._once("POST", "/reports", json=body)

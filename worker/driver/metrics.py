@@ -90,6 +90,9 @@ class JobMetrics:
         )
         self._gauge("step", "The last finished step.")
         self._gauge("train_loss", "Loss of the last finished step.")
+        self._gauge("job_metric", "A metric that the loss returned in the last finished step.", "name")
+        self._gauge("evaluation_loss", "Loss of the last evaluation.")
+        self._gauge("evaluation_metric", "A metric that the loss returned in the last evaluation.", "name")
         self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
         self._gauge("learning_rate", "Learning rate of the last finished step.")
         self._gauge("makespan_seconds", "Measured makespan of the last finished step.")
@@ -143,13 +146,19 @@ class JobMetrics:
             self._step_seconds.labels(self.job).observe(seconds)
         self._set("step", step.get("step"))
         self._set("train_loss", step.get("loss"))
+        self._set_labelled("job_metric", step.get("metrics") or {})
         self._set("grad_norm", step.get("grad_norm"))
         self._set("learning_rate", step.get("learning_rate"))
         self._set("makespan_seconds", step.get("makespan_s"))
         self._set("bubble_ratio", step.get("bubble_ratio"))
         self._set("exposed_transfer_seconds", step.get("exposed_transfer_s"))
         self._set("overlap_ratio", step.get("overlap_ratio"))
-        self._set_by_mesh("peak_memory_bytes", step.get("peak_memory_bytes") or {})
+        self._set_labelled("peak_memory_bytes", step.get("peak_memory_bytes") or {})
+
+    def observe_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Take in one evaluation, an `evaluations` item of a report."""
+        self._set("evaluation_loss", evaluation.get("loss"))
+        self._set_labelled("evaluation_metric", evaluation.get("metrics") or {})
 
     def set_plan(self, plan: Mapping[str, Any], *, step_s: float | None = None) -> None:
         """Take in the plan that the job now follows (the JSON of a Plan), and the planned length of its steps."""
@@ -184,7 +193,7 @@ class JobMetrics:
 
     def set_planned_memory(self, peaks: Mapping[str, int]) -> None:
         """Take in the most bytes that each mesh holds by the plan."""
-        self._set_by_mesh("planned_memory_bytes", peaks)
+        self._set_labelled("planned_memory_bytes", peaks)
 
     def set_timeline(self, timeline: Mapping[str, Any]) -> None:
         """Take in a profiled step, a `timelines` item of a report: slots relative to `started_at`.
@@ -268,9 +277,10 @@ class JobMetrics:
         if value is not None:
             self._gauges[name].labels(self.job).set(value)
 
-    def _set_by_mesh(self, name: str, values: Mapping[str, float]) -> None:
-        for mesh, value in values.items():
-            self._gauges[name].labels(self.job, mesh).set(value)
+    def _set_labelled(self, name: str, values: Mapping[str, float | None]) -> None:
+        for label, value in values.items():
+            if value is not None:
+                self._gauges[name].labels(self.job, label).set(value)
 
 
 def _in_order(slots: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

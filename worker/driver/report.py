@@ -33,13 +33,16 @@ FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELLED")
 @dataclass
 class _Pending:
     steps: deque[dict[str, Any]] = field(default_factory=deque)
+    evaluations: deque[dict[str, Any]] = field(default_factory=deque)
     timelines: deque[dict[str, Any]] = field(default_factory=deque)
     events: deque[dict[str, Any]] = field(default_factory=deque)
     states: deque[dict[str, Any]] = field(default_factory=deque)
     checkpoint: dict[str, Any] | None = None
+    best_checkpoint: dict[str, Any] | None = None
 
     def anything(self) -> bool:
-        return bool(self.steps or self.timelines or self.events or self.states or self.checkpoint)
+        lists = self.steps or self.evaluations or self.timelines or self.events or self.states
+        return bool(lists or self.checkpoint or self.best_checkpoint)
 
 
 class Reporter:
@@ -77,6 +80,9 @@ class Reporter:
     def step(self, step: Mapping[str, Any]) -> None:
         self._add("steps", dict(step))
 
+    def evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        self._add("evaluations", dict(evaluation))
+
     def timeline(self, timeline: Mapping[str, Any]) -> None:
         """Report a measured timeline; while the control plane is away only the newest are kept."""
         with self._lock:
@@ -91,6 +97,11 @@ class Reporter:
     def checkpoint(self, step: int, uri: str) -> None:
         with self._lock:
             self._pending.checkpoint = {"step": step, "uri": uri}
+
+    def best_checkpoint(self, best: Mapping[str, Any]) -> None:
+        """Report the checkpoint that is kept for being the best: `step`, `uri`, `metric` and `value`."""
+        with self._lock:
+            self._pending.best_checkpoint = dict(best)
 
     def metrics_endpoint(self, endpoint: str) -> None:
         with self._lock:
@@ -166,7 +177,10 @@ class Reporter:
     def _reduce(self, body: dict[str, Any], why: str) -> bool:
         """Keep what is worth another try of a report that was refused: its least important part goes first,
         what is left of its state last. False when nothing is."""
-        for part in ("timelines", "events", "steps", "metrics_endpoint", "checkpoint", "message"):
+        for part in (
+            *("timelines", "events", "steps", "evaluations"),
+            *("metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
+        ):
             if body[part]:
                 log.error("report %s was refused (%s): its %s are dropped", body["sequence"], why, part)
                 self._unsent = {**body, part: [] if isinstance(body[part], list) else None}
@@ -185,9 +199,13 @@ class Reporter:
             steps = [p.steps.popleft() for _ in range(min(len(p.steps), MAX_STEPS_PER_REPORT))]
             events = [p.events.popleft() for _ in range(min(len(p.events), MAX_EVENTS_PER_REPORT))]
             timelines = [p.timelines.popleft()] if p.timelines else []  # each is thousands of rows to write
-            before = p.steps or p.timelines or p.events
+            evaluations = [
+                p.evaluations.popleft() for _ in range(min(len(p.evaluations), MAX_EVENTS_PER_REPORT))
+            ]
+            before = p.steps or p.evaluations or p.timelines or p.events
             change = p.states.popleft() if p.states and not before else {}
             checkpoint, p.checkpoint = p.checkpoint, None
+            best, p.best_checkpoint = p.best_checkpoint, None
             self._sequence += 1
             return {
                 "sequence": self._sequence,
@@ -195,10 +213,12 @@ class Reporter:
                 "reason": change.get("reason"),
                 "message": change.get("message"),
                 "steps": steps,
+                "evaluations": evaluations,
                 "timelines": timelines,
                 "events": events,
                 "metrics_endpoint": self._metrics_endpoint,
                 "checkpoint": checkpoint,
+                "best_checkpoint": best,
             }
 
 

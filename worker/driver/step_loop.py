@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from worker.driver.evaluation import Evaluations
 from worker.driver.gang import Gang, failure_of
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
@@ -42,13 +43,18 @@ def run_steps(
     checkpoints: Checkpoints,
     limits: Limits,
     interrupted: Callable[[], None],
-) -> None:
-    """Run the steps `first` to `last`, report each and save when it is time to.
+    evaluations: Evaluations | None = None,
+) -> str | None:
+    """Run the steps `first` to `last`, report each, evaluate and save when it is time to; why it ended before, if so.
 
     `samples` are those of a step. A step's time is from the end of the one before (or from when it was asked for) to
     its own. `interrupted` is called before each step and within, and may raise. Raises AttemptFailure of the first
     step that failed.
     """
+    if evaluations is not None:
+        evaluations.before(first)
+        if evaluations.ended and first <= last:
+            return evaluations.ended
     asker = _Asker(planned, gang, limits, interrupted)
     clocks = _Clocks(gang)
     next_timeline, skipped, ended = 0.0, False, 0.0
@@ -62,6 +68,7 @@ def run_steps(
         # The workers find the next step in their queue when this one ends; whatever must see the state in
         # between, or wants their attention, goes before it.
         alone = step == last or checkpoints.due(step, last=False) or clocks.due()
+        alone = alone or (evaluations is not None and evaluations.due(step, last=False))
         following = None if alone else asker.ask(step + 1)
         results = asker.results(asked)
         ended, before = time.monotonic(), ended
@@ -86,8 +93,14 @@ def run_steps(
             reporter.event(
                 "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
             )
-        checkpoints.after(step, last=step == last)
+        if evaluations is not None:
+            evaluations.after(step, last=step == last)
+        ended_early = evaluations.ended if evaluations is not None else None
+        checkpoints.after(step, last=step == last or ended_early is not None, evaluations=evaluations)
+        if ended_early:
+            return ended_early if step < last else None
         asked = following
+    return None
 
 
 @dataclass(frozen=True)

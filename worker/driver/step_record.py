@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from worker.driver.metric_values import mean_metrics
 from worker.driver.timeline import summarise
 from worker.driver.timing import ClockOffset, rendezvous_times, to_driver_clock
 from worker.driver.usage import StepUsage, step_usage
@@ -40,7 +41,7 @@ def record_step(
 
     `results` and `offsets` come mesh by mesh, the workers of a mesh (`sizes`) beside each other; worker 0 of a
     mesh lends it its slots. `clock` is one instant in Unix and in the driver's monotonic seconds.
-    The loss is the mean over microbatches and workers, the peak of a mesh's memory that of its worker with
+    The loss (and each metric) is the mean over microbatches and workers, the peak of a mesh's memory that of its worker with
     the most; times are relative to the first slot's start.
     """
     firsts = [sum(sizes[:i]) for i in range(len(meshes))]
@@ -66,6 +67,7 @@ def record_step(
         report={
             "step": step,
             "loss": sum(losses) / len(losses) if losses else None,
+            "metrics": mean_metrics(results),
             "step_s": step_s,
             "makespan_s": summary.makespan_s,
             "bubble_ratio": summary.bubble_ratio,

@@ -12,10 +12,11 @@ import torch
 
 from worker.engine.buffers import plan_buffers
 from worker.engine.errors import StageError
+from worker.engine.exchange import Exchange
 from worker.engine.lanes import Action, Finish, followed_by
 from worker.engine.reshard import Reshardings
 from worker.engine.routes import Route, transfer_tag
-from worker.engine.stage import Exchange, StageRunner
+from worker.engine.stage import StageRunner
 from worker.engine.update import ModelUpdate
 from worker.last_action import doing
 from worker.program import RECEIVE_OPS, SEND_OPS, Instruction, Program

@@ -6,10 +6,9 @@ Joins stages, transport, actions, lanes and the watch over them. Must not know s
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +19,17 @@ from worker.engine.buckets import with_buckets
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError
+from worker.engine.exchange import Exchange
 from worker.engine.lanes import Action, Lanes
 from worker.engine.measured import measured_slot
 from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
-from worker.engine.stage import ComputeSettings, Exchange, Observer, StageRunner
+from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
 from worker.engine.token_weights import token_weights
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
-from worker.engine.warmup import Kept, Silent
+from worker.engine.warmup import Kept, Silent, on_device
 from worker.engine.watch import Watch
 from worker.program import COMPUTE_OPS, Program
 from worker.transport.base import Transport
@@ -64,7 +64,7 @@ class Engine:
         mesh_of_stage: Sequence[str],
         tied: Mapping[str, Sequence[int]],
         microbatches: int,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss: Callable[[torch.Tensor, torch.Tensor], LossValue],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
         transport: Transport,
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -147,10 +147,15 @@ class Engine:
         self._abort_reason: str | None = None
         self._dead: EngineError | None = None
 
-    def connect(self) -> None:
-        """Block until every peer is there. ConnectError names who is missing."""
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The directed pairs of meshes that exchange tensors."""
+        return directed_pairs(self._routes, self._training, self._sizes)
+
+    def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
+        """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
         try:
-            pairs = directed_pairs(self._routes, self._training, self._sizes)
+            pairs = tuple(sorted({*self.pairs, *more}))
             self._transport.connect(self._update.groups, pairs + self._reshardings.lanes())
         except ConnectError as error:
             self._transport.announce(str(error))
@@ -182,7 +187,7 @@ class Engine:
             if self._enqueues() and not self._warm:
                 self._warm_up(step, inputs, targets)
             if self._device.type == "cuda":
-                inputs, targets = self._on_device(inputs, targets)
+                inputs, targets = on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
             started = time.monotonic()
             if started - self._watch.published_s > _LOOK_S:
@@ -250,9 +255,7 @@ class Engine:
         if planned_s is not None and len(planned_s) != len(self._program):
             raise ValueError(f"planned_s has {len(planned_s)} times for {len(self._program)} instructions")
 
-    def _compute_settings(
-        self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> ComputeSettings:
+    def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
             device=self._device,
             training=self._training,
@@ -264,6 +267,7 @@ class Engine:
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
             weights=None if self._options.ignored_target is None else self._weights,
+            keeps_random=self._options.keeps_random,
         )
 
     def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -284,16 +288,6 @@ class Engine:
             return CudaLanes(self._program, actions, self._options.priorities)
         return CpuLanes(self._program, actions)
 
-    def _on_device(self, inputs, targets):
-        """The batch on the device, where it may be already."""
-        if all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
-            return inputs, targets
-        inputs = [tuple(t.to(self._device, non_blocking=True) for t in arguments) for arguments in inputs]
-        if targets is not None:
-            targets = [target.to(self._device, non_blocking=True) for target in targets]
-        torch.cuda.synchronize(self._device)
-        return inputs, targets
-
     def _begin(self, step, inputs, targets) -> None:
         """Forget the last step."""
         self._exchange.begin(step, inputs, targets)
@@ -304,7 +298,7 @@ class Engine:
     def _warm_up(self, step, inputs, targets) -> None:
         kept = Kept([module for module, _ in self._stages.values()], self._update.optimizer)
         if self._device.type == "cuda":
-            inputs, targets = self._on_device(inputs, targets)
+            inputs, targets = on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
         self._actions.transport = self._update.transport = Silent(self._transport)
         self._update.rehearsing = True
@@ -391,6 +385,7 @@ class Engine:
         return StepResult(
             step=step,
             losses=torch.stack([losses[m] for m in sorted(losses)]).tolist() if losses else [],
+            metrics=self._exchange.metrics_by_name(),
             outputs=[outputs[m] for m in sorted(outputs)],
             slots=slots,
             grad_norm=self._updated.grad_norm,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
+from worker.seeding import seeded
 from worker.turns import GENERATORS
 
 
@@ -25,9 +26,11 @@ def derive_seed(*parts: int | str) -> int:
 
 
 class RandomState:
-    """The random state of one stage: told before each forward what is computed."""
+    """The random state of one stage: told before each forward what is computed. With `keeps` the process's generators
+    stand after each forward where they stood."""
 
-    def __init__(self, seed: int, worker: int, device: torch.device):
+    def __init__(self, seed: int, worker: int, device: torch.device, *, keeps: bool = False):
+        self._keeps = keeps
         self._fixed = (seed, worker)
         self._device = device
         self._now: tuple[int, int] = (0, 0)
@@ -40,8 +43,10 @@ class RandomState:
         """
         with GENERATORS:
             self._now = (step, microbatch)
-            self.restart(f"stage {stage}")
-            yield
+            operation = f"stage {stage}"
+            with seeded(self._seed_of(operation)) if self._keeps else contextlib.nullcontext():
+                self.restart(operation)
+                yield
 
     def restart(self, operation: str) -> None:
         """Start torch's generator of the device anew for `operation`. On CUDA this waits for nothing."""
@@ -49,7 +54,10 @@ class RandomState:
         if self._device.type == "cuda":
             index = self._device.index
             generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
-        generator.manual_seed(derive_seed(*self._fixed, *self._now, operation))
+        generator.manual_seed(self._seed_of(operation))
+
+    def _seed_of(self, operation: str) -> int:
+        return derive_seed(*self._fixed, *self._now, operation)
 
 
 class _Restart(nn.Module):

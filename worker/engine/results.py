@@ -65,8 +65,9 @@ class RunOptions:
 
     `precision`: "fp32" (the modules' own dtypes) or "bf16" (autocast, fp32 parameters); `transfers`: see
     `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
-    gradient norm does, "stop" or "skip" the step. With an `ignored_target` microbatches count by how many of their
-    targets are another, not all alike.
+    gradient norm does, "stop" or "skip" the step; `keeps_random`: a program without backward draws by `seed` too, and
+    the process's random generators stand afterwards where they stood. With an `ignored_target` microbatches count by
+    how many of their targets are another, not all alike.
     """
 
     precision: str = "fp32"
@@ -75,6 +76,7 @@ class RunOptions:
     seed: int | None = 0
     non_finite: str = "stop"
     ignored_target: int | None = None
+    keeps_random: bool = False
     limits: SlotLimits = field(default_factory=SlotLimits)
     device: str = "cpu"
     priorities: StreamPriorities = field(default_factory=StreamPriorities)
@@ -93,10 +95,11 @@ class RunOptions:
 @dataclass
 class StepResult:
     """One step of one worker. `losses`: one a microbatch, only where the model's output is, not divided by their number;
-    `outputs`: the model's outputs, only there and only of a program without backward."""
+    so are the `metrics` by name; `outputs`: the model's outputs, only there and only of a program without backward."""
 
     step: int
     losses: list[float]
+    metrics: dict[str, list[float]]
     outputs: list[Any]
     slots: list[MeasuredSlot]
     grad_norm: float | None

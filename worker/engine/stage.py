@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.errors import StageError
+from worker.engine.exchange import Exchange
 from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
@@ -24,49 +25,8 @@ from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_for
 from worker.last_action import doing
 from worker.turns import GENERATORS
 
-
-@dataclass
-class Exchange:
-    """What the actions of one mesh hand to each other within a step.
-
-    Keys end with the microbatch. Every entry is made by one action and taken by one that the program
-    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers.
-    """
-
-    step: int = 0
-    inputs: Sequence[tuple[torch.Tensor, ...]] = ()
-    targets: Sequence[torch.Tensor] | None = None
-    received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    received_gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    to_send: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    gradients_to_send: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    local: dict[tuple[int, str, int], torch.Tensor] = field(default_factory=dict)
-    local_gradients: dict[tuple[int, str, int, int], torch.Tensor | None] = field(default_factory=dict)
-    gradient_parts: dict[tuple[int, int], dict[int, torch.Tensor | None]] = field(default_factory=dict)
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    weights: torch.Tensor | None = None
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def begin(
-        self,
-        step: int,
-        inputs: Sequence[tuple[torch.Tensor, ...]],
-        targets: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Forget the last step."""
-        self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
-        for left in (
-            self.received,
-            self.received_gradients,
-            self.to_send,
-            self.gradients_to_send,
-            self.local,
-            self.local_gradients,
-            self.gradient_parts,
-            self.losses,
-            self.outputs,
-        ):
-            left.clear()
+LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
+"""The loss of a microbatch, alone or with metrics by name."""
 
 
 class Observer(Protocol):
@@ -102,18 +62,20 @@ class _Saved:
 @dataclass(frozen=True)
 class ComputeSettings:
     """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: of a step's
-    targets, what each microbatch's loss counts (all 1 on average), None where all count alike."""
+    targets, what each microbatch's loss counts (all 1 on average), None where all count alike; `keeps_random`: see
+    RunOptions."""
 
     device: torch.device
     training: bool
     microbatches: int
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor], LossValue]
     autocast_dtype: torch.dtype | None
     seed: int | None
     worker: int
     transfer_dtype: Callable[[Route], torch.dtype]
     is_pooled: Callable[[torch.Tensor], bool]
     weights: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    keeps_random: bool = False
 
 
 class StageRunner:
@@ -139,11 +101,12 @@ class StageRunner:
         self._buffers = UpdatedBuffers(module)
         self.observer: Observer | None = None
         self._random: RandomState | None = None
-        if settings.seed is not None and settings.training:
-            random = RandomState(settings.seed, settings.worker, settings.device)
+        keeps = settings.keeps_random
+        if settings.seed is not None and (settings.training or keeps):
+            random = RandomState(settings.seed, settings.worker, settings.device, keeps=keeps)
             operations = restart_at_operations(module, random)
             # a traced stage shows its random operations: without one it needs no state
-            self._random = random if operations != 0 else None
+            self._random = random if operations != 0 or (keeps and self._has_loss) else None
 
     def reset(self) -> None:
         """Forget the microbatches of the last step."""
@@ -264,11 +227,18 @@ class StageRunner:
 
     def _loss(self, output: torch.Tensor, microbatch: int) -> torch.Tensor:
         exchange = self._exchange
-        loss = self._settings.loss(output, exchange.targets[microbatch])
+        value = self._settings.loss(output, exchange.targets[microbatch])
+        loss, metrics = value if isinstance(value, tuple) else (value, {})
+        found = {name: _number(metric, loss.device) for name, metric in metrics.items()}
         if exchange.weights is None:
+            exchange.metrics[microbatch] = found
             return loss
-        weight = exchange.weights[microbatch].to(loss.dtype)
-        return torch.where(weight > 0, loss * weight, output.sum() * 0.0)  # a mean of nothing is no number
+        weight = exchange.weights[microbatch]  # 0: a mean of nothing is no number
+        exchange.metrics[microbatch] = {
+            name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in found.items()
+        }
+        weight = weight.to(loss.dtype)
+        return torch.where(weight > 0, loss * weight, output.sum() * 0.0)
 
     def _hand_on(self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
         exchange, settings = self._exchange, self._settings
@@ -369,6 +339,13 @@ class StageRunner:
                 microbatch,
                 "".join(traceback.format_exception(error)),
             ) from error
+
+
+def _number(metric: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """On `device`, where no number of the host's makes it wait."""
+    if isinstance(metric, torch.Tensor):
+        return metric.detach().to(device, torch.float64)
+    return torch.full((), float(metric), dtype=torch.float64, device=device)
 
 
 def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:

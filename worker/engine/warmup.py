@@ -9,14 +9,15 @@ what transfers would do is left out. Must not know lanes.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from worker.transport.base import Transport
 from worker.turns import GENERATORS
@@ -118,3 +119,16 @@ def _restored(kept: Any) -> Any:
     if isinstance(kept, list | tuple):
         return type(kept)(_restored(entry) for entry in kept)
     return kept
+
+
+def on_device(
+    inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Tensor] | None, device: torch.device
+) -> tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor] | None]:
+    """A batch on a CUDA device, where it may be already."""
+    if all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
+        return inputs, targets
+    inputs = [tuple(t.to(device, non_blocking=True) for t in arguments) for arguments in inputs]
+    if targets is not None:
+        targets = [target.to(device, non_blocking=True) for target in targets]
+    torch.cuda.synchronize(device)
+    return inputs, targets

@@ -10,7 +10,7 @@ import io
 import operator
 import pickle
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,16 @@ def unpack(data: bytes) -> TracedModel:
     return TracedModel(
         placed, content["example_inputs"], content["joined"], content["checkpointed"], content["aliases"]
     )
+
+
+def pack_all(models: Sequence[TracedModel]) -> bytes:
+    """Several graphs of one model in one."""
+    return pickle.dumps([pack(traced) for traced in models], protocol=5)
+
+
+def unpack_all(data: bytes) -> list[TracedModel]:
+    """Inverse of `pack_all`."""
+    return [unpack(one) for one in pickle.loads(data)]
 
 
 def values_of(traced: TracedModel, names: Collection[str]) -> Values:

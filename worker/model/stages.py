@@ -49,7 +49,7 @@ class StageModule(nn.Module):
     An input named `input:<k>` is the model's input k; the model's output is named `output`.
     `original_names` leads from the names of parameters and of persistent buffers here to their
     names in the model; a buffer that is not in it is a constant. `updated_buffers` are those that
-    forward changes, by their names here.
+    forward changes, by their names here. `tensor_names` has all of them, constants too.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class StageModule(nn.Module):
         outputs: tuple[str, ...],
         input_shapes: tuple[tuple[int, ...], ...],
         original_names: dict[str, str],
+        tensor_names: dict[str, str],
     ) -> None:
         super().__init__()
         self.body = body
@@ -69,6 +70,7 @@ class StageModule(nn.Module):
         self.outputs = outputs
         self.input_shapes = input_shapes
         self.original_names = {f"body.{local}": name for local, name in original_names.items()}
+        self.tensor_names = {f"body.{local}": name for local, name in tensor_names.items()}
         self.updated_buffers = tuple(f"body.{name}" for name in sorted(changed_buffers(body.graph)))
         self._device = torch.device("cpu")
 
@@ -279,6 +281,7 @@ class StageBuilder:
             input_shapes=tuple(placed.values[n].shape for n in inputs)
             + tuple(self._travelling_shape(n) for n in foreign),
             original_names=original_names,
+            tensor_names={local: name for name, local in local_names.items()},
         )
 
     def _travelling_order(self, node: fx.Node) -> tuple[int, ...] | None:

@@ -17,9 +17,11 @@ from worker.actor import Worker
 from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob
 from worker.engine import Engine, SlotLimits
+from worker.evaluation import EvaluationProgram
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
 from worker.model import TracedModel
+from worker.model.evaluating import EvaluationEdge
 from worker.transport import topology_of
 from worker.transport.rendezvous import host_store
 
@@ -67,7 +69,8 @@ def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
 
 class LocalWorkers:
     """`workers` of a job, which are prepared, loaded with a plan; a context that closes them. The first traces for all;
-    `notes` is what its check has to tell, and `look` is given what it traced, before it is cut."""
+    `notes` is what its check has to tell, `look` is given what it traced, before it is cut, and `evaluation` makes the
+    programs of evaluations by mesh."""
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class LocalWorkers:
         *,
         planned_bytes: int | None = None,
         look: Callable[[TracedModel], None] = lambda _: None,
+        evaluation: Callable[[Sequence[EvaluationEdge]], Mapping[str, EvaluationProgram]] | None = None,
     ):
         self.workers = list(workers)
         first, *others = self.workers
@@ -86,7 +90,8 @@ class LocalWorkers:
             worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
         first.check_shares(planned.begins, [sizes[mesh] for mesh in planned.mesh_of_stage])
-        self._load(planned, planned_bytes)
+        edges = first.evaluation_edges(planned.begins) if evaluation else ()
+        self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
 
     def step(self, number: int) -> list[Mapping[str, Any]]:
         """What every worker's `run_step` returns."""
@@ -119,7 +124,12 @@ class LocalWorkers:
     def __exit__(self, *_: object) -> None:
         self.call(lambda worker: worker.close())
 
-    def _load(self, planned: PlannedJob, planned_bytes: int | None) -> None:
+    def _load(
+        self,
+        planned: PlannedJob,
+        planned_bytes: int | None,
+        evaluation: Mapping[str, EvaluationProgram],
+    ) -> None:
         first = self.workers[0]
         topology = topology_of(Counter(worker.mesh for worker in self.workers))
         store = host_store("127.0.0.1")
@@ -143,6 +153,7 @@ class LocalWorkers:
                 slot_limits=_SLOT_LIMITS,
                 planned_bytes=planned_bytes,
                 microbatches=planned.microbatches,
+                evaluation=evaluation.get(worker.mesh),
             )
         )
         self._store = store  # lives as long as the connections

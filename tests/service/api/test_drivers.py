@@ -45,6 +45,7 @@ FULL_SLOT = {"stage": None, "peer_stage": None, "peer_mesh": None, "edge": None,
 STEP = {
     "step": 1,
     "loss": 2.5,
+    "metrics": {"accuracy": 0.5, "bad": None},
     "step_s": 0.2,
     "makespan_s": 1.25,
     "bubble_ratio": 0.25,
@@ -80,7 +81,13 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
     await api.report(job_id, 2, steps=[STEP, {**STEP, "step": 2, "loss": 2.0}])
     job = await api.job(job_id)
     assert job["state"] == "RUNNING"
-    assert job["progress"] == {"step": 2, "steps": 10, "loss": 2.0, "step_s": 0.2}
+    assert job["progress"] == {
+        "step": 2,
+        "steps": 10,
+        "loss": 2.0,
+        "metrics": STEP["metrics"],
+        "step_s": 0.2,
+    }
     assert job["attempts"][0]["metrics_endpoint"] == "127.0.0.1:9000"
     steps = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()
     assert steps["items"][0] == {**STEP, "attempt": 1} and steps["next_page_token"] is None
@@ -172,13 +179,29 @@ async def test_a_failed_attempt_is_followed_after_the_pause_of_the_settings(make
 
 async def test_a_loss_that_is_no_number_is_stored_as_none(api: Api):
     job_id = await api.started()
-    text = json.dumps({"sequence": 1, "steps": [{**STEP, "loss": math.nan, "grad_norm": math.inf}]})
+    values = {"loss": math.nan, "grad_norm": math.inf, "metrics": {"a": math.nan}}
+    text = json.dumps({"sequence": 1, "steps": [{**STEP, **values}]})
     response = await api.driver(
         job_id, "POST", "/reports", content=text, headers={"Content-Type": "application/json"}
     )
     assert response.status_code == 200, response.text
     (step,) = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()["items"]
-    assert (step["loss"], step["grad_norm"]) == (None, None)
+    assert (step["loss"], step["grad_norm"], step["metrics"]) == (None, None, {"a": None})
+
+
+@pytest.mark.parametrize("metrics", [{"a b": 1.0}, {"x" * 65: 1.0}, {f"m{i}": 1.0 for i in range(33)}])
+async def test_metrics_that_no_loss_may_return_are_refused(api: Api, metrics: dict):
+    job_id = await api.started()
+    body = {"sequence": 1, "steps": [{**STEP, "metrics": metrics}]}
+    problem(await api.driver(job_id, "POST", "/reports", json=body), 422)
+
+
+async def test_steps_of_older_drivers_have_no_metrics(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, steps=[{"step": 1, "loss": 2.5}])
+    assert (await api.job(job_id))["progress"]["metrics"] == {}
+    (step,) = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()["items"]
+    assert step["metrics"] == {}
 
 
 async def test_text_that_postgresql_cannot_hold_is_stored_all_the_same(api: Api, monkeypatch):

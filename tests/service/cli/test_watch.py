@@ -14,6 +14,7 @@ from service.job_states import AttemptState
 from service.orchestrator.outcome import TimelineRecord
 from service.ports import free_ports
 from service.settings import Settings
+from service.store.evaluations import EvaluationRecord
 from service.store.steps import StepRecord
 from service.store.timelines import SlotRecord
 from tests.service.cli.conftest import Run
@@ -41,7 +42,15 @@ def test_a_timeline_is_shown_and_written_as_a_trace(run: Run, served: Served, jo
     until(lambda: f"{job_id}-1" in served.cluster.submissions)
     slot = SlotRecord("m0", "compute", "F", "s0", None, None, None, 0, 0.0, 0.004)
     timeline = TimelineRecord(step=2, started_at=1.0, uncertainty_s=None, slots=[slot])
-    report(served, job_id, 1, timelines=[timeline], steps=[StepRecord(2, *([1.0] * 8))])
+    report(served, job_id, 1, timelines=[timeline], steps=[StepRecord(2, *([1.0] * 8), {"accuracy": 0.25})])
+    assert "loss 1, accuracy 0.25" in run("job", job_id).out
+    assert run("evaluations", job_id).out == "no evaluations\n"
+    evaluations = [EvaluationRecord(2, 0.75, 64, 1.5, None, {"accuracy": 0.5, "f1": None})]
+    best = {"step": 2, "uri": "/runs/step-2", "metric": "accuracy", "value": 0.5}
+    report(served, job_id, 2, evaluations=evaluations, best_checkpoint=best)
+    assert run("evaluations", job_id).out.split()[-5:] == ["2", "0.75", "0.5", "64", "1.50"]
+    assert run("evaluations", job_id, "--json").json["metrics"] == {"accuracy": 0.5, "f1": None}
+    assert "best checkpoint: accuracy 0.5 after step 2, /runs/step-2" in run("job", job_id).out
     trace = tmp_path / "trace.json"
     result = run("timeline", job_id, "-o", trace)
     assert result.code == 0 and "measured" in result.out and "4.00 ms" in result.out

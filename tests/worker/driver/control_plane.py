@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from workers import plan_of
+from workers import forward_plan_of, plan_of
 
 
 class ControlPlane:
@@ -37,6 +37,9 @@ class ControlPlane:
 
             def do_POST(self) -> None:
                 body = self._body()
+                if self.path.endswith("/forward-plan"):
+                    self._answer(200, forward_plan_of(body))
+                    return
                 if self.path.endswith("/plan"):
                     plane.plan_requests.append(body)
                     try:

@@ -239,3 +239,24 @@ def test_a_job_that_leaves_its_numbers_open_trains_with_the_chosen_ones_as_a_pla
 
 def last_timeline(plane):
     return [timeline for report in plane.reports for timeline in report["timelines"]][-1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_an_attempt_whose_evaluations_get_no_better_succeeds_early_and_says_so(attempt, tmp_path):
+    spec = job(checkpoint={"uri": str(tmp_path), "every_steps": 50, "keep": 1})
+    spec["optimizer"]["args"]["lr"] = 0.0
+    data = {"factory": "worker.data.text:ByteWindows", "args": {"length": 8}}
+    spec["evaluation"] = {"data": data, "every_steps": 2, "steps": 3, "at_start": True, "patience": 1}
+    plane, process = attempt(spec)
+    assert process.wait(300) == 0
+    last = plane.reports[-1]
+    assert (last["state"], last["reason"]) == ("SUCCEEDED", "STOPPED_EARLY"), last
+    assert "loss was no better in 1 evaluations" in last["message"]
+    found = [one for report in plane.reports for one in report["evaluations"]]
+    assert [(one["step"], one["samples"]) for one in found] == [(0, 24), (2, 24)]
+    assert found[0]["loss"] == found[1]["loss"]
+    assert [step["step"] for step in plane.steps] == [1, 2]
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["step-0000000002"]
+    assert_nothing_held()

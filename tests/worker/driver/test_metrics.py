@@ -60,6 +60,7 @@ def test_a_step_is_read_back_with_its_units(metrics):
             {
                 "step": number,
                 "loss": 3.5 - number,
+                "metrics": {"accuracy": number / 4, "none": None},
                 "step_s": seconds,
                 "makespan_s": seconds / 2,
                 "bubble_ratio": 0.25,
@@ -70,6 +71,7 @@ def test_a_step_is_read_back_with_its_units(metrics):
                 "peak_memory_bytes": {"m0": 100 * number, "m1": 7},
             }
         )
+    metrics.observe_evaluation({"step": 2, "loss": 0.75, "metrics": {"accuracy": 0.25, "none": None}})
     metrics.set_planned_memory({"m0": 150, "m1": 10})
     metrics.set_plan({"makespan_s": 0.15, "bubble_ratio": 0.2, "slots": []}, step_s=0.17)
     got = scrape(endpoint)
@@ -78,8 +80,13 @@ def test_a_step_is_read_back_with_its_units(metrics):
     assert value(got, "step_seconds_count") == 2
     assert value(got, "step_seconds_bucket", le="0.25") == 1
     assert value(got, "train_loss") == 1.5
+    assert {dict(labels)["name"]: number for labels, number in named(got, "job_metric").items()} == {
+        "accuracy": 0.5
+    }
     assert value(got, "step") == 2
     assert value(got, "grad_norm") == 1.5
+    assert value(got, "evaluation_loss") == 0.75
+    assert list(named(got, "evaluation_metric").values()) == [0.25], "one that is no number has no series"
     assert [value(got, "peak_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [200, 7]
     assert [value(got, "planned_memory_bytes", mesh=mesh) for mesh in ("m0", "m1")] == [150, 10]
     assert (value(got, "makespan_seconds"), value(got, "plan_makespan_seconds")) == (0.2, 0.15)

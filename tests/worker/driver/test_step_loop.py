@@ -44,11 +44,12 @@ class Actor:
         return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
 
     def _call(self, name, arguments):
-        self._log.append((f"ask {name}", arguments[-1]))
+        last = arguments[-1] if arguments else None
+        self._log.append((f"ask {name}", last))
 
         def run():
             result = getattr(self._worker, name)(*arguments)
-            self._log.append((f"end {name}", arguments[-1]))
+            self._log.append((f"end {name}", last))
             return result
 
         return self._queue.submit(run)

@@ -40,8 +40,8 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         results=[
             result(first, peak_memory_bytes=5),
             result([], peak_memory_bytes=9),
-            result(second, [1.0, 2.0], grad_norm=0.5, learning_rate=0.01),
-            result([], [3.0, 6.0], grad_norm=0.5, learning_rate=0.01),
+            result(second, [1.0, 2.0], metrics={"a": [1.0, 4.0]}, grad_norm=0.5, learning_rate=0.01),
+            result([], [3.0, 6.0], metrics={"a": [2.0, 3.0]}, grad_norm=0.5, learning_rate=0.01),
         ],
         sizes=[2, 2],
         offsets=[ClockOffset(0.0, 0.0)] * 2 + [ClockOffset(1000.0, 0.001), ClockOffset(5.0, 0.002)],
@@ -49,6 +49,7 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         clock=(1_700_000_000.0, 9.0),
     )
     assert record.report.pop("peak_memory_bytes") == {"m0": 9, "m1": 0}
+    assert record.report.pop("metrics") == {"a": 2.5}
     assert record.report == pytest.approx(
         {
             "step": 7,

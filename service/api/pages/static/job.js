@@ -1,7 +1,7 @@
 // The page of one job: reads the JSON API every two seconds until the job has ended.
 
 import { read, repeat } from "./api.js";
-import { lineChart } from "./chart.js";
+import { showCurves } from "./curves.js";
 import { bytes, csv, make, number, percent, seconds, stateBadge, time } from "./format.js";
 import { REASONS, TimelineView } from "./timeline.js";
 
@@ -20,6 +20,7 @@ const page = `/jobs/${encodeURIComponent(id)}`;
 const view = new TimelineView($("timeline"), $("tip"), $("legend"));
 const steps = [];
 const events = [];
+const evaluations = [];
 let planned = null;
 let choice = null;
 let shown = null;
@@ -30,7 +31,8 @@ async function refresh() {
   showJob(job);
   const now = job.attempts?.at(-1)?.number ?? null;
   if (now !== attempt) begin(now);
-  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, addStep);
+  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, (step) => addStep(step));
+  await readOn(`${api}/evaluations`, evaluations, (one) => `page_token=${one.attempt}:${one.step}`, (one) => addStep(one, evaluations));
   showCharts();
   await refreshTimeline();
   await readOn(`${api}/events`, events, (event) => `after=${event.number}`, (event) => events.push(event));
@@ -58,6 +60,7 @@ function showJob(job) {
     "Step time": seconds(progress.step_s),
     Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${spec.resources?.meshes ?? "–"} meshes, ${chosen("microbatches", spec.training?.microbatches)}`,
     ...(choice?.step_s ? { "Planned step": seconds(choice.step_s) } : {}),
+    ...(job.best_checkpoint ? { "Best checkpoint": `${job.best_checkpoint.metric} ${number(job.best_checkpoint.value)} after step ${job.best_checkpoint.step}` } : {}),
     Schedule: spec.pipeline?.schedule ?? "–",
     Submitted: time(job.created_at),
     Started: time(job.started_at),
@@ -88,14 +91,14 @@ function rows(table, list) {
 /** Another attempt has started: what is shown of the one before it is read again, as far as it still holds. */
 function begin(number) {
   attempt = number;
-  steps.length = 0;
+  steps.length = evaluations.length = 0;
   shown = null;
 }
 
 /** Steps come by attempt: one that goes on from a checkpoint replaces what was done behind it. */
-function addStep(step) {
-  while (steps.length && steps.at(-1).step >= step.step) steps.pop();
-  steps.push(step);
+function addStep(step, list = steps) {
+  while (list.length && list.at(-1).step >= step.step) list.pop();
+  list.push(step);
 }
 
 /** `add` what came since the last of `list`, a few pages a round. */
@@ -109,16 +112,7 @@ async function readOn(path, list, place, add) {
 }
 
 function showCharts() {
-  lineChart($("loss"), { series: [{ name: "loss", points: steps.map((s) => [s.step, s.loss]) }], label: "Loss" });
-  lineChart($("seconds"), {
-    series: [
-      { name: "step", points: steps.map((s) => [s.step, s.step_s]) },
-      { name: "measured makespan", points: steps.map((s) => [s.step, s.makespan_s]) },
-    ],
-    level: planned ? { name: "planned makespan", value: planned.makespan_s } : null,
-    show: seconds,
-    label: "Step time",
-  });
+  showCurves({ loss: $("loss"), seconds: $("seconds"), metrics: $("metrics") }, steps, evaluations, planned);
 }
 
 /** Read the timeline only when another step, or another attempt's, is to be shown: its slots never change. */
@@ -160,7 +154,8 @@ function showTimeline(timeline, gaps, keep) {
   $("chrome").download = `${id}-step-${timeline.step}.json`;
   const slots = panels.flatMap((panel) => panel.slots.map((slot) => ({ panel: panel.name, ...slot })));
   offer($("csv"), csv(SLOT_COLUMNS, slots), `${id}-step-${timeline.step}.csv`);
-  offer($("steps-csv"), csv(STEP_COLUMNS, steps), `${id}-steps.csv`);
+  const names = [...new Set(steps.flatMap((s) => Object.keys(s.metrics)))];
+  offer($("steps-csv"), csv([...STEP_COLUMNS, ...names], steps.map((s) => ({ ...s.metrics, ...s }))), `${id}-steps.csv`);
 }
 
 /** Makespan and bubble in words; the bubble is what the compute lanes of all meshes leave of the makespan. */

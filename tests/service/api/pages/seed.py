@@ -27,6 +27,7 @@ from service.settings import Settings
 from service.store import jobs, states
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
+from service.store.evaluations import EvaluationRecord, record_evaluations
 from service.store.plans import record_plan
 from service.store.steps import StepRecord, record_steps
 from service.store.timelines import SlotRecord, record_timeline
@@ -167,6 +168,9 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         }
         await record_plan(session, attempt, json.dumps(body), at=now)
         await record_steps(session, attempt, [step(number) for number in range(1, STEPS + 1)])
+        running.best_checkpoint = {"step": 20, "uri": "/runs/20", "metric": "loss", "value": 1.5}
+        found = [EvaluationRecord(number, 1.5, 64, 0.1, None, {"f1": 0.5}) for number in (0, 10, 20)]
+        await record_evaluations(session, attempt, found)
         for profiled in (20, 40):
             await record_timeline(
                 session,
@@ -192,6 +196,7 @@ def step(number: int) -> StepRecord:
         overlap_ratio=0.9,
         grad_norm=1.0,
         started_at=1.8e9 + number,
+        metrics={"accuracy": 0.5 + number / 1000},
     )
 
 

@@ -62,6 +62,12 @@ def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, 
     assert "step 40" in notes[1] and "clocks agree to 20 µs" in notes[1]
     assert page.js("document.getElementById('state').textContent") == "RUNNING"
     assert page.js("document.querySelector('#loss .curve').dataset.points") == str(STEPS)
+    evaluated = page.js("[...document.querySelectorAll('.charts .second')].map((one) => one.dataset.points)")
+    assert "3" in evaluated
+    assert "loss 1.5 after step 20" in page.js("document.querySelector('#facts').textContent")
+    assert page.js("document.querySelector('#metrics [data-metric=f1] .second').dataset.points") == "3"
+    accuracy = "#metrics [data-metric=accuracy] .curve"
+    assert page.js(f"document.querySelector('{accuracy}').dataset.points") == str(STEPS)
     page.screenshot(tmp_path / "job.png")
     assert page.errors == []
 

@@ -1,0 +1,227 @@
+"""Evaluations within the driver's loop over real workers: when, what is kept, when a job ends early, and after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+from test_evaluation import Numbers, spec_of
+from test_step_loop import LIMIT_S, Gang, Heard
+from workers import Workers
+
+from worker import checkpoint
+from worker.driver import step_loop
+from worker.driver.best import Course
+from worker.driver.evaluation import Evaluations
+from worker.driver.limits import Limits
+from worker.driver.metric_values import Evaluated, combined
+from worker.driver.saving import Checkpoints
+from worker.failure import AttemptFailure
+from worker.job import CheckpointPolicy, Data, Evaluation
+from worker.reasons import Reason
+
+DATA = Data(f"{Numbers.__module__}:Numbers")
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch):
+    monkeypatch.setattr(step_loop, "own_node_address", lambda: "127.0.0.1")
+
+
+class Listener(Heard):
+    """Hears evaluations and the best checkpoint too; `values` stand in for what was measured of the metric, if given."""
+
+    def __init__(self, log):
+        super().__init__(log)
+        self.evaluations, self.best, self.events = [], [], []
+
+    def evaluation(self, report):
+        self.log.append(("evaluated", report["step"]))
+        self.evaluations.append(report)
+
+    def best_checkpoint(self, best):
+        self.best.append(best)
+
+    def event(self, *parts):
+        self.events.append(parts)
+
+    def observe_step(self, *_):
+        pass
+
+    observe_evaluation = set_timeline = observe_step
+
+
+def train(
+    spec, steps, evaluation, *, policy=None, values=None, monkeypatch=None, interrupted=lambda: None, log=None
+):
+    """The loop over all steps, from the newest checkpoint; what was heard and why it ended early."""
+    log = [] if log is None else log
+    with Workers(spec) as run:
+        gang, heard = Gang(run.workers, log), Listener(log)
+        planned = SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"])
+        shared = {"gang": gang, "reporter": heard, "interrupted": interrupted}
+        checkpoints = Checkpoints(policy, "job", limit_s=LIMIT_S, keeps_best=evaluation.keep_best, **shared)
+        try:
+            done = checkpoints.restore(None)
+            evaluations = Evaluations(
+                evaluation, metrics=heard, limits=Limits(), step_s=0.01, course=checkpoints.course, **shared
+            )
+            if values is not None:
+                measured = iter(values[done // evaluation.every_steps :])
+                evaluations._run = lambda *_: Evaluated(next(measured), {})
+            ended = step_loop.run_steps(
+                done + 1,
+                steps,
+                planned=planned,
+                metrics=heard,
+                checkpoints=checkpoints,
+                limits=Limits(),
+                evaluations=evaluations,
+                **shared,
+            )
+        finally:
+            for actor in gang.workers:
+                actor._queue.shutdown(wait=True, cancel_futures=True)
+    heard.ended, heard.course = ended, evaluations.course
+    return heard
+
+
+def saved(folder):
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("job/*/manifest.json"))
+
+
+def test_evaluations_come_before_the_first_step_between_steps_and_after_the_last():
+    log = []
+    heard = train(spec_of(16), 5, Evaluation(DATA, every_steps=2, at_start=True), log=log)
+    assert [one["step"] for one in heard.evaluations] == [0, 2, 4, 5]
+    for step in (2, 4):
+        at = log.index(("evaluated", step))
+        assert log.index(("end run_step", step)) < at < log.index(("ask run_step", step + 1))
+    assert log.index(("ask run_step", 4)) < log.index(("report", 3)), "others are asked for ahead"
+    assert {one["samples"] for one in heard.evaluations} == {16}
+    assert all(math.isfinite(v) for one in heard.evaluations for v in (one["loss"], *one["metrics"].values()))
+    assert heard.ended is None
+
+
+def test_the_curve_is_that_of_the_job_without_evaluations():
+    policy = Evaluation(DATA, every_steps=2, at_start=True)
+    never = Evaluation(DATA, every_steps=1000)
+    curves = [[s["loss"] for s in train(spec_of(16), 5, one).steps] for one in (policy, never)]
+    assert curves[0] == curves[1]
+
+
+def test_a_metric_that_the_loss_does_not_return_is_told_by_name():
+    with pytest.raises(
+        AttemptFailure, match=r"metric is 'f1', and the loss returned accuracy, nested.largest-1"
+    ):
+        train(spec_of(16), 5, Evaluation(DATA, every_steps=2, metric="f1", mode="max"))
+
+
+def test_a_cancel_within_an_evaluation_ends_the_loop_there():
+    log = []
+
+    class Cancelled(Exception):
+        pass
+
+    def interrupted():
+        if ("ask evaluate", 0) in log:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        train(spec_of(16), 1000, Evaluation(DATA, every_steps=2), interrupted=interrupted, log=log)
+    assert max(step for what, step in log if what == "ask run_step") == 2
+    assert ("evaluated", 2) not in log
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+    policy = CheckpointPolicy(str(tmp_path), every_steps=2, keep=1)
+    evaluation = Evaluation(DATA, every_steps=1, keep_best=True)
+    heard = train(
+        spec_of(8), 8, evaluation, policy=policy, values=[5.0, 4.0, 1.0, 2.0, math.nan, 3.0, 1.5, 1.0]
+    )
+    assert saved(tmp_path) == [3, 8], "step 3 was the best, and not due; 8 is only as good"
+    assert [best["step"] for best in heard.best] == [1, 2, 3]
+    assert heard.best[-1] == {
+        "step": 3,
+        "uri": checkpoint.step_uri(str(tmp_path), "job", 3),
+        "metric": "loss",
+        "value": 1.0,
+    }
+
+
+def test_a_job_whose_evaluations_get_no_better_ends_with_a_checkpoint_and_says_why(tmp_path):
+    policy = CheckpointPolicy(str(tmp_path), every_steps=100, keep=2)
+    evaluation = Evaluation(DATA, every_steps=1, patience=2)
+    heard = train(spec_of(8), 9, evaluation, policy=policy, values=[3.0, 2.0, 2.0, 2.5, 0.0])
+    assert [step["step"] for step in heard.steps] == [1, 2, 3, 4]
+    assert (
+        heard.ended == "evaluation.patience: loss was no better in 2 evaluations; the best was 2 after step 2"
+    )
+    assert saved(tmp_path) == [4]
+    again = train(spec_of(8), 9, evaluation, policy=policy, values=[3.0, 2.0, 2.0, 2.5, 0.0])
+    assert (again.ended, again.steps, again.evaluations) == (heard.ended, [], [])
+
+
+def test_patience_and_the_best_go_on_behind_a_resume(tmp_path):
+    values = [5.0, 2.0, 3.0, 4.0, 2.5, 9.0]
+    evaluation = Evaluation(DATA, every_steps=1, patience=3, keep_best=True)
+    policy = CheckpointPolicy(str(tmp_path), every_steps=1, keep=1)
+    first = train(spec_of(8), 3, evaluation, policy=policy, values=values)
+    assert (saved(tmp_path), first.ended) == ([2, 3], None)
+    second = train(spec_of(8), 9, evaluation, policy=policy, values=values)
+    assert [step["step"] for step in second.steps] == [4, 5]
+    assert (second.course, saved(tmp_path)) == (Course(2.0, 2, 3), [2, 5])
+    assert second.ended.endswith("the best was 2 after step 2")
+
+
+def test_where_the_best_checkpoint_is_gone_the_next_is_the_best(tmp_path):
+    evaluation = Evaluation(DATA, every_steps=1, keep_best=True)
+    policy = CheckpointPolicy(str(tmp_path), every_steps=1, keep=1)
+    train(spec_of(8), 2, evaluation, policy=policy, values=[1.0, 2.0])
+    (tmp_path / "job" / "step-0000000001" / "manifest.json").unlink()
+    heard = train(spec_of(8), 3, evaluation, policy=policy, values=[1.0, 2.0, 3.0])
+    assert [best["step"] for best in heard.best] == [3] and saved(tmp_path) == [3]
+
+
+def test_a_checkpoint_of_an_older_version_has_no_course(tmp_path):
+    policy = CheckpointPolicy(str(tmp_path), every_steps=1, keep=1)
+    train(spec_of(8), 1, Evaluation(DATA, every_steps=1), policy=policy)
+    manifest = tmp_path / "job" / "step-0000000001" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["notes"]
+    manifest.write_text(json.dumps(content))
+    assert checkpoint.noted(str(manifest.parent)) == {}
+    assert train(spec_of(8), 1, Evaluation(DATA), policy=policy).course == Course()
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "best", "worse"),
+    [
+        (None, [3, 2, 2, 4], 2, 2),
+        ("min", [3, 2, 1], 3, 0),
+        ("max", [3, 2, 4, 4], 3, 1),
+        ("max", [math.nan, None, -math.inf], None, 3),
+        ("min", [math.nan, 7], 2, 0),
+    ],
+)
+def test_what_is_better(mode, values, best, worse):
+    policy, course = Evaluation(DATA, metric="x", mode=mode, patience=3), Course()
+    for step, value in enumerate(values, 1):
+        course = course.after(step, value, policy)
+    assert (course.best_step, course.worse) == (best, worse)
+    assert Course.from_json(json.loads(json.dumps(course.to_json()))) == course
+    assert (course.ends(policy) is not None) == (worse >= 3)
+
+
+def test_microbatches_count_by_their_weights_and_what_counts_nothing_is_left_out():
+    results = [
+        {"losses": [1.0, math.nan], "metrics": {"a": [2.0, math.nan]}, "weights": [3.0, 0.0]},
+        {"losses": [], "metrics": {}, "weights": []},
+        {"losses": [5.0], "metrics": {"a": [6.0]}, "weights": [1.0]},
+    ]
+    assert combined(results) == Evaluated(2.0, {"a": 3.0})
+    with pytest.raises(AttemptFailure, match="metrics a on one worker and b on another") as failed:
+        combined([results[0], {"losses": [1.0], "metrics": {"b": [1.0]}, "weights": [1.0]}])
+    assert failed.value.reason is Reason.USER_CODE_RAISED

@@ -1,0 +1,169 @@
+"""One worker's evaluation: its batches through the evaluated stages, by a program of forwards only.
+
+Nothing that training sees is changed: parameters and buffers are only read, the loss and the process's random generators
+are afterwards what they were. Runs on the transport of the training's engine, between two of its steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.data.evaluation import EvaluationBatches
+from worker.engine import Engine, SlotLimits
+from worker.engine.update import ALL_WORKERS
+from worker.job import Job
+from worker.job_loss import JobLoss, Metrics
+from worker.model.evaluating import EvaluationStages
+from worker.program import program_from_json
+from worker.reading import StageReader
+from worker.running import run_options
+from worker.training import ignored_target
+from worker.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class EvaluationProgram:
+    """A mesh's program of forwards only (JSON), with the planned seconds and starts of its instructions."""
+
+    program: Sequence[Mapping[str, Any]]
+    planned_s: Sequence[float]
+    planned_starts_s: Sequence[float | None]
+
+
+class Evaluator:
+    """See `start`, `run` and `close`. `stages` read the parameters of the trained ones."""
+
+    def __init__(
+        self,
+        job: Job,
+        planned: EvaluationProgram,
+        *,
+        mesh: str,
+        worker: int,
+        mesh_of_stage: tuple[str, ...],
+        stages: EvaluationStages,
+        batches: EvaluationBatches,
+        loss: JobLoss,
+        transport: Transport,
+        limits: SlotLimits,
+        device: str,
+    ):
+        self._stages, self._batches, self._loss = stages, batches, loss
+        self._transport, self._device = transport, device
+        self._ignored = ignored_target(job)
+        self._reader = StageReader(
+            stages.stages,
+            batches,
+            device=device,
+            ahead=job.evaluation.data.prefetch,
+            last=batches.size.batches - 1,
+            limit_s=limits.limit_s(max(planned.planned_s, default=0.0)),
+        )
+        self._engine = Engine(
+            mesh=mesh,
+            worker=worker,
+            program=program_from_json(planned.program),
+            stages=stages.stages,
+            edges=stages.edges,
+            mesh_of_stage=mesh_of_stage,
+            tied=stages.tied,
+            microbatches=batches.microbatches,
+            loss=self._undisturbed_loss,
+            optimizer=None,
+            transport=_Connected(transport),
+            options=replace(
+                run_options(job, limits=limits, device=device), ignored_target=None, keeps_random=True
+            ),
+            planned_s=planned.planned_s,
+            planned_starts_s=planned.planned_starts_s,
+        )
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of meshes that are to be connected before `start`."""
+        return self._engine.pairs
+
+    def start(self) -> None:
+        """Make the lanes; the transport is connected."""
+        self._engine.connect()
+
+    def run(self, batch: int) -> dict[str, Any]:
+        """What batch `batch` gave, of the microbatches that count: `losses`, `metrics` by name and `weights` (what each
+        counts), where the model's output is. Batch 0 begins an evaluation."""
+        if batch == 0:
+            self._begin()
+        inputs, targets = self._reader.take(batch)
+        result = self._engine.run_step(batch, inputs, targets)
+        counted = self._batches.counted(batch) if self._reader.has_output else 0
+        return {
+            "losses": result.losses[:counted],
+            "metrics": {name: values[:counted] for name, values in result.metrics.items()},
+            "weights": [self._weight(target) for target in (targets or ())[:counted]],
+        }
+
+    def close(self) -> None:
+        """End threads; the transport is not this one's to close."""
+        self._reader.close()
+        self._engine.close()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Have the buffers of worker 0 of the mesh, as a checkpoint has."""
+        buffers, several = self._stages.begin(), self._transport.topology.workers_per_mesh > 1
+        for buffer in buffers if several else ():
+            sent = buffer.int() if buffer.dtype == torch.bool else buffer.clone()
+            if self._transport.worker > 0:
+                sent.zero_()
+            self._transport.all_reduce(f"{ALL_WORKERS}/{self._transport.mesh}", sent)
+            buffer.copy_(sent)
+        if self._device == "cuda":  # lanes are other streams
+            torch.cuda.synchronize()
+
+    def _weight(self, target: torch.Tensor) -> float:
+        return 1.0 if self._ignored is None else float((target != self._ignored).sum())
+
+    def _undisturbed_loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        with undisturbed(self._loss.target):
+            return self._loss.with_metrics(output, target)
+
+
+@contextlib.contextmanager
+def undisturbed(loss: Any) -> Iterator[None]:
+    """A loss in eval mode, where it has one; afterwards its attributes and buffers are what they were."""
+    modules = list(loss.modules()) if isinstance(loss, nn.Module) else [loss]
+    attributes = [(vars(module), dict(vars(module))) for module in modules if hasattr(module, "__dict__")]
+    buffers = [(buffer, buffer.clone()) for buffer in loss.buffers()] if isinstance(loss, nn.Module) else []
+    tables = [(table, dict(table)) for module in modules for table in [getattr(module, "_buffers", {})]]
+    try:
+        if isinstance(loss, nn.Module):
+            loss.eval()
+        yield
+    finally:
+        for now, before in (*attributes, *tables):
+            now.clear()
+            now.update(before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+class _Connected:
+    """A transport that the training's engine connects and closes."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
+        """It is."""
+
+    def close(self) -> None:
+        """It will be."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
