@@ -103,7 +103,7 @@ def check_trace(
         doing("")
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
     _compare(expected, found, list(dict.fromkeys(parameters)), tolerance, functions)
-    return suspects.notes(model, moved)
+    return [*traced.notes, *suspects.notes(model, moved)]
 
 
 @dataclass(frozen=True)

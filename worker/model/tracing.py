@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind
 
 from worker.model.checkpointing import is_checkpointed, regions_marked
 from worker.model.errors import CutError, TraceError
+from worker.model.guards import FiniteAssumed
 from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
 from worker.model.profile import check_stage_count, resolve_begins
@@ -28,6 +29,7 @@ class TracedModel:
 
     `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
     shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`.
+    `notes` are what to tell of how it was traced.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class TracedModel:
         example_inputs: tuple[Tensor, ...],
         joined: Mapping[str, str],
         checkpointed: frozenset[str] = frozenset(),
+        notes: Sequence[str] = (),
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
         self.joined = joined
         self.checkpointed = checkpointed
+        self.notes = tuple(notes)
 
     @property
     def layers(self) -> list[str]:
@@ -96,7 +100,8 @@ def trace(
     is. `transfers` is that of RunOptions. Raises TraceError with torch's reason when the model cannot be exported, and for
     models whose output is not one tensor.
     """
-    exported = _export(model, example_inputs, autocast)
+    with FiniteAssumed() as guards:
+        exported = _export(model, example_inputs, autocast)
     # after its passes over inner graphs, export's own graph no longer knows all users of a node
     module = copy_module(exported.graph_module)
     _name_random_operations(module)
@@ -148,7 +153,7 @@ def trace(
         transfers=transfers,
     )
     checkpointed = {layers.names[layer] for node, layer in layers.layer_of.items() if is_checkpointed(node)}
-    return TracedModel(placed, tuple(example_inputs), joined, frozenset(checkpointed))
+    return TracedModel(placed, tuple(example_inputs), joined, frozenset(checkpointed), guards.notes())
 
 
 def _export(
