@@ -29,9 +29,6 @@ ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "build" / "bench-models"
 EXTRA = Path(sys.prefix) / "models"
 LIBRARIES = ("torch", "transformers", "diffusers", "timm", "torchvision", "peft")
-EQUAL_LOSS, EQUAL_MOVED = 1e-5, 1e-3
-ROUNDINGS = 10
-"""Beyond these a difference is one, unless rounding alone makes it: so many times what the order of microbatches makes."""
 
 
 def run(entry: Entry, limit_s: float) -> list[Result]:
@@ -79,7 +76,7 @@ def _run(entry: Entry, layouts: Sequence[str], limit_s: float) -> list[Result]:
             process.wait()
         output.seek(0)
         lines = output.read().splitlines()
-    found = [Result(**json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
+    found = [Result.from_json(json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
     if len(found) < len(layouts):
         last = next((line for line in reversed(lines) if line.strip() and not line.startswith(MARK)), "")
         found.append(Result(layouts[len(found)], refused=f"{ended} ({last.strip()[:160]})"))
@@ -91,31 +88,33 @@ def table(rows: Sequence[tuple[Entry, Sequence[Result]]]) -> str:
     lines = [
         "| model | library | raw or wrapped | "
         + " | ".join(LAYOUTS)
-        + " | rounding | parameters | rounding |",
-        "|---|---|---|" + "---|" * (len(LAYOUTS) + 3),
+        + " | rounding | parameters | rounding | in double |",
+        "|---|---|---|" + "---|" * (len(LAYOUTS) + 4),
     ]
     below = []
     for entry, results in rows:
-        moved = [one for one in results if one.moved is not None]
-        most = max((one.moved for one in moved), default=None)
-        cells = [f"{one.loss:.1e}" if one.loss is not None else "refused" for one in results]
-        rounding = [max((one.rounding for one in moved), default=None), most]
-        rounding.append(max((one.rounding_moved for one in moved), default=None))
-        cells += ["" if value is None else f"{value:.1e}" for value in rounding]
+        trained = [one for one in results if one.apart is not None]
+        cells = ["refused" if one.apart is None else f"{one.apart.loss:.1e}" for one in results]
+        for of in (
+            lambda one: one.rounding.loss,
+            lambda one: one.apart.moved,
+            lambda one: one.rounding.moved,
+            lambda one: one.double and max(one.double.loss, one.double.moved),
+        ):
+            most = max((value for one in trained if (value := of(one)) is not None), default=None)
+            cells.append("" if most is None else f"{most:.1e}")
         lines.append(f"| {entry.name} | {entry.library} | {entry.wrapped or 'raw'} | {' | '.join(cells)} |")
-        for one in results:
-            if text := one.refused or _difference(one):
-                below.append(f"* {entry.name}, {one.layout}: {text}")
-    equal = sum(all(not one.refused and not _difference(one) for one in results) for _, results in rows)
+        below += [f"* {entry.name}, {one.layout}: {_told(one)}" for one in results if not one.equal]
+    equal = sum(all(one.equal for one in results) for _, results in rows)
     return "\n".join([*lines, "", f"{equal} of {len(rows)} models are equal in all layouts.", "", *below])
 
 
-def _difference(one: Result) -> str:
-    loss, moved = max(EQUAL_LOSS, ROUNDINGS * one.rounding), max(EQUAL_MOVED, ROUNDINGS * one.rounding_moved)
-    if one.loss <= loss and one.moved <= moved and one.buffers <= max(loss, ROUNDINGS * one.rounding_moved):
-        return ""
-    moved = f"what {one.worst!r} moved by {one.moved:.1e}"
-    return f"**differs**: losses by {one.loss:.1e}, {moved}, buffers by {one.buffers:.1e}"
+def _told(one: Result) -> str:
+    if one.apart is None:
+        return one.refused
+    apart = one.double or one.apart
+    said = f"loss {apart.loss:.1e}, {apart.worst} {apart.moved:.1e}, buffers {apart.buffers:.1e}"
+    return said if one.equal else f"**differs**{' in double precision' if one.double else ''}: {said}"
 
 
 def _slug(entry: Entry) -> str:
@@ -153,19 +152,15 @@ def main() -> int:
             results = run(entry, given.limit_s)
             kept.write_text(json.dumps([asdict(one) for one in results]))
             print(
-                f"{entry.name}: {_told(results)}, {time.monotonic() - began:.0f} s",
+                f"{entry.name}: {'; '.join(map(_told, results))}, {time.monotonic() - began:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
         elif not kept.exists():
             continue
-        rows.append((entry, [Result(**one) for one in json.loads(kept.read_text())]))
+        rows.append((entry, [Result.from_json(one) for one in json.loads(kept.read_text())]))
     print(f"{_versions()}; {STEPS} steps of 4 microbatches\n\n{table(rows)}")
     return 0
-
-
-def _told(results: Sequence[Result]) -> str:
-    return "; ".join(one.refused or _difference(one) or f"{one.loss:.1e}" for one in results)
 
 
 if __name__ == "__main__":

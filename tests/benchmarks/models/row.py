@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from service.scheduler.job import JobCosts, answer_json, plan_job
 from tests.benchmarks.models.catalogue import ENTRIES
+from tests.benchmarks.models.doubled import in_double
 from tests.benchmarks.models.entry import Entry
 from tests.benchmarks.models.operators import declare
 from worker.data.sampler import BatchSampler
@@ -35,25 +36,53 @@ LAYOUTS = {"4 on 4": (4, 4), "4 on 2": (4, 2), "2 on 2": (2, 2)}
 PLAN_S = 0.2
 
 
+# Beyond these two trainings in single precision are compared in double precision too.
+EQUAL_LOSS, EQUAL_MOVED = 1e-5, 1e-3
+# What is still apart there is no rounding: this is a ten-millionth of what rounding in single precision makes.
+EQUAL_DOUBLE = 1e-6
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of two trainings: the greatest relative difference of a step's loss, of a parameter after the last step as a part
+    of what it moved in all (`worst`: which), and of a buffer."""
+
+    loss: float
+    moved: float
+    worst: str
+    buffers: float
+
+    def within(self, loss: float, moved: float) -> bool:
+        return self.loss <= loss and self.moved <= moved and self.buffers <= moved
+
+
 @dataclass(frozen=True)
 class Result:
-    """The layout's greatest relative difference of a loss, of what a parameter moved by in all steps (`worst`: which)
-    and of a buffer; or why it did not train. `split` says whether the plan splits backwards.
+    """How far a layout's training is from the plain one, or why there is none. `split`: the plan splits backwards.
 
-    `rounding` and `rounding_moved` are how far plain training is from itself when it takes each step's microbatches in
-    the other order: what comes of rounding alone, which batch norms over a few values may enlarge a thousandfold.
+    `rounding` is how far plain training is from itself when it takes each step's microbatches in the other order: what
+    comes of rounding alone, which batch norms over a few values enlarge a millionfold. Where the layout is far off in
+    single precision, `double` is how far in double precision.
     """
 
     layout: str
     seconds: float = 0.0
-    loss: float | None = None
-    moved: float | None = None
-    worst: str = ""
-    buffers: float | None = None
-    split: bool = False
     refused: str = ""
-    rounding: float = 0.0
-    rounding_moved: float = 0.0
+    split: bool = False
+    apart: Distance | None = None
+    rounding: Distance | None = None
+    double: Distance | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Result:
+        parts = {key: data[key] and Distance(**data[key]) for key in ("apart", "rounding", "double")}
+        return cls(**{**data, **parts})
+
+    @property
+    def equal(self) -> bool:
+        if self.double is not None:
+            return self.double.within(EQUAL_DOUBLE, EQUAL_DOUBLE)
+        return self.apart is not None and self.apart.within(EQUAL_LOSS, EQUAL_MOVED)
 
 
 @dataclass(frozen=True)
@@ -69,28 +98,26 @@ def compare(entry: Entry, layout: str) -> Result:
     stages, meshes = LAYOUTS[layout]
     spec = entry.job(stages=stages, meshes=meshes, steps=STEPS)
     try:
-        found, calls, split = _pipeline(spec)
+        apart, rounding, split = _distances(spec)
+        double = None if apart.within(EQUAL_LOSS, EQUAL_MOVED) else _distances(in_double(spec))[0]
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return Result(layout, time.monotonic() - began, refused=text.splitlines()[0])
+    return Result(layout, time.monotonic() - began, "", split, apart, rounding, double)
+
+
+def _distances(spec: dict[str, Any]) -> tuple[Distance, Distance, bool]:
+    found, calls, split = _pipeline(spec)
     before, plain = _plain(spec, calls)
     _, other = _plain(spec, calls, other_order=True)
+    return _apart(before, plain, found), _apart(before, plain, other), split
+
+
+def _apart(before: Mapping[str, Tensor], plain: _Trained, found: _Trained) -> Distance:
+    loss = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found.losses, plain.losses, strict=True))
     moved, worst = _moved(before, plain.parameters, found.parameters)
-    buffers = max(
-        (_apart(t, found.buffers[name]) for name, t in plain.buffers.items() if name in found.buffers),
-        default=0.0,
-    )
-    return Result(
-        layout,
-        time.monotonic() - began,
-        loss=_farthest(found.losses, plain.losses),
-        moved=moved,
-        worst=worst,
-        buffers=buffers,
-        split=split,
-        rounding=_farthest(other.losses, plain.losses),
-        rounding_moved=_moved(before, plain.parameters, other.parameters)[0],
-    )
+    buffers = [_of_size(t, found.buffers[name]) for name, t in plain.buffers.items() if name in found.buffers]
+    return Distance(loss, moved, worst, max(buffers, default=0.0))
 
 
 def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RandomCall], bool]:
@@ -188,13 +215,10 @@ def _moved(
     return apart[worst], worst
 
 
-def _farthest(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found, expected, strict=True))
-
-
-def _apart(expected: Tensor, found: Tensor) -> float:
-    expected, found = expected.double(), found.double()
-    return float((expected - found).norm() / expected.norm().clamp_min(1e-12))
+def _of_size(expected: Tensor, found: Tensor) -> float:
+    """The difference as a part of the root mean square, or of a thousandth: a running mean may be nought but rounding."""
+    difference, count = (expected.double() - found.double()).norm(), expected.numel()
+    return float(difference / expected.double().norm().clamp_min(1e-3 * count**0.5)) if count else 0.0
 
 
 def main(name: str, layouts: Sequence[str]) -> int:
