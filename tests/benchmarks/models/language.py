@@ -105,16 +105,8 @@ ENTRIES = (
         | {"vocab_size": WORDS, "num_labels": CLASSES, "pad_token_id": 0},
     ),
     _classifier("ALBERT", "AlbertConfig", CLASSIFIER | {"embedding_size": 16}),
-    _classifier(
-        "DeBERTa", "DebertaConfig", CLASSIFIER | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-    ),
-    _classifier(
-        "DeBERTa-v2",
-        "DebertaV2Config",
-        CLASSIFIER
-        | {"relative_attention": True}
-        | {"pos_att_type": ["c2p", "p2c"], "pooler_hidden_size": 32},
-    ),
+    _classifier("DeBERTa", "DebertaConfig", CLASSIFIER | DISENTANGLED),
+    _classifier("DeBERTa-v2", "DebertaV2Config", CLASSIFIER | DISENTANGLED | {"pooler_hidden_size": 32}),
     _classifier("ELECTRA", "ElectraConfig", CLASSIFIER | {"embedding_size": 16}),
     transformers(
         "Whisper",
