@@ -20,9 +20,9 @@ from worker.last_action import doing
 from worker.model import build_model, call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
+from worker.model.random_calls import RandomCall, drawn_as
 from worker.seeding import seeded
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
-from worker.verify.random_calls import RandomCall, drawn_as
 from worker.verify.record import Probes
 
 
@@ -138,7 +138,7 @@ class PlainModel:
         if self.autocast is not None:
             autocast = torch.autocast("cpu", dtype=self.autocast)
         with autocast, regions_marked():
-            with drawn_as(self._calls, **where):
+            with drawn_as(self.model, self._calls, **where):
                 output = self.model(*inputs)
             return self._loss(output, target) * share if share else output.sum() * 0.0
 

@@ -76,7 +76,7 @@ def _diffusers(
 
 ENTRIES = (
     _images("ViT", "ViTConfig", VIT),
-    _images("DeiT", "DeiTConfig", VIT),
+    transformers("DeiT", "DeiTForImageClassification", "DeiTConfig", VIT, "Images"),
     _images("BEiT", "BeitConfig", VIT),
     _images("DINOv2", "Dinov2Config", VIT),
     _images(

@@ -27,7 +27,7 @@ from worker.data.sampler import BatchSampler
 from worker.driver.planning import PlannedJob, planned_job
 from worker.job import Job
 from worker.model import build_model, call_factory
-from worker.verify.random_calls import RandomCall, drawn_as, random_calls
+from worker.model.random_calls import RandomCall, drawn_as, random_calls
 from worker.verify.workers import LocalWorkers, OpenWorker, make_workers
 
 MARK = "MODEL_ROW "
@@ -175,7 +175,7 @@ def _plain(
         losses = []
         for m in reversed(range(count)) if other_order else range(count):
             batch = _stacked([data[index] for index in sampler.indices(step, m)])
-            with drawn_as(calls, seed=training["seed"], worker=0, step=step, microbatch=m):
+            with drawn_as(model, calls, seed=training["seed"], worker=0, step=step, microbatch=m):
                 found = _loss(model, batch, loss, spec["model"].get("output"))
             (found / count).backward()
             losses.append(found.item())
