@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def _run(entry: Entry, layouts: Sequence[str], limit_s: float) -> list[Result]:
         "-m",
         "tests.benchmarks.models.row",
         entry.name,
+        str(limit_s),
         *layouts,
     ]
     paths = [str(ROOT), *([str(EXTRA)] if entry.needs_extra else [])]
@@ -70,7 +72,8 @@ def _run(entry: Entry, layouts: Sequence[str], limit_s: float) -> list[Result]:
                 else f"its process ended with {code}"
             )
         except subprocess.TimeoutExpired:
-            ended = f"not done after {limit_s:.0f} s"
+            ended = f"not done after {limit_s:.0f} s, see {_slug(entry)}-late.log"
+            shutil.copy(log, log.with_name(f"{_slug(entry)}-late.log"))
         finally:
             process.kill()
             process.wait()

@@ -1,6 +1,7 @@
 """One model in one process: trained by Slotline in some layouts, and as it is; how far apart they end.
 
-`python -m tests.benchmarks.models.row NAME LAYOUT [LAYOUT ...]` prints one line of JSON for each layout, after its mark.
+`python -m tests.benchmarks.models.row NAME LIMIT_S LAYOUT [LAYOUT ...]` prints one line of JSON for each layout, after
+its mark, and shortly before the limit where its threads stand.
 The pipeline is the job's own: searched plan, programs, engine and transport, all workers in this process. The plain
 side is a loop as the libraries' own examples have it, of a model built anew; only where a model draws random numbers in
 its forward it is made to draw those that the pipeline drew.
@@ -8,6 +9,7 @@ its forward it is made to draw those that the pipeline drew.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -221,8 +223,13 @@ def _of_size(expected: Tensor, found: Tensor) -> float:
     return float(difference / expected.double().norm().clamp_min(1e-3 * count**0.5)) if count else 0.0
 
 
-def main(name: str, layouts: Sequence[str]) -> int:
+_LAST_S = 5.0
+
+
+def main(name: str, limit_s: float, layouts: Sequence[str]) -> int:
     torch.set_num_threads(1)
+    if limit_s > _LAST_S:
+        faulthandler.dump_traceback_later(limit_s - _LAST_S)
     declare()
     entry = ENTRIES[name]
     for layout in layouts:
@@ -231,4 +238,4 @@ def main(name: str, layouts: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), sys.argv[3:]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +97,27 @@ def test_a_models_own_loss_that_cannot_be_traced_is_told_with_the_way_around_it(
     other = Labelled()
     adapt(other, ["x"], output="logits")
     assert len(trace(other, inputs[1:]).layers) == 2
+
+
+class Dropped(nn.Module):
+    """Leaves out layers at random, as the models of speech and translation of transformers do."""
+
+    def __init__(self, layerdrop):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.config = SimpleNamespace(encoder_layerdrop=layerdrop, decoder_layerdrop=0.0)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.config.encoder_layerdrop and torch.rand([]) < self.config.encoder_layerdrop:
+                continue
+            x = layer(x)
+        return x
+
+
+def test_layers_left_out_at_random_are_told_with_the_setting_that_keeps_them():
+    with pytest.raises(
+        TraceError, match=r"at random, set encoder_layerdrop \(now 0\.1\) to 0 in the model's conf"
+    ):
+        trace(Dropped(0.1), (torch.randn(2, 4),))
+    assert len(trace(Dropped(0.0), (torch.randn(2, 4),)).layers) == 2
