@@ -132,8 +132,7 @@ ENTRIES = (
     _timm("ResNet (timm)", "resnet18"),
     _timm("DenseNet (timm)", "densenet121", growth_rate=8, block_config=[2, 2, 2, 2]),
     _timm("DenseNet-121 (timm)", "densenet121"),
-    _timm("DenseNet-121, maps of one pixel (timm)", "densenet121", side=SIDE),
-    _timm("EfficientNet (timm)", "efficientnet_b0", channel_multiplier=0.25, depth_multiplier=0.5),
+    _timm("EfficientNet (timm)", "efficientnet_b0"),
     _timm("MobileNetV3 (timm)", "mobilenetv3_small_050"),
     _timm("RegNet (timm)", "regnetx_002"),
     Entry(
