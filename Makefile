@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-overlap  pipelines over rate-limited links, beside torch's own (root)"
 	@echo "make bench-training whole training jobs, beside torch's own pipelining and one process (6 minutes)"
 	@echo "make bench-planned  steps and memory of five jobs as planned, beside what was measured"
+	@echo "make bench-models   public models in three layouts, beside training them plainly (20 minutes)"
 
 setup: $(READY)
 
@@ -69,6 +70,15 @@ bench-training: setup
 
 bench-planned: setup
 	$(BIN)/python -m tests.benchmarks.planned
+
+# In a folder of their own: torchvision's wheels are for torch with CUDA, and where its operators do not load, transformers,
+# which imports it wherever it is installed, does not load either.
+$(VENV)/models/.ready: constraints.txt | setup
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(VENV)/models timm torchvision
+	@touch $@
+
+bench-models: $(VENV)/models/.ready
+	$(BIN)/python -m tests.benchmarks.models $(MODELS_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

@@ -25,6 +25,14 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """Torch's own generator of `device`, where operations draw that are given none."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = device.index
+    return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+
+
 class RandomState:
     """The random state of one stage: told before each forward what is computed. With `keeps` the process's generators
     stand after each forward where they stood."""
@@ -42,19 +50,19 @@ class RandomState:
         The process's generators are the body's alone: on CUDA it draws from the device's, but a loss may use them.
         """
         with GENERATORS:
-            self._now = (step, microbatch)
+            self.begin(step, microbatch)
             operation = f"stage {stage}"
             with seeded(self._seed_of(operation)) if self._keeps else contextlib.nullcontext():
                 self.restart(operation)
                 yield
 
+    def begin(self, step: int, microbatch: int) -> None:
+        """From now on random operations belong to this step and microbatch."""
+        self._now = (step, microbatch)
+
     def restart(self, operation: str) -> None:
         """Start torch's generator of the device anew for `operation`. On CUDA this waits for nothing."""
-        generator = torch.default_generator
-        if self._device.type == "cuda":
-            index = self._device.index
-            generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
-        generator.manual_seed(self._seed_of(operation))
+        generator_of(self._device).manual_seed(self._seed_of(operation))
 
     def _seed_of(self, operation: str) -> int:
         return derive_seed(*self._fixed, *self._now, operation)

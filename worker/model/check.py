@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.stage_run import StageRun, drop_casts, run_forward
 from worker.last_action import doing
 from worker.model import suspects
 from worker.model.checkpointing import regions_marked
 from worker.model.distance import Tolerance, distance, least_size, tolerance_of
 from worker.model.errors import TraceError
+from worker.model.random_calls import RandomCall, drawn_as, random_calls
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
 from worker.seeding import seeded
@@ -73,6 +75,7 @@ def check_trace(
         tuple(value.to(device) for value in traced.example_inputs),
         target.to(device),
         autocast,
+        random_calls(traced, device),
     )
     builder = traced.builder(range(len(traced.layers)))
     count = len(traced.layers)
@@ -103,17 +106,27 @@ def check_trace(
         doing("")
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
     _compare(expected, found, list(dict.fromkeys(parameters)), tolerance, functions)
-    return suspects.notes(model, moved)
+    return [*traced.notes, *suspects.notes(model, moved)]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where both run, and on what."""
+    """Where both run, on what, and the random calls of both: each begins by its name, since stages make them in the
+    order of layers, and a model in that of its lines."""
 
     device: torch.device
     inputs: tuple[Tensor, ...]
     target: Tensor
     autocast: torch.dtype | None
+    calls: Sequence[RandomCall]
+
+    def drawn(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A forward of the model draws as its graph does."""
+        where = {"seed": _SEED, "worker": 0, "step": 0, "microbatch": 0}
+        return drawn_as(model, self.calls, **where, device=self.device.type, all_of_them=False)
+
+    def random_state(self) -> RandomState:
+        return RandomState(_SEED, 0, self.device)
 
 
 class _Buffers:
@@ -160,10 +173,18 @@ def _moved(model: nn.Module, device: str) -> Iterator[_Buffers]:
 def _run_model(model: nn.Module, loss: Loss, place: _Place) -> tuple[_Made, suspects.Moved, list[str]]:
     """What the model makes, what its forward moved, and the autograd functions of a user's own that it called."""
     found: list[suspects.Moved] = []
-    with seeded(_SEED), regions_marked(), suspects.Watch(model) as watch:
+    with (
+        seeded(_SEED),
+        regions_marked(),
+        suspects.Watch(model) as watch,
+        contextlib.ExitStack() as forward,
+    ):
+        forward.enter_context(place.drawn(model))
 
         def then_loss(output: Tensor) -> Tensor:
+            forward.close()
             found.append(watch.end())
+            place.random_state().restart("loss")
             return loss(output, place.target)
 
         run = run_forward(
@@ -194,7 +215,7 @@ def _forward_differs(
     model: nn.Module, place: _Place, output: Tensor, seed: int | None, tolerance: float
 ) -> bool:
     """Whether a forward with Python's generators at `seed`, all else as before, makes another output."""
-    with seeded(_SEED), regions_marked():
+    with seeded(_SEED), regions_marked(), place.drawn(model):
         if seed is not None:
             suspects.draw_from(seed)
         try:
@@ -229,7 +250,15 @@ def _run_stages(
     leaves: list[dict[str, Tensor]] = []
     runs: list[StageRun] = []
     with seeded(_SEED):
+        state_of_calls = place.random_state()
+
+        def then_loss(output: Tensor) -> Tensor:
+            state_of_calls.restart("loss")
+            return loss(output, place.target)
+
         for stage in stages:
+            if place.calls:
+                restart_at_operations(stage, state_of_calls)
             own = {name: values[name].detach() for name in stage.inputs}
             crossing = {name: leaf for name, leaf in own.items() if (stage.index, name) in differentiable}
             for leaf in crossing.values():
@@ -242,7 +271,7 @@ def _run_stages(
                 training=True,
                 autocast_dtype=place.autocast,
                 loss_of=position,
-                loss=None if position is None else lambda output: loss(output, place.target),
+                loss=None if position is None else then_loss,
             )
             values |= dict(zip(stage.outputs, run.outputs, strict=True))
             leaves.append(crossing)

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind
 from worker.model.checkpointing import is_checkpointed, regions_marked
 from worker.model.cuda_autocast import cuda_casts
 from worker.model.errors import CutError, TraceError
+from worker.model.guards import FiniteAssumed
 from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
 from worker.model.profile import check_stage_count, resolve_begins
@@ -31,6 +32,7 @@ class TracedModel:
     `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
     shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`. `aliases` are
     all names of a parameter or buffer that has several, by the one that it has here.
+    `notes` are what to tell of how it was traced.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class TracedModel:
         joined: Mapping[str, str],
         checkpointed: frozenset[str] = frozenset(),
         aliases: Mapping[str, tuple[str, ...]] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
         self.joined = joined
         self.checkpointed = checkpointed
         self.aliases = aliases or {}
+        self.notes = tuple(notes)
 
     @property
     def layers(self) -> list[str]:
@@ -122,7 +126,8 @@ def trace(
     models whose output is not one tensor.
     """
     cast = _Autocast(device, autocast)
-    exported = _export(model, example_inputs, cast)
+    with FiniteAssumed() as guards:
+        exported = _export(model, example_inputs, cast)
     # after its passes over inner graphs, export's own graph no longer knows all users of a node
     module = copy_module(exported.graph_module)
     _name_random_operations(module)
@@ -174,7 +179,14 @@ def trace(
         transfers=transfers,
     )
     checkpointed = {layers.names[layer] for node, layer in layers.layer_of.items() if is_checkpointed(node)}
-    return TracedModel(placed, tuple(example_inputs), joined, frozenset(checkpointed), aliases_of(model))
+    return TracedModel(
+        placed,
+        tuple(example_inputs),
+        joined,
+        frozenset(checkpointed),
+        aliases=aliases_of(model),
+        notes=guards.notes(),
+    )
 
 
 def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -24,6 +24,11 @@ _REMEDIES = {
     "_detect_is_causal_mask": "say whether the mask is causal, with is_causal (TransformerEncoder), tgt_is_causal "
     "(TransformerDecoder) or src_is_causal and tgt_is_causal (Transformer)",
 }
+_LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+_OWN_LOSS = (
+    "if that is the loss that the model computes itself from its labels, let the job have a `loss` and name what it takes "
+    "in model.output (logits, with transformers): then it is not traced"
+)
 _LONGEST = 240
 
 
@@ -37,6 +42,12 @@ def untraceable(model: nn.Module, error: BaseException) -> TraceError:
     if kind in _BY_VALUE:
         names = {frame.f_code.co_name for frame, _ in frames}
         remedy = next((text for name, text in _REMEDIES.items() if name in names), None)
+        if remedy is None and (dropped := _layer_drop(model)):
+            remedy = (
+                f"if it leaves out whole layers at random, set {dropped} to 0 in the model's configuration"
+            )
+        if remedy is None and _in_own_loss(model, frames):
+            remedy = _OWN_LOSS
         reason = f"what it does there is data-dependent, decided by the values of a tensor ({reason}): " + (
             remedy or "use torch.where and masks in place of `if`, of .item() and of indexing by a mask"
         )
@@ -61,6 +72,26 @@ def _module(model: nn.Module, frames: list[tuple[FrameType, int]]) -> str:
         if id(found) in names:
             return f", in module {names[id(found)]!r} ({type(found).__name__})"
     return ""
+
+
+def _layer_drop(model: nn.Module) -> str:
+    """The settings by which a model of transformers leaves out layers, as far as they do."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = {
+        name: float(getattr(config, name))
+        for config in configs
+        for name in _LAYER_DROP
+        if isinstance(getattr(config, name, None), float | int) and getattr(config, name) > 0
+    }
+    return " and ".join(f"{name} (now {value:g})" for name, value in found.items())
+
+
+def _in_own_loss(model: nn.Module, frames: list[tuple[FrameType, int]]) -> bool:
+    """Whether the innermost line of the user's is of a whole model's forward that was given labels."""
+    for frame, _ in reversed(frames):
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+            return frame.f_locals.get("self") is model and frame.f_locals.get("labels") is not None
+    return False
 
 
 def _line(error: BaseException, frames: list[tuple[FrameType, int]]) -> str:

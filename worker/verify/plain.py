@@ -20,9 +20,9 @@ from worker.last_action import doing
 from worker.model import call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
+from worker.model.random_calls import RandomCall, drawn_as
 from worker.seeding import seeded
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
-from worker.verify.random_calls import RandomCall, drawn_as
 from worker.verify.record import Probes
 from worker.weights.building import build_job_model
 from worker.weights.start import fill_model
@@ -143,7 +143,7 @@ class PlainModel:
         if self.autocast is not None:
             autocast = torch.autocast("cpu", dtype=self.autocast)
         with autocast, regions_marked():
-            with drawn_as(self._calls, **where):
+            with drawn_as(self.model, self._calls, **where):
                 output = self.model(*inputs)
             return self._loss(output, target) * share if share else output.sum() * 0.0
 

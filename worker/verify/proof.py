@@ -17,6 +17,7 @@ from worker.driver.planning import PlannedJob
 from worker.failure import AttemptFailure
 from worker.job import Job
 from worker.model.distance import FULL, Tolerance, tolerance_of
+from worker.model.random_calls import OtherRandomCallsError, RandomCall, random_calls
 from worker.verify.compare import (
     Different,
     Holder,
@@ -29,7 +30,6 @@ from worker.verify.compare import (
 )
 from worker.verify.forwards import first_forward
 from worker.verify.plain import PlainModel
-from worker.verify.random_calls import OtherRandomCallsError, RandomCall, random_calls
 from worker.verify.record import Probes, Recorder, StepRecord
 from worker.verify.workers import LocalWorkers, OpenWorker, make_workers
 

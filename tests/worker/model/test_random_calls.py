@@ -1,0 +1,93 @@
+"""A model and its graph draw the same numbers, also where the model draws some that it never uses, or in another order
+than its layers: the check before the first step finds such a model true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from worker.engine.random_state import RandomState, restart_at_operations
+from worker.model import TraceError, trace
+from worker.model.check import check_trace
+from worker.model.random_calls import OtherRandomCallsError, drawn_as, random_calls
+
+HERE = {"seed": 3, "worker": 0, "step": 1, "microbatch": 2}
+
+
+class Half(nn.Module):
+    """A layer that drops out twice and returns the second only, where `used` does not say both."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.linear, self._used = nn.Linear(6, 6), used
+
+    def forward(self, x):
+        whole = nn.functional.dropout(torch.tanh(x), 0.5)  # of another shape than what is used
+        part = nn.functional.dropout(self.linear(x)[:, :4], 0.5)
+        return nn.functional.pad(part, (0, 2)) + (whole if self._used else 0)
+
+
+class LaterUsed(nn.Module):
+    """Drops out between layers what only the last layer takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (Half(True) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        aside = nn.functional.dropout(x, 0.3)
+        return self.third(self.second(x) + aside)
+
+
+class Other(nn.Module):
+    """Draws at other places once it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.traced = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x if self.traced else nn.functional.dropout(x, 0.5)
+        return x
+
+
+MODELS = {
+    "unused": lambda: nn.Sequential(Half(True), Half(False), Half(True), nn.Dropout(0.2), nn.Linear(6, 2)),
+    "another order": LaterUsed,
+    "called again": lambda: nn.Sequential(*[Half(True)] * 3, nn.Linear(6, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_draws_what_its_graph_draws(name):
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(3, 6)
+    traced = trace(model, (x,))
+    stage = traced.builder([0]).stage(0)
+    state = RandomState(3, 0, torch.device("cpu"))
+    restart_at_operations(stage, state)
+    with state.forward(1, 2, 0):
+        (expected,) = stage(x)
+    with drawn_as(model, random_calls(traced), **HERE):
+        found = model(x)
+    assert torch.equal(found, expected)
+    assert not torch.equal(model(x), expected)
+    assert check_trace(model, traced, nn.MSELoss, torch.zeros_like(found)) == []
+
+
+def test_a_model_that_no_longer_draws_what_its_graph_draws_is_told():
+    model, x = Other(), torch.randn(3, 6)
+    traced = trace(model, (x,))
+    calls = random_calls(traced)
+    model.traced = True
+    with (
+        pytest.raises(OtherRandomCallsError, match=r"0 of the 2 .* of shape \[3, 6\] in module ''"),
+        drawn_as(model, calls, **HERE),
+    ):
+        model(x)
+    with pytest.raises(TraceError, match="the output differs"):
+        check_trace(model, traced, nn.MSELoss, torch.zeros(3, 6))

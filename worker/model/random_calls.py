@@ -1,0 +1,212 @@
+"""The random numbers of a pipeline, drawn by the unsplit model: each of its random calls starts from the seed that the
+same operation of the graph has (seed, worker, step, microbatch and the operation's name; DESIGN's promise)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from worker.engine.random_state import RandomState, generator_of, restart_at_operations
+from worker.model.layers import is_random
+from worker.model.tracing import TracedModel
+from worker.seeding import seeded
+
+
+class OtherRandomCallsError(RuntimeError):
+    """The model draws at other places than its graph."""
+
+
+@dataclass(frozen=True)
+class RandomCall:
+    """One kernel that draws, for numbers of a `shape`, in the call of `module` (its name in the model); `first` of those
+    that one operation of the graph makes."""
+
+    operation: str
+    first: bool
+    shape: tuple[int, ...] = ()
+    module: str = ""
+
+
+def random_calls(traced: TracedModel, device: str = "cpu") -> list[RandomCall]:
+    """The random calls of one forward of the graph, in order. Changes nothing of it."""
+    placed = traced.placed
+    if not any(is_random(node) for node in placed.module.graph.nodes):
+        return []
+    stage = traced.builder([0]).stage(0).to(device)
+    marks = _Marks({node.name: _module_of(node) for node in _nodes(placed.module)})
+    restart_at_operations(stage, marks)
+    inputs = [traced.example_inputs[int(name.removeprefix("input:"))].to(device) for name in stage.inputs]
+    autocast = contextlib.nullcontext()
+    if placed.autocast is not None:
+        autocast = torch.autocast(torch.device(device).type, dtype=placed.autocast)
+    with seeded(0), autocast, _Listener(marks, generator_of(torch.device(device))):
+        stage(*(value.clone() for value in inputs))
+    return marks.found
+
+
+@contextlib.contextmanager
+def drawn_as(
+    model: nn.Module,
+    calls: Sequence[RandomCall],
+    *,
+    seed: int,
+    worker: int,
+    step: int,
+    microbatch: int,
+    device: str = "cpu",
+    all_of_them: bool = True,
+) -> Iterator[None]:
+    """The random calls of the body, one forward of `model`, draw what the pipeline draws in theirs.
+
+    What the model draws and does not use is in no graph: such calls draw what they like. Raises
+    OtherRandomCallsError where a call of the graph is not met and `all_of_them` are wanted.
+    """
+    if not calls:
+        yield
+        return
+    state = RandomState(seed, worker, torch.device(device))
+    state.begin(step, microbatch)
+    with (
+        _Inside(model) as inside,
+        _Restarts(calls, state, generator_of(torch.device(device)), inside) as mode,
+    ):
+        yield
+    if all_of_them and mode.count != len(calls):
+        lost = calls[mode.count]
+        raise OtherRandomCallsError(
+            f"the model made {mode.count} of the {len(calls)} random calls of its graph: the next, of shape "
+            f"{list(lost.shape)} in module {lost.module!r}, was not met, so it cannot be told to draw the same"
+        )
+
+
+def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from part.graph.nodes
+
+
+def _module_of(node: fx.Node) -> str:
+    """The innermost module in whose call the node was traced; a later call of a module has its name too."""
+    stack = [path for path, *_ in (node.meta.get("nn_module_stack") or {}).values()]
+    return _CALL.sub("", stack[-1]) if stack else ""
+
+
+_CALL = re.compile(r"@\d+")
+
+
+class _Inside:
+    """Which module of a model is being called: `names`, all that it has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[int, set[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), set()).add(name)
+        self._stack: list[int] = []
+
+    @property
+    def names(self) -> set[str]:
+        return self._names[self._stack[-1]] if self._stack else {""}
+
+    def __enter__(self) -> _Inside:
+        self._hooks = [
+            register_module_forward_pre_hook(lambda module, _: self._begin(module)),
+            register_module_forward_hook(lambda module, *_: self._end(module), always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, module: nn.Module) -> None:
+        if id(module) in self._names:
+            self._stack.append(id(module))
+
+    def _end(self, module: nn.Module) -> None:
+        if self._stack and self._stack[-1] == id(module):
+            self._stack.pop()
+
+
+def _may_draw(function: object) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+
+
+def _call(
+    function: Callable, args: tuple, kwargs: Mapping | None, generator: torch.Generator
+) -> tuple[object, bool]:
+    """What a kernel returns, and whether it drew: attention without dropout only might."""
+    if not _may_draw(function):
+        return function(*args, **(kwargs or {})), False
+    before = generator.get_state()
+    result = function(*args, **(kwargs or {}))
+    return result, not torch.equal(before, generator.get_state())
+
+
+def _shape(args: Sequence[object]) -> tuple[int, ...]:
+    """Of what a kernel with these arguments draws for."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape)
+        if isinstance(value, list | tuple):
+            return tuple(value)
+    return ()
+
+
+class _Marks:
+    """Takes the place of an engine's random state: told before each random operation of the graph. `modules` are those
+    in which operations were traced, by name."""
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.found: list[RandomCall] = []
+        self._modules = modules
+        self._now, self._begun = "", False
+
+    def restart(self, operation: str) -> None:
+        self._now, self._begun = operation, True
+
+    def drawn(self, shape: tuple[int, ...]) -> None:
+        self.found.append(RandomCall(self._now, self._begun, shape, self._modules.get(self._now, "")))
+        self._begun = False
+
+
+class _Listener(TorchDispatchMode):
+    def __init__(self, marks: _Marks, generator: torch.Generator) -> None:
+        super().__init__()
+        self._marks, self._generator = marks, generator
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result, drew = _call(function, args, kwargs, self._generator)
+        if drew:
+            self._marks.drawn(_shape(args))
+        return result
+
+
+class _Restarts(TorchDispatchMode):
+    def __init__(
+        self, calls: Sequence[RandomCall], state: RandomState, generator: torch.Generator, inside: _Inside
+    ) -> None:
+        super().__init__()
+        self._calls, self._state, self._generator, self._inside = calls, state, generator, inside
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = _may_draw(function) and self._is_next(args)
+        if known and self._calls[self.count].first:
+            self._state.restart(self._calls[self.count].operation)
+        result, drew = _call(function, args, kwargs, self._generator)
+        self.count += drew and known
+        return result
+
+    def _is_next(self, args: Sequence[object]) -> bool:
+        """Whether a call is that of the graph which is waited for, or one whose numbers are not used."""
+        if self.count == len(self._calls):
+            return False
+        call = self._calls[self.count]
+        return call.shape == _shape(args) and call.module in self._inside.names
