@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from service.job_labels import Duration, Labels
 from service.job_meshes import short_form
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
@@ -270,6 +271,12 @@ class JobSpec(_Part):
     code: Code = Code()
     queue: Name = "default"
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
+    max_duration: Duration | None = Field(
+        default=None,
+        description="Seconds (or 90m, 12h, 2d) for which it may hold accelerators, all attempts together: it saves a "
+        "checkpoint and ends then; a job with such a limit may overtake others that wait",
+    )
+    labels: Labels = {}
 
     @model_validator(mode="before")
     @classmethod

@@ -84,6 +84,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
     light = (
         "service.client",
         "service.jobspec",
+        "service.job_labels",
         "service.job_meshes",
         "service.job_states",
         "service.settings",

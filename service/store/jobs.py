@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.job_states import WAITING_STATES, JobState
 from service.jobspec import JobSpec
 from service.store.states import add_event, lock_job, move_job
-from service.store.tables import WITHOUT_SPEC, Job
+from service.store.tables import WITHOUT_SPEC, Job, JobLabel
 from worker.reasons import Reason
 
 _ALPHABET = string.ascii_lowercase + string.digits
@@ -59,9 +59,13 @@ async def create_job(
         attempts_forgiven=0,
         infrastructure_forgiven=0,
         last_event=0,
+        labels=spec.labels,
+        max_duration_s=spec.max_duration,
+        held_s=0.0,
     )
     session.add(job)
     await session.flush()
+    session.add_all(JobLabel(job_id=job.id, name=name, value=value) for name, value in spec.labels.items())
     add_event(session, job, "state", "QUEUED: submitted", at=at)
     return job
 
@@ -144,6 +148,6 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime) -> Job 
     move_job(session, job, JobState.QUEUED, at=at, message="retried by the user")
     job.message = None
     job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
-    job.attempts_forgiven = job.attempts_made
+    job.attempts_forgiven, job.held_s = job.attempts_made, 0.0
     job.current_attempt = None
     return job

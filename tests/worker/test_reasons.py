@@ -25,7 +25,7 @@ def test_every_reason_says_what_it_means_and_its_code_is_its_name():
 
 def test_every_reason_that_a_worker_fails_with_has_a_rank():
     failures = [r for r in Reason if r.cause is not None]
-    of_the_control_plane = {"CODE_SETUP_FAILED", "START_REFUSED", "DRIVER_LOST", "PREEMPTED"}
+    of_the_control_plane = {"CODE_SETUP_FAILED", "START_REFUSED", "DRIVER_LOST", "PREEMPTED", "MAX_DURATION"}
     assert {*failures} - {*CAUSES_BEFORE_CONSEQUENCES} == of_the_control_plane
 
 
