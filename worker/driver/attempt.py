@@ -22,6 +22,7 @@ from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
+from worker.driver.stopping import AskedToStop, raise_if
 from worker.driver.termination import Termination
 from worker.engine.results import SlotLimits
 from worker.failure import AttemptFailure, OutOfMemoryFailure, as_failure
@@ -81,6 +82,8 @@ def run_attempt(
         return Outcome("SUCCEEDED")
     except Cancelled:
         return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
+    except AskedToStop as asked:
+        return Outcome("FAILED", Reason.PREEMPTED, str(asked))
     except (KeyboardInterrupt, SystemExit):
         return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
     except Refused as refused:
@@ -110,6 +113,10 @@ def _train(
         if reporter.cancelled.is_set() or reporter.fenced.is_set():
             raise Cancelled
 
+    def raise_if_told_to_end() -> None:
+        raise_if_cancelled()
+        raise_if(reporter.asked_to_stop.is_set)
+
     gang = Gang(
         meshes=job.meshes,
         workers_per_mesh=workers_per_mesh,
@@ -124,7 +131,7 @@ def _train(
         device=attempt.device,
         limits=limits,
         job=job,
-        interrupted=raise_if_cancelled,
+        interrupted=raise_if_told_to_end,
     )
     try:
         with gang:
@@ -136,7 +143,7 @@ def _train(
                     "worker": worker,
                     "device": attempt.device,
                 },
-                raise_if_cancelled,
+                raise_if_told_to_end,
             )
             reporter.event(
                 "placed", f"{len(gang.workers)} workers on {len({a.node for a in gang.addresses})} node(s)"
@@ -159,15 +166,15 @@ def _train(
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,
-                interrupted=raise_if_cancelled,
+                interrupted=raise_if_told_to_end,
             )
             done = checkpoints.restore(attempt.resume_uri)
-            check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_cancelled)
+            check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_told_to_end)
             gang.call(
                 [worker.warm_up.remote(done + 1) for worker in gang.workers],
                 what="the first run, without transfers",
                 limit_s=limits.prepare_s,
-                interrupted=raise_if_cancelled,
+                interrupted=raise_if_told_to_end,
             )
             reporter.state("RUNNING")
             run_steps(
@@ -180,6 +187,7 @@ def _train(
                 checkpoints=checkpoints,
                 limits=limits,
                 interrupted=raise_if_cancelled,
+                stopping=reporter.asked_to_stop.is_set,
             )
     except OutOfMemoryFailure as failure:
         planner.correct(failure)

@@ -74,6 +74,12 @@ class Checkpoints:
         if self.due(step, last=last):
             self._save(self._policy, step)
 
+    def save(self, step: int) -> bool:
+        """Save after this step unless `after` has; False where the job saves nothing."""
+        if self._policy is not None and not self.due(step, last=False):
+            self._save(self._policy, step)
+        return self._policy is not None
+
     def due(self, step: int, *, last: bool) -> bool:
         """Whether `after` of this step saves."""
         return self._policy is not None and (step % self._policy.every_steps == 0 or last)

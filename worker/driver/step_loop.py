@@ -21,6 +21,7 @@ from worker.driver.planning import PlannedJob
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_record import StepRecord, record_step
+from worker.driver.stopping import stop_after
 from worker.driver.timing import ClockOffset, estimate_offset
 from worker.node import own_node_address
 
@@ -41,11 +42,13 @@ def run_steps(
     checkpoints: Checkpoints,
     limits: Limits,
     interrupted: Callable[[], None],
+    stopping: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the steps `first` to `last`, report each and save when it is time to.
 
     A step's time is from the end of the one before (or from when it was asked for) to its own. `interrupted` is
-    called before each step and within, and may raise. Raises AttemptFailure of the first step that failed.
+    called before each step and within, and may raise. Raises AttemptFailure of the first step that failed,
+    and AskedToStop after a checkpoint where `stopping`.
     """
     asker = _Asker(planned, gang, limits, interrupted)
     clocks = _Clocks(gang)
@@ -58,7 +61,7 @@ def run_steps(
             asked = asker.ask(step)
         # The workers find the next step in their queue when this one ends; whatever must see the state in
         # between, or wants their attention, goes before it.
-        alone = step == last or checkpoints.due(step, last=False) or clocks.due()
+        alone = step == last or checkpoints.due(step, last=False) or clocks.due() or stopping()
         following = None if alone else asker.ask(step + 1)
         results = asker.results(asked)
         ended, before = time.monotonic(), ended
@@ -81,6 +84,8 @@ def run_steps(
                 "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
             )
         checkpoints.after(step, last=step == last)
+        if step != last and following is None and stopping():
+            stop_after(step, checkpoints)
         asked = following
 
 
