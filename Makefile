@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-queues system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-overlap  pipelines over rate-limited links, beside torch's own (root)"
 	@echo "make bench-training whole training jobs, beside torch's own pipelining and one process (6 minutes)"
 	@echo "make bench-planned  steps and memory of five jobs as planned, beside what was measured"
+	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"
 
 setup: $(READY)
 
@@ -69,6 +70,9 @@ bench-training: setup
 
 bench-planned: setup
 	$(BIN)/python -m tests.benchmarks.planned
+
+bench-queues: setup
+	$(BIN)/python -m tests.benchmarks.queues
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

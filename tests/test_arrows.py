@@ -87,6 +87,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.job_labels",
         "service.job_meshes",
         "service.job_states",
+        "service.queue_client",
         "service.settings",
         "service.api.schemas",
     )

@@ -16,10 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
+from service.api.job_filters import Wanted
+from service.api.problem_codes import Code
 from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
-from service.job_states import JobState
 from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, PACKAGE_PREFIX, JobSpec
+from service.settings import Settings
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
@@ -37,7 +39,7 @@ IdempotencyKey = Annotated[
 ]
 
 
-@router.post("", status_code=201, responses=responses(422))
+@router.post("", status_code=201, responses=responses(409, 422))
 async def submit(
     spec: JobSpec, service: Current, response: Response, idempotency_key: IdempotencyKey = None
 ) -> JobView:
@@ -50,7 +52,9 @@ async def submit(
         job = await _create_once(service, spec, idempotency_key, digest)
     if job.request_digest != digest:
         raise ProblemError(
-            422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
+            409,
+            f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key",
+            code=Code.IDEMPOTENCY_KEY_REUSED,
         )
     service.wake()
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
@@ -60,7 +64,7 @@ async def submit(
 @router.get("", responses=responses(422))
 async def list_all(
     service: Current,
-    state: JobState | None = None,
+    wanted: Wanted,
     queue: Annotated[str | None, Query(pattern=NAME_PATTERN, max_length=100)] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     page_token: Annotated[str | None, Query(max_length=200)] = None,
@@ -68,7 +72,7 @@ async def list_all(
     """Jobs, newest first; pass `next_page_token` on to see more."""
     after = None if page_token is None else _parse_page_token(page_token)
     async with service.database.read() as session:
-        jobs = await store.list_jobs(session, state=state, queue=queue, limit=limit + 1, after=after)
+        jobs = await store.list_jobs(session, queue=queue, limit=limit + 1, after=after, wanted=wanted)
     token = _page_token(jobs[limit - 1]) if len(jobs) > limit else None
     return JobPage(items=[job_summary(job) for job in jobs[:limit]], next_page_token=token)
 
@@ -130,11 +134,7 @@ async def check_references(service: Service, spec: JobSpec) -> None:
             f"with {least} stages that is {actions} actions to plan, the limit is {limit}: "
             "set fewer microbatches, or fewer pipeline.stages",
         )
-    queues = service.settings.queues
-    if spec.queue not in queues:
-        raise _field_problem(
-            "queue", spec.queue, f"there is no such queue: use one of {', '.join(sorted(queues))}"
-        )
+    check_queue(service.settings, spec.queue)
     if spec.checkpoint is not None and not _ABSOLUTE.match(spec.checkpoint.uri):
         raise _field_problem(
             "checkpoint.uri",
@@ -151,6 +151,13 @@ async def check_references(service: Service, spec: JobSpec) -> None:
         raise _field_problem(
             "code.working_dir", place, "no such package was uploaded: POST the zip to /api/v1/packages first"
         )
+
+
+def check_queue(settings: Settings, queue: str) -> None:
+    """422 for a queue that is not there."""
+    if queue not in settings.queues:
+        known = ", ".join(sorted(settings.queues))
+        raise _field_problem("queue", queue, f"there is no such queue: use one of {known}")
 
 
 async def _create_once(service: Service, spec: JobSpec, key: str | None, digest: str) -> Job:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
 
 from service.orchestrator.asked_end import deadline_of
-from service.orchestrator.decide import Holder, QueueRules, WaitingJob
+from service.orchestrator.decide import Capacity, Holder, QueueRules, WaitingJob, device_of
+from service.orchestrator.fair_order import in_order
 from service.settings import Settings
 from service.store.tables import Attempt, Job
 
@@ -64,6 +67,29 @@ def holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Hol
         until=until,
         leaving=leaving,
     )
+
+
+def in_line(
+    waiting: Sequence[Job],
+    active: Sequence[tuple[Attempt, Job]],
+    capacity: Capacity | None,
+    settings: Settings,
+) -> list[Job]:
+    """Waiting jobs in the order in which their turns come."""
+    now = time.time()
+    known = {job.id: job for job in waiting}
+
+    def device(job: WaitingJob) -> str:
+        return job.device if capacity is None else device_of(job.device, job.accelerators, capacity)
+
+    line = in_order(
+        [waiting_job(job, settings) for job in waiting],
+        [holder(attempt, job, settings, now=now) for attempt, job in active],
+        device_of=device,
+        now=now,
+        patience_s=settings.queue_patience_s,
+    )
+    return [known[one.id] for one in line]
 
 
 def owner_of(job: Job) -> str:

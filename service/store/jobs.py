@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import WAITING_STATES, JobState
 from service.jobspec import JobSpec
+from service.store.job_filters import JobFilter, narrowed
 from service.store.states import add_event, lock_job, move_job
 from service.store.tables import WITHOUT_SPEC, Job, JobLabel
 from worker.reasons import Reason
@@ -85,9 +86,10 @@ async def list_jobs(
     queue: str | None = None,
     limit: int = 50,
     after: PageKey | None = None,
+    wanted: JobFilter = JobFilter(),
 ) -> Sequence[Job]:
     """At most `limit` jobs, without their specifications, newest first, that come after the page that ended with `after`."""
-    query: Select[tuple[Job]] = select(Job).options(WITHOUT_SPEC)
+    query: Select[tuple[Job]] = narrowed(select(Job).options(WITHOUT_SPEC), wanted)
     if state is not None:
         query = query.where(Job.state == state)
     if queue is not None:
