@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import Depends, Query
-from pydantic import AfterValidator, AwareDatetime
 
 from service.api.errors import ProblemError
+from service.api.times import Time
 from service.job_labels import LABEL_NAME_PATTERN, LABEL_VALUE_PATTERN, MAX_LABELS
 from service.job_states import JobState
 from service.jobspec import NAME_PATTERN
 from service.store.job_filters import JobFilter, LabelFilter
 
 _LONGEST_LABEL = 2 * 63 + 1
-
-
-def _in_utc(time: datetime) -> datetime:
-    try:
-        return time.astimezone(UTC)
-    except OverflowError:
-        raise ValueError(f"{time.isoformat()} is before or after all times: give another") from None
-
-
-Time = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
 def _job_filter(

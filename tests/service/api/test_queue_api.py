@@ -101,6 +101,8 @@ async def test_jobs_are_found_by_the_time_of_their_submission(api: Api):
         {"label": ["a"] * 17},
         {"since": "2026-01-01T00:00:00"},
         {"since": "yesterday"},
+        {"since": "0.5"},
+        {"until": "1767225600"},
         {"until": "0001-01-01T00:00:00+14:00"},
         {"label": "\x00"},
     ],
@@ -162,7 +164,9 @@ async def test_a_change_that_cannot_be_made_says_why(make_api: ApiMaker):
     async with make_api() as api:
         job_id = await api.submit()
         path = f"/api/v1/jobs/{job_id}"
-        assert "use one of default" in problem(await api.client.patch(path, json={"queue": "x"}), 422)["detail"]
+        assert (
+            "use one of default" in problem(await api.client.patch(path, json={"queue": "x"}), 422)["detail"]
+        )
         assert "nothing would change" in problem(await api.client.patch(path, json={}), 422)["detail"]
         refused = problem(await api.client.patch(path, json={"name": "x"}), 422)
         assert "name cannot be changed: give queue, priority" in refused["detail"]
