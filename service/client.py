@@ -29,18 +29,14 @@ from service.api.schemas import (
     EventPage,
     EventView,
     Health,
-    JobPage,
     JobPlanPreview,
     JobPlanView,
-    JobSummary,
     JobView,
     LogLine,
     LogPage,
     PackageView,
     Problem,
     ProfilingView,
-    QueueList,
-    QueueView,
     StepPage,
     StepView,
     TimelineView,
@@ -48,9 +44,9 @@ from service.api.schemas import (
 )
 from service.api.why_schemas import WhyView
 from service.client_weights import WeightsCalls
-from service.job_states import JobState
 from service.jobspec import JobSpec
 from service.people_client import PeopleCalls
+from service.queue_client import QueueCalls
 from service.settings import is_loopback
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -81,19 +77,20 @@ class UnreachableError(ClientError):
 
 
 class ApiError(ClientError):
-    """The server answered with a problem; its `detail` is the message. `errors` name fields, where some are wrong."""
+    """The server answered with a problem; its `detail` is the message, its `code` is for programs. `errors` name
+    fields, where some are wrong."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)
         self.status, self.title, self.detail = problem.status, problem.title, problem.detail
-        self.errors = problem.errors or []
+        self.code, self.errors = problem.code, problem.errors or []
 
     @property
     def temporary(self) -> bool:  # type: ignore[override]
         return self.status in _NOT_NOW
 
 
-class Client(PeopleCalls, WeightsCalls):
+class Client(PeopleCalls, QueueCalls, WeightsCalls):
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.
@@ -137,27 +134,6 @@ class Client(PeopleCalls, WeightsCalls):
     def job(self, job_id: str) -> JobView:
         """State, reason, attempts and progress."""
         return self._get(JobView, f"/api/v1/jobs/{job_id}")
-
-    def jobs(
-        self,
-        *,
-        state: JobState | None = None,
-        queue: str | None = None,
-        owner: str | None = None,
-        limit: int | None = None,
-    ) -> Iterator[JobSummary]:
-        """Jobs, newest first, at most `limit`; a page is asked for when it is needed."""
-        path = "/api/v1/jobs"
-        left, token = limit, None
-        while left is None or left > 0:
-            size = _PAGE if left is None else min(left, _PAGE)
-            page = self._get(
-                JobPage, path, state=state, queue=queue, owner=owner, limit=size, page_token=token
-            )
-            yield from page.items
-            left = None if left is None else left - len(page.items)
-            if (token := page.next_page_token) is None:
-                return
 
     def cancel(self, job_id: str) -> JobView:
         """End a job."""
@@ -294,10 +270,6 @@ class Client(PeopleCalls, WeightsCalls):
     def cluster(self) -> ClusterView:
         """Nodes and accelerators as last seen, and who uses them."""
         return self._get(ClusterView, "/api/v1/cluster")
-
-    def queues(self) -> list[QueueView]:
-        """Quotas, and why each waiting job waits."""
-        return self._get(QueueList, "/api/v1/queues").items
 
     def version(self) -> Version:
         return self._get(Version, "/api/v1/version")

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
+from service.job_labels import Duration, Labels
 from service.job_meshes import check_listed, check_shared, short_form
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
@@ -288,6 +289,12 @@ class JobSpec(_Part):
     )
     queue: Name = "default"
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
+    max_duration: Duration | None = Field(
+        default=None,
+        description="Seconds (or 90m, 12h, 2d) for which it may hold accelerators, all attempts together: it saves a "
+        "checkpoint and ends then; a job with such a limit may overtake others that wait",
+    )
+    labels: Labels = {}
 
     @model_validator(mode="before")
     @classmethod

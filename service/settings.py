@@ -104,6 +104,17 @@ class Settings(BaseSettings):
     # Queues: name -> accelerators that its running jobs may hold together (null: no quota)
     queues: Annotated[dict[Name, Annotated[int, Field(ge=0)] | None], Field(min_length=1)] = {"default": None}
 
+    # Whose turn it is
+    preemption: bool = Field(
+        default=True, description="Running jobs give way to waiting ones of a higher priority"
+    )
+    preemption_grace_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        default=60.0, description="So long a job that gives way, or whose time is over, may save a checkpoint"
+    )
+    queue_patience_s: Annotated[float, Field(gt=0)] = Field(
+        default=3600.0, description="After so long without a start an owner has the next turn of their queue"
+    )
+
     # The orchestrator's clock
     tick_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     cluster_refresh_s: Annotated[float, Field(gt=0)] = 2.0

@@ -56,6 +56,12 @@ class Reason(StrEnum):
     SECRET_MISSING = "SECRET_MISSING", Cause.USER, "a secret that the job names is gone or cannot be opened"
     CODE_SETUP_FAILED = "CODE_SETUP_FAILED", Cause.USER, "the job's own code or packages cannot be installed"
 
+    MAX_DURATION = (
+        "MAX_DURATION",
+        Cause.USER,
+        "the job held accelerators for as long as its max_duration allows",
+    )
+
     # The machines, the network or Slotline itself: another attempt may succeed.
     SLOT_STALLED = "SLOT_STALLED", Cause.INFRASTRUCTURE, "a slot or a step did not end within its limit"
     WORKER_LOST = "WORKER_LOST", Cause.INFRASTRUCTURE, "a worker's process or node is gone"

@@ -14,6 +14,7 @@ from service.api import (
     docs,
     drivers,
     errors,
+    job_changes,
     job_plans,
     manage,
     metrics,
@@ -77,6 +78,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     for router in (
         job_plans.router,
         manage.router,
+        job_changes.router,
         observe.router,
         plans.router,
         packages.router,

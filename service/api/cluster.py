@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from service.api.guarded import UserRoute
 from service.api.schemas import AcceleratorsView, ClusterView, GangView, NodeView, QueueList, QueueView
 from service.api.views import job_summary
 from service.orchestrator.decide import RESOURCES
+from service.orchestrator.snapshot import in_line
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import unlike_meshes, waiting_jobs
@@ -85,7 +87,8 @@ async def list_queues(service: Current) -> QueueList:
     """Queues, their quotas, and why each waiting job waits; in the order in which jobs will start."""
     async with service.database.read() as session:
         active = await active_attempts(session)
-        waiting = sorted(await waiting_jobs(session), key=lambda j: (-j.priority, j.queued_at, j.id))
+        waiting = await waiting_jobs(session)
+    waiting = await asyncio.to_thread(in_line, waiting, active, service.cluster.capacity, service.settings)
     quotas = dict(service.settings.queues)
     names = dict.fromkeys([*quotas, *(job.queue for job in waiting), *(job.queue for _, job in active)])
     items = []

@@ -31,7 +31,7 @@ CleanLabel = AfterValidator(lru_cache(10_000)(printable))  # thousands of slots 
 Label = Annotated[str, Field(max_length=100), CleanLabel]
 
 
-_OF_OTHERS = {"state", "waiting", "silent", "removed", "end", "line", "message", "open", "error"}
+_OF_OTHERS = {"state", "waiting", "ending", "silent", "removed", "end", "line", "message", "open", "error"}
 """Kinds of the control plane's own events, of what its streams say of themselves, and of browsers' EventSource."""
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 
@@ -141,7 +141,7 @@ class ReportIn(_FromDriver):
 
 
 class ReportAnswer(BaseModel):
-    command: Literal["continue", "cancel"]
+    command: Literal["continue", "stop", "cancel"]
 
 
 Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]

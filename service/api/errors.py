@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
+from service.api.problem_codes import Code, code_of
 from service.jobspec import JobSpec
 from service.orchestrator.outcome import StaleAttemptError
 from service.orchestrator.planning import PlannerBusyError, PlanRefusedError, PlanTimeoutError
@@ -42,9 +43,10 @@ class ProblemError(Exception):
         *,
         errors: Sequence[Mapping[str, Any]] | None = None,
         headers: Mapping[str, str] | None = None,
+        code: Code | None = None,
     ) -> None:
         super().__init__(detail)
-        self.status, self.detail = status, detail
+        self.status, self.detail, self.code = status, detail, code
         self.errors, self.headers = errors, headers
 
 
@@ -54,12 +56,14 @@ def problem_response(
     *,
     errors: Sequence[Mapping[str, Any]] | None = None,
     headers: Mapping[str, str] | None = None,
+    code: Code | None = None,
 ) -> Response:
     """A problem as a response; text that is no valid Unicode is escaped, not refused."""
     body: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
+        "code": code or code_of(status),
         "detail": detail,
     }
     if errors:
@@ -83,7 +87,9 @@ def install(app: FastAPI) -> None:
     """Answer every exception with a problem."""
 
     async def problem(_: Request, error: ProblemError) -> Response:
-        return problem_response(error.status, error.detail, errors=error.errors, headers=error.headers)
+        return problem_response(
+            error.status, error.detail, errors=error.errors, headers=error.headers, code=error.code
+        )
 
     async def http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400 and error.detail == _UNREADABLE:
@@ -102,32 +108,35 @@ def install(app: FastAPI) -> None:
         return problem_response(422, detail, errors=errors)
 
     async def transition(_: Request, error: TransitionError) -> Response:
-        return problem_response(409, f"{error}; read the job to see its state")
+        return problem_response(409, f"{error}; read the job to see its state", code=Code.STATE_FORBIDS)
 
     async def stale(_: Request, error: StaleAttemptError) -> Response:
-        return problem_response(409, str(error))
+        return problem_response(409, str(error), code=Code.ATTEMPT_OVER)
 
     async def refused(_: Request, error: PlanRefusedError) -> Response:
-        return problem_response(422, str(error))
+        return problem_response(422, str(error), code=Code.PLAN_REFUSED)
 
     async def busy(_: Request, error: PlannerBusyError) -> Response:
-        return problem_response(503, f"{error}: try again", headers={"Retry-After": "5"})
+        return problem_response(
+            503, f"{error}: try again", headers={"Retry-After": "5"}, code=Code.PLANNER_BUSY
+        )
 
     async def too_slow(_: Request, error: PlanTimeoutError) -> Response:
         detail = f"{error}: lower the budget, choose a named schedule, or shrink the spec"
-        return problem_response(503, detail, headers={"Retry-After": "30"})
+        return problem_response(503, detail, headers={"Retry-After": "30"}, code=Code.PLAN_TOO_SLOW)
 
     async def no_cluster(_: Request, error: ClusterError) -> Response:
-        return problem_response(503, str(error), headers={"Retry-After": "5"})
+        return problem_response(503, str(error), headers={"Retry-After": "5"}, code=Code.CLUSTER_AWAY)
 
     async def no_database(request: Request, error: DBAPIError) -> Response:
         request.app.state.service.database.outage.away(error.orig or error)
-        return problem_response(503, "the database does not answer: try again", headers={"Retry-After": "5"})
+        detail = "the database does not answer: try again"
+        return problem_response(503, detail, headers={"Retry-After": "5"}, code=Code.DATABASE_AWAY)
 
     async def no_connection(request: Request, _: PoolTimeoutError) -> Response:
         logger.warning("%s %s: no connection to the database was free", request.method, request.url.path)
         detail = "all connections to the database are in use: try again"
-        return problem_response(503, detail, headers={"Retry-After": "5"})
+        return problem_response(503, detail, headers={"Retry-After": "5"}, code=Code.DATABASE_BUSY)
 
     async def too_deep(_: Request, __: RecursionError) -> Response:
         return problem_response(422, "the body is nested too deeply: flatten it")

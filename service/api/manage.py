@@ -17,11 +17,13 @@ from service.api.auth import Caller
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
+from service.api.job_filters import Wanted
+from service.api.problem_codes import Code
 from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
-from service.job_states import JobState
 from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, OWNER_PATTERN, PACKAGE_PREFIX, JobSpec
 from service.principals import Principal, Role
+from service.settings import Settings
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
@@ -41,7 +43,7 @@ IdempotencyKey = Annotated[
 ]
 
 
-@router.post("", status_code=201, responses=responses(422))
+@router.post("", status_code=201, responses=responses(409, 422))
 async def submit(
     spec: JobSpec,
     caller: Caller,
@@ -62,7 +64,9 @@ async def submit(
         job = await _create_once(service, spec, caller, idempotency_key, digest, str(trace.child()))
     if job.request_digest != digest:
         raise ProblemError(
-            422, f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key"
+            409,
+            f"Idempotency-Key {idempotency_key} was used for another job ({job.id}): choose a new key",
+            code=Code.IDEMPOTENCY_KEY_REUSED,
         )
     service.wake()
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
@@ -72,7 +76,7 @@ async def submit(
 @router.get("", responses=responses(422))
 async def list_all(
     service: Current,
-    state: JobState | None = None,
+    wanted: Wanted,
     queue: Annotated[str | None, Query(pattern=NAME_PATTERN, max_length=100)] = None,
     owner: Annotated[
         str | None, Query(max_length=200, pattern=OWNER_PATTERN, description="Only this principal's jobs")
@@ -84,7 +88,7 @@ async def list_all(
     after = None if page_token is None else _parse_page_token(page_token)
     async with service.database.read() as session:
         jobs = await store.list_jobs(
-            session, state=state, queue=queue, owner=owner, limit=limit + 1, after=after
+            session, queue=queue, owner=owner, limit=limit + 1, after=after, wanted=wanted
         )
     token = _page_token(jobs[limit - 1]) if len(jobs) > limit else None
     return JobPage(items=[job_summary(job) for job in jobs[:limit]], next_page_token=token)
@@ -102,7 +106,7 @@ async def read(job_id: JobId, service: Current) -> JobView:
 async def cancel(job_id: JobId, caller: Caller, service: Current) -> JobView:
     """End a job: at once when it waits, else by way of its driver."""
     async with service.database.write() as session:
-        await _theirs(session, caller, job_id)
+        await check_theirs(session, caller, job_id)
         job = found(await store.cancel_job(session, job_id, at=utc_now(), by=caller.name), job_id)
     service.wake()
     return await _view(service, job)
@@ -112,7 +116,7 @@ async def cancel(job_id: JobId, caller: Caller, service: Current) -> JobView:
 async def retry(job_id: JobId, caller: Caller, service: Current) -> JobView:
     """Queue a failed or cancelled job again, with its retries as new, from its last checkpoint."""
     async with service.database.write() as session:
-        await _theirs(session, caller, job_id)
+        await check_theirs(session, caller, job_id)
         job = found(await store.retry_job(session, job_id, at=utc_now(), by=caller.name), job_id)
     service.wake()
     return await _view(service, job)
@@ -133,7 +137,7 @@ def _no_job(job_id: str) -> ProblemError:
     return ProblemError(404, f"there is no job {job_id}: GET /api/v1/jobs lists them")
 
 
-async def _theirs(session: AsyncSession, caller: Principal, job_id: str) -> None:
+async def check_theirs(session: AsyncSession, caller: Principal, job_id: str) -> None:
     """404 for no job, 403 for one that is another's, unless the caller is an operator."""
     owner = await store.owner_of(session, job_id)
     if owner is None:
@@ -163,11 +167,7 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
             f"with {least} stages that is {actions} actions to plan, the limit is {limit}: "
             "set fewer microbatches, or fewer pipeline.stages",
         )
-    queues = service.settings.queues
-    if spec.queue not in queues:
-        raise _field_problem(
-            "queue", spec.queue, f"there is no such queue: use one of {', '.join(sorted(queues))}"
-        )
+    check_queue(service.settings, spec.queue)
     if spec.checkpoint is not None and not _ABSOLUTE.match(spec.checkpoint.uri):
         raise _field_problem(
             "checkpoint.uri",
@@ -192,6 +192,13 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
         raise _field_problem(
             "code.working_dir", place, "you uploaded no such package: POST the zip to /api/v1/packages first"
         )
+
+
+def check_queue(settings: Settings, queue: str) -> None:
+    """422 for a queue that is not there."""
+    if queue not in settings.queues:
+        known = ", ".join(sorted(settings.queues))
+        raise _field_problem("queue", queue, f"there is no such queue: use one of {known}")
 
 
 async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import AwareDatetime
 
 from service.api import streams
 from service.api.context import Current, Service
@@ -26,6 +25,7 @@ from service.api.schemas import (
     TimelineSide,
     TimelineView,
 )
+from service.api.times import Time
 from service.api.trace import chrome_trace
 from service.api.views import evaluation_view, event_view, step_view
 from service.store.evaluations import evaluations_of
@@ -81,7 +81,7 @@ async def logs(
     service: Current,
     attempt: Annotated[int | None, Query(ge=1, lt=2**31, description="Only this attempt")] = None,
     tail: Annotated[int | None, Query(ge=1, le=5000, description="Only the last lines, so many")] = None,
-    since: Annotated[AwareDatetime | None, Query(description="Only lines written from this time on")] = None,
+    since: Annotated[Time | None, Query(description="Only lines written from this time on")] = None,
     search: Annotated[
         str | None, Query(min_length=1, max_length=200, description="Only lines with this text, in any case")
     ] = None,

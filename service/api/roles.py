@@ -29,6 +29,7 @@ _VIEWERS = (
 )
 _SUBMITTERS = (
     ("POST", "/api/v1/jobs"),
+    ("PATCH", "/api/v1/jobs/{job_id}"),  # their own, as the next ones
     ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators those of all
     ("POST", "/api/v1/jobs/{job_id}/export"),  # it runs on the cluster
     ("POST", "/api/v1/jobs/{job_id}/retry"),

@@ -75,6 +75,10 @@ class JobSummary(BaseModel):
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    max_duration_s: float | None = Field(
+        default=None, description="So long it may hold accelerators, all attempts together"
+    )
+    labels: dict[str, str] = {}
     progress: Progress
 
 
@@ -300,6 +304,7 @@ class Problem(BaseModel):
     type: str = "about:blank"
     title: str
     status: int
+    code: str = Field(default="", description="What went wrong, for programs; a code is never renamed")
     detail: str
     errors: list[dict[str, Any]] | None = None
 

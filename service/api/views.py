@@ -39,11 +39,15 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 
 
 def _summary(job: Job) -> dict[str, Any]:
-    columns = JobSummary.model_fields.keys() - {"progress"}
+    columns = JobSummary.model_fields.keys() - {"progress", "labels"}
     progress = Progress(
         step=job.step or 0, steps=job.steps_wanted, loss=job.loss, metrics=job.metrics, step_s=job.step_s
     )
-    return {**{name: getattr(job, name) for name in columns}, "progress": progress}
+    return {
+        **{name: getattr(job, name) for name in columns},
+        "progress": progress,
+        "labels": job.labels or {},
+    }
 
 
 def event_view(event: Event) -> EventView:

@@ -1,4 +1,4 @@
-"""The verbs that change jobs: submit, cancel, retry."""
+"""The verbs that change jobs: submit, cancel, retry, change."""
 
 from __future__ import annotations
 
@@ -54,6 +54,20 @@ def retry(job: JobArgument, as_json: Json = False) -> None:
     """Queue a failed or cancelled job again, from its last checkpoint."""
     client = Client()
     show_job(client.retry(job), client.url, as_json=as_json)
+
+
+@app.command()
+def change(
+    job: JobArgument,
+    queue: Annotated[str | None, typer.Option(help="Wait in this queue")] = None,
+    priority: Annotated[int | None, typer.Option(help="Wait with this priority; higher comes first")] = None,
+    as_json: Json = False,
+) -> None:
+    """Move a job that waits to another queue or priority."""
+    if queue is None and priority is None:
+        raise CliError("nothing would change: give --queue, --priority, or both")
+    client = Client()
+    show_job(client.change(job, queue=queue, priority=priority), client.url, as_json=as_json)
 
 
 def _fail_unless_succeeded(job: JobView) -> None:

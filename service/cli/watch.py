@@ -25,14 +25,36 @@ app = typer.Typer()
 
 @app.command("jobs")
 def list_jobs(
-    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state")] = None,
+    state: Annotated[
+        list[JobState] | None, typer.Option(help="Only jobs in this state; several: in one of them")
+    ] = None,
     queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
     owner: Annotated[str | None, typer.Option(help="Only jobs that this principal submitted")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs of this name")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(help="Only jobs with this label, name=value or name; several: with all"),
+    ] = None,
+    since: Annotated[float | None, typer.Option(min=0, help="Submitted in the last so many minutes")] = None,
+    until: Annotated[
+        float | None, typer.Option(min=0, help="Submitted more than so many minutes ago")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 50,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    jobs = list(Client().jobs(state=state, queue=queue, owner=owner, limit=limit))
+    labels = dict(_label(one) for one in label or ())
+    found = Client().jobs(
+        state=state,
+        queue=queue,
+        owner=owner,
+        name=name,
+        labels=labels,
+        since=_ago(since),
+        until=_ago(until),
+        limit=limit,
+    )
+    jobs = list(found)
     if as_json:
         print_json(to_json(jobs))
     else:
@@ -81,8 +103,7 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """The logs of the job's drivers; --json prints one line as one object."""
-    begin = None if since is None else datetime.now(UTC) - timedelta(minutes=since)
-    found = Client().logs(job, attempt=attempt, follow=follow, tail=tail, since=begin, search=search)
+    found = Client().logs(job, attempt=attempt, follow=follow, tail=tail, since=_ago(since), search=search)
     for line in found:
         print(json.dumps(line.model_dump(mode="json")) if as_json else line.text, flush=True)
 
@@ -130,6 +151,18 @@ def top(
                 live.update(_overview_table(client))
         except KeyboardInterrupt:
             return
+
+
+def _ago(minutes: float | None) -> datetime | None:
+    try:
+        return None if minutes is None else datetime.now(UTC) - timedelta(minutes=minutes)
+    except OverflowError:
+        raise CliError(f"{minutes:g} minutes ago was before all times: give fewer") from None
+
+
+def _label(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    return name, value if equals else None
 
 
 def _overview(client: Client) -> dict[str, Any]:

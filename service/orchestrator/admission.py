@@ -1,15 +1,20 @@
-"""Jobs that wait: those that may start get an attempt, the others an explanation. decide.admit decides."""
+"""Jobs that wait: those that may start get an attempt, the others an explanation. queueing.admit decides."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from service.job_states import JobState
+from service.orchestrator.asked_end import ask_to_end
 from service.orchestrator.cluster_view import ClusterWatcher
-from service.orchestrator.decide import Holder, Start, Wait, WaitingJob, admit
+from service.orchestrator.decide import Preempt, Start, Wait
+from service.orchestrator.queueing import admit
+from service.orchestrator.snapshot import holder, rules_of, waiting_job
+from service.settings import Settings
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.states import explain_wait, lock_job, lock_jobs
@@ -21,37 +26,43 @@ _EXPLAINED_AT_ONCE = 200
 
 
 class Admission:
-    """Makes attempts for what the cluster has, under the quotas of the queues; `started` is called after each."""
+    """Makes attempts for what the cluster has, under the rules of the queues; `changed` is called after each."""
 
     def __init__(
-        self,
-        database: Database,
-        watcher: ClusterWatcher,
-        *,
-        quotas: Mapping[str, int | None],
-        started: Callable[[], None],
+        self, settings: Settings, database: Database, watcher: ClusterWatcher, *, changed: Callable[[], None]
     ) -> None:
-        self._database, self._watcher, self._quotas = database, watcher, quotas
-        self._started = started
+        self._settings, self._database, self._watcher = settings, database, watcher
+        self._changed = changed
 
     async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
-        """Start or explain every waiting job."""
-        capacity = self._watcher.capacity
+        """Start or explain every waiting job, and ask those to end that give way."""
+        capacity, now = self._watcher.capacity, time.time()
         if capacity is not None:
             capacity = replace(capacity, others=self._watcher.others([a.id for a, _ in active]))
-        answers = admit(
-            [_waiting_job(job) for job in waiting],
-            [Holder(job.id, job.queue, a.accelerators, a.device) for a, job in active],
+        answers = await asyncio.to_thread(  # thousands of jobs take their time
+            admit,
+            [waiting_job(job, self._settings) for job in waiting],
+            [holder(attempt, job, self._settings, now=now) for attempt, job in active],
             capacity=capacity,
-            quotas=self._quotas,
-            now=time.time(),
+            quotas=self._settings.queues,
+            now=now,
+            rules=rules_of(self._settings),
         )
+        attempts = {job.id: attempt.id for attempt, job in active}
         for answer in answers:
             if isinstance(answer, Start):
                 await self._start(answer)
+            elif isinstance(answer, Preempt):
+                await self._preempt(attempts[answer.job_id], answer.message)
         known = {job.id: job for job in waiting}
         waits = [(known[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)]
         await explain_waits(self._database, waits)
+
+    async def _preempt(self, attempt_id: str, message: str) -> None:
+        async with self._database.write() as session:
+            asked = await ask_to_end(session, attempt_id, Reason.PREEMPTED, message, at=utc_now())
+        if asked:
+            self._changed()
 
     async def _start(self, start: Start) -> None:
         async with self._database.write() as session:
@@ -61,7 +72,7 @@ class Admission:
             if job.device not in ("auto", start.device):
                 return  # fixed since it was looked at: the next round knows
             await create_attempt(session, job, device=start.device, at=utc_now())
-        self._started()
+        self._changed()
 
 
 async def explain_waits(database: Database, waits: Sequence[tuple[Job, Wait]]) -> None:
@@ -84,16 +95,3 @@ def _is_news(job: Job, wait: Wait) -> bool:
 def _batched(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for begin in range(0, len(values), size):
         yield values[begin : begin + size]
-
-
-def _waiting_job(job: Job) -> WaitingJob:
-    return WaitingJob(
-        id=job.id,
-        queue=job.queue,
-        priority=job.priority,
-        queued_at=job.queued_at.timestamp(),
-        accelerators=job.accelerators,
-        device=job.device,
-        began=job.attempts_made > 0,
-        not_before=None if job.not_before is None else job.not_before.timestamp(),
-    )

@@ -5,6 +5,7 @@ Pure functions from values to values: no clock, no database, no Ray. Times are U
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +18,7 @@ from worker.reasons import Cause, Reason, cause_of
 Device = Literal["cpu", "cuda"]
 
 
-# Admission
+# Admission: queueing.admit answers
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,25 @@ class WaitingJob:
     device: str
     not_before: float | None = None
     began: bool = False
+    owner: str = ""
+    longest_s: float = math.inf
+    """So long it holds its accelerators at most, the grace at its end included."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A job whose attempt holds accelerators."""
+    """A job whose attempt holds accelerators: `since` then, and no longer than `until`."""
 
     job_id: str
     queue: str
     accelerators: int
     device: str
+    owner: str = ""
+    priority: int = 0
+    since: float = 0.0
+    until: float = math.inf
+    leaving: bool = False
+    """It was asked to end."""
 
 
 # The Ray resource of an accelerator by device, as the worker's placement groups ask for it.
@@ -57,9 +67,28 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class QueueRules:
+    """Whether jobs give way to others of a higher priority, and how long they have to save a checkpoint then;
+    how long an owner waits for a start at most while others of the same queue and priority get theirs."""
+
+    preempts: bool = True
+    grace_s: float = 60.0
+    patience_s: float = 3600.0
+
+
+@dataclass(frozen=True)
 class Start:
     job_id: str
     device: Device
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """A running job gives way to another that waits."""
+
+    job_id: str
+    for_job: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -69,106 +98,11 @@ class Wait:
     message: str
 
 
-def admit(
-    waiting: Sequence[WaitingJob],
-    holders: Sequence[Holder],
-    *,
-    capacity: Capacity | None,
-    quotas: Mapping[str, int | None],
-    now: float,
-) -> list[Start | Wait]:
-    """One answer a waiting job, best first: by priority, then by age; a whole gang or nothing.
-
-    The first job that must wait for accelerators keeps later jobs of its device from
-    overtaking it, so that a large job is not starved by small ones. Jobs held back by a quota, by
-    a pause, or because the cluster is too small for them at all hold nobody up.
-    """
-    running, answers, first_in_line = list(holders), list[Start | Wait](), dict[str, str]()
-    for job in sorted(waiting, key=lambda job: (-job.priority, job.queued_at, job.id)):
-        answer = _answer(job, running, first_in_line, capacity, quotas, now)
-        answers.append(answer)
-        if isinstance(answer, Start):
-            running.append(Holder(job.id, job.queue, job.accelerators, answer.device))
-        elif answer.reason is Reason.WAITS_FOR_ACCELERATORS and capacity is not None:
-            first_in_line.setdefault(device_of(job.device, job.accelerators, capacity), job.id)
-    return answers
-
-
-def _answer(
-    job: WaitingJob,
-    running: Sequence[Holder],
-    first_in_line: Mapping[str, str],
-    capacity: Capacity | None,
-    quotas: Mapping[str, int | None],
-    now: float,
-) -> Start | Wait:
-    if job.not_before is not None and now < job.not_before:
-        return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
-    if message := _over_quota(job, running, quotas):
-        return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
-    if capacity is None:
-        return Wait(job.id, Reason.WAITS_FOR_CLUSTER, "waits for the Ray cluster, which does not answer")
-    device = device_of(job.device, job.accelerators, capacity)
-    total, resource = capacity.total.get(device, 0), RESOURCES[device]
-    if job.accelerators > total:
-        if job.began:
-            began = f"it began on {device} and goes on only there: add nodes, or submit it anew for another device"
-            message = (
-                f"waits for {job.accelerators} accelerators of {resource}, the cluster has {total}; {began}"
-            )
-            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, message)
-        return Wait(
-            job.id,
-            Reason.CLUSTER_TOO_SMALL,
-            f"needs {job.accelerators} accelerators of {resource}; the cluster has {total}: add nodes, "
-            f"or submit with {'fewer resources.meshes' if total else 'another resources.device'}",
-        )
-    users = [holder for holder in running if holder.device == device]
-    others = capacity.others.get(device, 0)
-    free = total - others - sum(holder.accelerators for holder in users)
-    wanted = f"waits for {job.accelerators} accelerators of {resource}; {max(free, 0)} of {total} free"
-    if free < job.accelerators:
-        taken = f"; others than Slotline's running jobs hold {others}" if others else ""
-        return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + _used_by(users) + taken)
-    if device in first_in_line:
-        return Wait(
-            job.id, Reason.WAITS_BEHIND, f"{wanted}, kept for job {first_in_line[device]}, which is before it"
-        )
-    return Start(job.id, device)
-
-
 def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
     """The device of a gang: what is wanted; for auto cuda where the whole gang finds GPUs."""
     if wanted != "auto":
         return "cuda" if wanted == "cuda" else "cpu"
     return "cuda" if capacity.total.get("cuda", 0) >= accelerators else "cpu"
-
-
-def _over_quota(job: WaitingJob, running: Sequence[Holder], quotas: Mapping[str, int | None]) -> str | None:
-    quota = quotas.get(job.queue)
-    if quota is None:
-        return None
-    users = [holder for holder in running if holder.queue == job.queue]
-    used = sum(holder.accelerators for holder in users)
-    if used + job.accelerators <= quota:
-        return None
-    if job.accelerators > quota:
-        return (
-            f"needs {job.accelerators} accelerators; the quota of queue {job.queue} is {quota}: "
-            "raise it in SLOTLINE_QUEUES, or submit to another queue or with fewer resources.meshes"
-        )
-    return (
-        f"waits for {job.accelerators} accelerators of queue {job.queue}; "
-        f"{quota - used} of its quota of {quota} free{_used_by(users)}"
-    )
-
-
-def _used_by(users: Sequence[Holder]) -> str:
-    if not users:
-        return ""
-    named = ", ".join(f"job {user.job_id} uses {user.accelerators}" for user in users[:3])
-    more = f", {len(users) - 3} more jobs use {sum(user.accelerators for user in users[3:])}"
-    return f" ({named}{more if len(users) > 3 else ''})"
 
 
 # Watching an attempt
@@ -201,13 +135,17 @@ class RayJob:
 
 @dataclass(frozen=True)
 class WatchedAttempt:
-    """An attempt that is not final. `ray` is None while Ray has not answered about it."""
+    """An attempt that is not final. `ray` is None while Ray has not answered about it; from `deadline` on it has
+    used up its job's time; it was asked to save a checkpoint and end at `end_asked_at`, for `end_asked_for`."""
 
     created_at: float
     submitted_at: float | None
     heartbeat_at: float | None
     cancel_requested_at: float | None
     ray: RayJob | None
+    deadline: float | None = None
+    end_asked_at: float | None = None
+    end_asked_for: Reason | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +153,8 @@ class WatchLimits:
     silence_limit_s: float = 600.0
     start_timeout_s: float = 600.0
     cancel_grace_s: float = 15.0
+    end_grace_s: float = 60.0
+    """So long a driver that was asked to end may take to save a checkpoint."""
     report_grace_s: float = 3.0
     """A driver that ended may have a last report under way; Ray may see the end first."""
 
@@ -227,6 +167,14 @@ class Leave:
 @dataclass(frozen=True)
 class Submit:
     """Give the attempt to Ray."""
+
+
+@dataclass(frozen=True)
+class AskToEnd:
+    """Have the driver save a checkpoint and end."""
+
+    reason: Reason
+    message: str
 
 
 @dataclass(frozen=True)
@@ -247,7 +195,7 @@ class End:
 
 def watch(
     attempt: WatchedAttempt, *, watching_since: float, now: float, limits: WatchLimits
-) -> Leave | Submit | Stop | End:
+) -> Leave | Submit | AskToEnd | Stop | End:
     """What to do about an attempt. Silence counts from `watching_since` at the earliest.
 
     A control plane that was away itself must not take its own absence for the driver's.
@@ -256,6 +204,8 @@ def watch(
     if attempt.submitted_at is None:
         if cancelled:
             return _cancelled_end()
+        if attempt.end_asked_for is not None:
+            return _asked_end(attempt.end_asked_for, "before Ray had the driver")
         waited = now - max(attempt.created_at, watching_since)
         if waited < limits.start_timeout_s:
             return Submit()
@@ -266,10 +216,23 @@ def watch(
         seen = attempt.ray.ended_seen_at
         if seen is None or now - seen < limits.report_grace_s:
             return Leave()
-        return _cancelled_end() if cancelled else (problem or _lost(attempt.ray))
+        if cancelled:
+            return _cancelled_end()
+        if attempt.end_asked_for is not None:
+            return _asked_end(attempt.end_asked_for, "without a last report")
+        return problem or _lost(attempt.ray)
     if cancelled and now - attempt.cancel_requested_at >= limits.cancel_grace_s:
         out_of_reach = attempt.ray is None and problem is not None
         return _cancelled_end() if out_of_reach else Stop("the driver did not end by itself")
+    if attempt.end_asked_for is not None and not cancelled:
+        if attempt.end_asked_at is None or now - attempt.end_asked_at < limits.end_grace_s:
+            return Leave()
+        late = f"in the {limits.end_grace_s:g} s that it had to save a checkpoint"
+        if attempt.ray is None and problem is not None:
+            return _asked_end(attempt.end_asked_for, f"unheard, {late}")
+        return Stop(f"the driver did not end {late}")
+    if attempt.deadline is not None and now >= attempt.deadline and not cancelled:
+        return AskToEnd(Reason.MAX_DURATION, "has held its accelerators for its whole max_duration")
     if problem is None:
         return Leave()
     return problem if attempt.ray is None else Stop(problem.message)
@@ -312,6 +275,10 @@ def _setup_message(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
     return f"the job's code could not be set up: {'; '.join(said)}; correct code.pip or code.working_dir"
+
+
+def _asked_end(reason: Reason, how: str) -> End:
+    return End(AttemptState.FAILED, reason, f"{reason.meaning}: the attempt ended {how}")
 
 
 def _cancelled_end() -> End:

@@ -66,7 +66,7 @@ class Orchestrator:
             hearing=self.pulse.hearing,
             ended=self.wake,
         )
-        self._admission = Admission(database, watcher, quotas=settings.queues, started=self.wake)
+        self._admission = Admission(settings, database, watcher, changed=self.wake)
         self._tidier = Tidier(settings, database)
         watcher.on_change(self.wake)
 

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import AttemptState, JobState
 from service.jobspec import stored_retry
+from service.orchestrator.asked_end import as_asked, is_over_time, over_time
 from service.orchestrator.decide import GiveUp, after_failure
 from service.store.attempts import attempts_of, find_attempt
 from service.store.evaluations import EvaluationRecord, record_evaluations
@@ -73,14 +74,14 @@ class StaleAttemptError(Exception):
 async def apply_report(
     session: AsyncSession, attempt_id: str, report: Report, *, at: datetime, backoff: Backoff, keep: int
 ) -> str:
-    """Store a report; the command for the driver, `continue` or `cancel`. Raises StaleAttemptError."""
+    """Store a report; the command for the driver, `continue`, `stop` or `cancel`. Raises StaleAttemptError."""
     attempt = await find_attempt(session, attempt_id)
     assert attempt is not None, attempt_id
     job = await lock_job(session, attempt.job_id)
     assert job is not None, attempt.job_id
     await session.refresh(attempt)
     if report.sequence <= attempt.last_sequence:
-        return _command(job)
+        return _command(job, attempt)
     check_current(job, attempt)
     attempt.last_sequence, attempt.heartbeat_at = report.sequence, at
     attempt.submitted_at = attempt.submitted_at or at  # Ray has the driver, even where its answer was lost
@@ -100,7 +101,7 @@ async def apply_report(
             at=at,
             backoff=backoff,
         )
-    return _command(job)
+    return _command(job, attempt)
 
 
 def check_current(job: Job, attempt: Attempt) -> None:
@@ -128,6 +129,8 @@ async def end_attempt(
 ) -> None:
     """Make the attempt final and move its (locked) job on: to an end, or to RECOVERING."""
     number = attempt.number
+    job.held_s += max((at - attempt.created_at).total_seconds(), 0.0)
+    state, reason, message = as_asked(attempt, state, reason, message)
     if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
         state, reason = AttemptState.FAILED, Reason.DRIVER_LOST
         message = (
@@ -151,6 +154,18 @@ async def end_attempt(
             JobState.CANCELLED,
             at=at,
             reason=Reason.CANCELLED_BY_USER,
+            message=message,
+            attempt=number,
+        )
+        return
+    if reason == Reason.MAX_DURATION or is_over_time(job):
+        message = over_time(job, message)
+        move_job(
+            session,
+            job,
+            JobState.FAILED,
+            at=at,
+            reason=Reason.MAX_DURATION,
             message=message,
             attempt=number,
         )
@@ -232,5 +247,7 @@ async def _store_measurements(
         job.checkpoint_step, job.checkpoint_uri = report.checkpoint
 
 
-def _command(job: Job) -> str:
-    return "cancel" if job.job_state in (JobState.CANCELLING, JobState.CANCELLED) else "continue"
+def _command(job: Job, attempt: Attempt) -> str:
+    if job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
+        return "cancel"
+    return "continue" if attempt.end_asked_at is None else "stop"

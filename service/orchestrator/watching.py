@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from service.job_states import AttemptState
-from service.orchestrator.decide import End, RayJob, Stop, Submit, WatchedAttempt, WatchLimits, watch
+from service.orchestrator.asked_end import ask_to_end, deadline_of
+from service.orchestrator.decide import (
+    AskToEnd,
+    End,
+    RayJob,
+    Stop,
+    Submit,
+    WatchedAttempt,
+    WatchLimits,
+    watch,
+)
 from service.orchestrator.logs import LogKeeper
 from service.orchestrator.outcome import Backoff, end_attempt
 from service.orchestrator.pulse import Hearing
@@ -62,6 +72,7 @@ class AttemptWatcher:
             silence_limit_s=settings.silence_limit_s,
             start_timeout_s=settings.start_timeout_s,
             cancel_grace_s=settings.cancel_grace_s,
+            end_grace_s=settings.preemption_grace_s,
         )
         self.hearing = hearing
         self._heartbeat_timeout_s = settings.heartbeat_timeout_s
@@ -106,6 +117,9 @@ class AttemptWatcher:
             if isinstance(decision, Submit):
                 if refusal := await self._submitter.submit(attempt, job):
                     await self._end(attempt, refusal)
+            elif isinstance(decision, AskToEnd):
+                async with self._database.write() as session:
+                    await ask_to_end(session, attempt.id, decision.reason, decision.message, at=utc_now())
             elif isinstance(decision, Stop) and time.time() - watched.stopped_at >= _STOP_EVERY_S:
                 watched.stopped_at = time.time()
                 if await self._note_stop(attempt, decision.why):
@@ -133,7 +147,8 @@ class AttemptWatcher:
             if job is None or fresh is None:
                 return False
             await session.refresh(fresh)
-            heard = job.cancel_requested_at is None and fresh.heartbeat_at != attempt.heartbeat_at
+            to_end = job.cancel_requested_at is not None or fresh.end_asked_at is not None
+            heard = not to_end and fresh.heartbeat_at != attempt.heartbeat_at
             if fresh.attempt_state.final or heard:
                 return False
             if fresh.stopped_because is None:
@@ -219,4 +234,7 @@ def _watched_attempt(attempt: Attempt, job: Job, ray: RayJob | None) -> WatchedA
         heartbeat_at=_seconds(attempt.heartbeat_at),
         cancel_requested_at=_seconds(job.cancel_requested_at),
         ray=ray,
+        deadline=deadline_of(attempt, job),
+        end_asked_at=_seconds(attempt.end_asked_at),
+        end_asked_for=None if attempt.end_asked_for is None else Reason.parse(attempt.end_asked_for),
     )

@@ -19,8 +19,9 @@ from service.job_states import WAITING_STATES, JobState
 from service.jobspec import JobSpec
 from service.principals import NOBODY, by_whom
 from service.store.audit import add_audit
+from service.store.job_filters import JobFilter, narrowed
 from service.store.states import add_event, lock_job, move_job
-from service.store.tables import WITHOUT_SPEC, Job
+from service.store.tables import WITHOUT_SPEC, Job, JobLabel
 from worker.reasons import Reason
 
 _ALPHABET = string.ascii_lowercase + string.digits
@@ -66,9 +67,13 @@ async def create_job(
         attempts_forgiven=0,
         infrastructure_forgiven=0,
         last_event=0,
+        labels=spec.labels,
+        max_duration_s=spec.max_duration,
+        held_s=0.0,
     )
     session.add(job)
     await session.flush()
+    session.add_all(JobLabel(job_id=job.id, name=name, value=value) for name, value in spec.labels.items())
     submitted = f"submitted by {owner}" if owner else "submitted"
     add_event(session, job, "state", f"QUEUED: {submitted}", at=at, by=owner)
     add_audit(session, owner, "job.submit", job.id, at=at, detail=job.name)
@@ -106,9 +111,10 @@ async def list_jobs(
     owner: str | None = None,
     limit: int = 50,
     after: PageKey | None = None,
+    wanted: JobFilter = JobFilter(),
 ) -> Sequence[Job]:
     """At most `limit` jobs, without their specifications, newest first, that come after the page that ended with `after`."""
-    query: Select[tuple[Job]] = select(Job).options(WITHOUT_SPEC)
+    query: Select[tuple[Job]] = narrowed(select(Job).options(WITHOUT_SPEC), wanted)
     if state is not None:
         query = query.where(Job.state == state)
     if queue is not None:
@@ -184,6 +190,6 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str
     add_audit(session, by, "job.retry", job.id, at=at, detail=before)
     job.message = None
     job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
-    job.attempts_forgiven = job.attempts_made
+    job.attempts_forgiven, job.held_s = job.attempts_made, 0.0
     job.current_attempt = None
     return job

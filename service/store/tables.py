@@ -61,6 +61,9 @@ class Job(Base):
         Index("ix_jobs_created", "created_at", "id"),
         Index("ix_jobs_state_queue", "state", "queue"),
         Index("ix_jobs_owner_created", "owner", "created_at"),
+        Index("ix_jobs_state_created", "state", "created_at", "id"),
+        Index("ix_jobs_queue_created", "queue", "created_at", "id"),
+        Index("ix_jobs_name_created", "name", "created_at", "id"),
     )
 
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
@@ -102,6 +105,11 @@ class Job(Base):
     step_s: Mapped[float | None]
     checkpoint_step: Mapped[int | None]
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
+    labels: Mapped[dict[str, Any] | None]
+    """As submitted, for lists to show; they are found by JobLabel."""
+    max_duration_s: Mapped[float | None]
+    held_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """Seconds for which attempts that are over held accelerators, since the user's last retry."""
     best_checkpoint: Mapped[dict[str, Any] | None]
     """By evaluation.metric: its step, uri, metric and value."""
     traceparent: Mapped[str | None] = mapped_column(String(55))
@@ -150,6 +158,9 @@ class Attempt(Base):
     log_first_line: Mapped[int] = mapped_column(default=1)
     stopped_because: Mapped[str | None] = mapped_column(Text)
     """Why Slotline had Ray stop the driver, where it did."""
+    end_asked_at: Mapped[datetime | None]
+    """Since when the driver is asked to save a checkpoint and end, for the reason `end_asked_for`."""
+    end_asked_for: Mapped[str | None] = mapped_column(String(100))
 
     @property
     def attempt_state(self) -> AttemptState:
@@ -158,6 +169,17 @@ class Attempt(Base):
 
 WITHOUT_LOG = defer(Attempt.log, raiseload=True)
 """For queries that want no logs: they are long."""
+
+
+class JobLabel(Base):
+    """What jobs are found by: one row for each label of a job."""
+
+    __tablename__ = "job_labels"
+    __table_args__ = (Index("ix_job_labels_name_value", "name", "value", "job_id"),)
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    value: Mapped[str] = mapped_column(String(63))
 
 
 class Event(Base):

@@ -76,7 +76,7 @@ def test_fields_and_defaults_are_those_of_the_control_plane(ours, theirs):
 def test_a_job_that_the_control_plane_stored_is_read_whole(given):
     stored = jobs.JobSpec.model_validate(given).model_dump(mode="json")
     job = Job.from_json(stored)
-    only_the_control_plane_reads = {"name", "retry", "queue", "priority"}
+    only_the_control_plane_reads = {"name", "retry", "queue", "priority", "max_duration", "labels"}
     assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
     found = asdict(job)
     found["code"]["pip"] = list(found["code"]["pip"])

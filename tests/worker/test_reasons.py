@@ -31,6 +31,7 @@ def test_every_reason_that_a_worker_fails_with_has_a_rank():
         "START_REFUSED",
         "DRIVER_LOST",
         "PREEMPTED",
+        "MAX_DURATION",
     }
     assert {*failures} - {*CAUSES_BEFORE_CONSEQUENCES} == of_the_control_plane
 

@@ -24,6 +24,7 @@ from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
+from worker.driver.stopping import AskedToStop, raise_if
 from worker.driver.termination import Termination
 from worker.driver.versions import versions
 from worker.engine.results import SlotLimits
@@ -92,6 +93,8 @@ def run_attempt(
         return Outcome("SUCCEEDED")
     except Cancelled:
         return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
+    except AskedToStop as asked:
+        return Outcome("FAILED", Reason.PREEMPTED, str(asked))
     except (KeyboardInterrupt, SystemExit):
         return Outcome("CANCELLED", Reason.CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
     except Refused as refused:
@@ -133,6 +136,10 @@ def _train(
         if reporter.cancelled.is_set() or reporter.fenced.is_set():
             raise Cancelled
 
+    def raise_if_told_to_end() -> None:
+        raise_if_cancelled()
+        raise_if(reporter.asked_to_stop.is_set)
+
     gang = Gang(
         sizes=job.mesh_sizes,
         device=attempt.device,
@@ -146,7 +153,7 @@ def _train(
         device=attempt.device,
         limits=limits,
         job=job,
-        interrupted=raise_if_cancelled,
+        interrupted=raise_if_told_to_end,
     )
     try:
         with gang:
@@ -158,7 +165,7 @@ def _train(
                     "worker": worker,
                     "device": attempt.device,
                 },
-                raise_if_cancelled,
+                raise_if_told_to_end,
             )
             if attempt.secrets:
                 gang.call(
@@ -206,18 +213,18 @@ def _train(
                 what="loading the stages",
                 limit_s=limits.prepare_s,
                 timeout_reason=Reason.START_TIMEOUT,
-                interrupted=raise_if_cancelled,
+                interrupted=raise_if_told_to_end,
             )
             launch.ended("load")
             done = checkpoints.restore(attempt.resume_uri)
             launch.ended("restore")
-            check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_cancelled)
+            check_agreement(gang, limit_s=limits.prepare_s, interrupted=raise_if_told_to_end)
             launch.ended("check")
             gang.call(
                 [worker.warm_up.remote(done + 1) for worker in gang.workers],
                 what="the first run, without transfers",
                 limit_s=limits.prepare_s,
-                interrupted=raise_if_cancelled,
+                interrupted=raise_if_told_to_end,
             )
             launch.ended("warm up")
             reporter.state("RUNNING")
@@ -232,6 +239,7 @@ def _train(
                 checkpoints=checkpoints,
                 limits=limits,
                 interrupted=raise_if_cancelled,
+                stopping=reporter.asked_to_stop.is_set,
                 evaluations=Evaluations(
                     job.evaluation,
                     gang=gang,

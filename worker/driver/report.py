@@ -46,14 +46,16 @@ class _Pending:
 
 
 class Reporter:
-    """Sends what is added, in order, at least every `heartbeat_s`; hears `cancel`.
+    """Sends what is added, in order, at least every `heartbeat_s`; hears `cancel` and `stop`.
 
-    `cancelled` is set when the control plane asks to stop, `fenced` when it says that this
+    `cancelled` is set when the control plane wants the attempt to end, `asked_to_stop` when it may save a
+    checkpoint before, `fenced` when it says that this
     attempt is no longer the job's current one (then nobody wants its results any more).
     """
 
     def __init__(self, control: ControlPlane, *, heartbeat_s: float = HEARTBEAT_S):
         self.cancelled = threading.Event()
+        self.asked_to_stop = threading.Event()
         self.fenced = threading.Event()
         self._control = control
         self._heartbeat_s = heartbeat_s
@@ -163,8 +165,11 @@ class Reporter:
             if self._away_since is not None:
                 log.info("control plane back after %.1f s", time.monotonic() - self._away_since)
                 self._away_since = None
-            if isinstance(answer, dict) and answer.get("command") == "cancel":
+            command = answer.get("command") if isinstance(answer, dict) else None
+            if command == "cancel":
                 self.cancelled.set()
+            elif command == "stop":
+                self.asked_to_stop.set()
             if body["state"] in FINAL_STATES:  # a report after the final one would be refused
                 self._closing.set()
                 self._idle.set()

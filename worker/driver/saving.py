@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from worker import checkpoint
-from worker.driver.best import Best, Course
+from worker.driver.best import Course
 from worker.driver.evaluation import Evaluations
 from worker.driver.gang import Gang
 from worker.driver.report import Reporter
@@ -86,9 +86,20 @@ class Checkpoints:
     def after(self, step: int, *, last: bool, evaluations: Evaluations | None = None) -> None:
         """Save when it is time to, or when the evaluation after this step is the best so far; the workers run nothing
         meanwhile."""
-        best = evaluations.best if evaluations is not None else None
-        if self.due(step, last=last) or (self._policy is not None and best is not None and best.step == step):
-            self._save(self._policy, step, best, evaluations.course if evaluations is not None else None)
+        if self._saves(step, last, evaluations):
+            self._save(self._policy, step, evaluations)
+
+    def save(self, step: int, evaluations: Evaluations | None = None) -> bool:
+        """Save after this step unless `after` has; False where the job saves nothing."""
+        if self._policy is not None and not self._saves(step, False, evaluations):
+            self._save(self._policy, step, evaluations)
+        return self._policy is not None
+
+    def _saves(self, step: int, last: bool, evaluations: Evaluations | None) -> bool:
+        best = None if evaluations is None else evaluations.best
+        return self.due(step, last=last) or (
+            self._policy is not None and best is not None and best.step == step
+        )
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether `after` of this step saves."""
@@ -110,7 +121,8 @@ class Checkpoints:
     def _uri(self, step: int) -> str:
         return checkpoint.step_uri(self._policy.uri, self._job_id, step) if self._policy else ""
 
-    def _save(self, policy: CheckpointPolicy, step: int, best: Best | None, course: Course | None) -> None:
+    def _save(self, policy: CheckpointPolicy, step: int, evaluations: Evaluations | None) -> None:
+        best, course = (None, None) if evaluations is None else (evaluations.best, evaluations.course)
         uri = checkpoint.step_uri(policy.uri, self._job_id, step)
         began = time.monotonic()
         written = self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")

@@ -22,6 +22,7 @@ from worker.driver.planning import PlannedJob
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.step_record import StepRecord, record_step
+from worker.driver.stopping import stop_after
 from worker.driver.timing import ClockOffset, estimate_offset
 from worker.logs import bind
 from worker.node import own_node_address
@@ -43,13 +44,14 @@ def run_steps(
     checkpoints: Checkpoints,
     limits: Limits,
     interrupted: Callable[[], None],
+    stopping: Callable[[], bool] = lambda: False,
     evaluations: Evaluations | None = None,
 ) -> str | None:
     """Run the steps `first` to `last`, report each, evaluate and save when it is time to; why it ended before, if so.
 
     `samples` are those of a step. A step's time is from the end of the one before (or from when it was asked for) to
     its own. `interrupted` is called before each step and within, and may raise. Raises AttemptFailure of the first
-    step that failed.
+    step that failed, and AskedToStop after a checkpoint where `stopping`.
     """
     if evaluations is not None:
         evaluations.before(first)
@@ -67,7 +69,7 @@ def run_steps(
             asked = asker.ask(step)
         # The workers find the next step in their queue when this one ends; whatever must see the state in
         # between, or wants their attention, goes before it.
-        alone = step == last or checkpoints.due(step, last=False) or clocks.due()
+        alone = step == last or checkpoints.due(step, last=False) or clocks.due() or stopping()
         alone = alone or (evaluations is not None and evaluations.due(step, last=False))
         following = None if alone else asker.ask(step + 1)
         results = asker.results(asked)
@@ -99,6 +101,8 @@ def run_steps(
         checkpoints.after(step, last=step == last or ended_early is not None, evaluations=evaluations)
         if ended_early:
             return ended_early if step < last else None
+        if step != last and following is None and stopping():
+            stop_after(step, checkpoints, evaluations)
         asked = following
     return None
 

@@ -9,6 +9,7 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
+from service.api.problem_codes import Code
 from service.job_states import JobState
 from service.jobspec import JobSpec
 from service.store.database import utc_now
@@ -23,6 +24,7 @@ def problem(response, status: int) -> dict:
     assert response.headers["content-type"] == "application/problem+json"
     body = response.json()
     assert body["status"] == status and body["title"] and body["detail"]
+    assert body["code"] in {*Code}
     return body
 
 
@@ -99,7 +101,8 @@ async def test_a_key_answers_its_job_also_when_what_the_job_names_has_gone_since
 async def test_a_used_key_with_another_body_is_refused(api: Api):
     headers = {"Idempotency-Key": "a-key"}
     await api.client.post("/api/v1/jobs", json=job_body(), headers=headers)
-    body = problem(await api.client.post("/api/v1/jobs", json=job_body(name="x"), headers=headers), 422)
+    body = problem(await api.client.post("/api/v1/jobs", json=job_body(name="x"), headers=headers), 409)
+    assert body["code"] == "IDEMPOTENCY_KEY_REUSED"
     assert "a-key" in body["detail"] and "new key" in body["detail"]
 
 

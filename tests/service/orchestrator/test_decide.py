@@ -26,10 +26,10 @@ from service.orchestrator.decide import (
     WaitingJob,
     WatchedAttempt,
     WatchLimits,
-    admit,
     after_failure,
     watch,
 )
+from service.orchestrator.queueing import admit
 from worker import reasons
 
 FOUR = Capacity({"cpu": 4, "cuda": 0})

@@ -148,6 +148,37 @@ def test_a_driver_that_is_told_to_end_says_so_and_gives_everything_back(attempt)
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
+def test_an_attempt_that_gives_way_saves_and_the_next_goes_on_with_the_losses_of_the_plain_loop(
+    attempt, tmp_path
+):
+    spec = job(checkpoint={"uri": str(tmp_path), "every_steps": 1_000_000, "keep": 2})
+    spec["optimizer"]["args"]["lr"] = 1e-4  # no chaos: both loops stay together for hundreds of steps
+    spec["training"]["steps"] = 1_000_000
+    first, process = attempt(spec)
+    first.wait_for_steps(1)
+    first.command = "stop"
+    assert process.wait(300) == 1
+    assert first.states == ["RUNNING", "FAILED"]
+    last = first.reports[-1]
+    done = first.steps[-1]["step"]
+    assert (last["reason"], last["message"]) == (
+        "PREEMPTED",
+        f"asked to end: stopped after step {done}, which is saved",
+    )
+    (saved,) = [report["checkpoint"] for report in first.reports if report["checkpoint"]]
+    assert saved["step"] == done
+    assert_nothing_held()
+    spec["training"]["steps"] = done + 3
+    second, process = attempt(spec, number=2, resume=saved)
+    assert process.wait(300) == 0
+    assert [step["step"] for step in first.steps + second.steps] == list(range(1, done + 4))
+    losses, _ = plain(spec, range(1, done + 4))
+    assert [step["loss"] for step in second.steps] == pytest.approx(losses[-3:], rel=1e-4)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_an_attempt_that_runs_out_of_memory_says_so_and_the_next_one_plans_with_more(attempt):
     loss = {"factory": "tests.worker.workers:TooLargeAfter", "args": {"calls": 40}}
     spec, profiles = job(loss=loss), {}

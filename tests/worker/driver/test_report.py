@@ -142,6 +142,14 @@ def test_a_heartbeat_goes_out_with_nothing_to_say_and_hears_cancel(plane):
     reporter.close()
 
 
+def test_a_heartbeat_hears_that_the_attempt_is_to_save_and_end(plane):
+    plane.answer = lambda body: (200, {"command": "stop"})
+    reporter = reporter_for(plane.port)
+    wait_until(reporter.asked_to_stop.is_set)
+    assert not reporter.cancelled.is_set()
+    reporter.close()
+
+
 def test_a_fenced_attempt_stops_reporting_and_does_not_wait_for_ever(plane):
     plane.answer = lambda body: (409, {"detail": "attempt 2 is the current one"})
     reporter = reporter_for(plane.port)

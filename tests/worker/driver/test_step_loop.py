@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from worker.driver.gang import Mesh
 from worker.driver.limits import Limits
 from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
+from worker.driver.stopping import AskedToStop
 from worker.failure import AttemptFailure, first_cause
 from worker.job import CheckpointPolicy
 from worker.reasons import Reason
@@ -108,7 +110,16 @@ class Heard:
     observe_step = observe_usage = set_timeline = event
 
 
-def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None, limits=Limits()):
+def train(
+    spec,
+    steps,
+    *,
+    policy=None,
+    interrupted=lambda: None,
+    stopping=lambda: False,
+    log=None,
+    limits=Limits(),
+):
     """Run the loop over all steps; what was heard."""
     log = [] if log is None else log
     with Workers(spec) as run:
@@ -129,6 +140,7 @@ def train(spec, steps, *, policy=None, interrupted=lambda: None, log=None, limit
                 checkpoints=checkpoints,
                 limits=limits,
                 interrupted=interrupted,
+                stopping=stopping,
             )
         except BaseException:
             for (
@@ -208,6 +220,31 @@ def test_a_cancel_while_the_next_step_is_asked_for_ends_the_loop_there():
         train(job(), 1000, interrupted=interrupted, log=log)
     assert [step for what, step in log if what == "report"] == [1, 2]
     assert max(step for what, step in log if what == "ask run_step") == 4
+
+
+@pytest.mark.parametrize("asked_after", [1, 2, 3])
+def test_an_attempt_that_is_asked_to_end_saves_its_last_step_and_runs_none_behind_it(tmp_path, asked_after):
+    """Also where that step is saved anyhow (every second one): once."""
+    log, policy = [], CheckpointPolicy(str(tmp_path), every_steps=2, keep=9)
+    with pytest.raises(AskedToStop, match=r"stopped after step (\d), which is saved") as asked:
+        train(job(), 1000, policy=policy, stopping=lambda: ("report", asked_after) in log, log=log)
+    last = int(re.search(r"step (\d)", str(asked.value))[1])
+    assert asked_after <= last <= asked_after + 2, "soon"
+    assert [step for what, step in log if what == "ask run_step"] == list(range(1, last + 1))
+    assert log.count(("saved", last)) == 1
+    assert checkpoint.load(checkpoint.step_uri(str(tmp_path), "job", last))[1] == last
+
+
+def test_an_attempt_without_checkpoints_that_is_asked_to_end_says_what_is_lost():
+    log = []
+    with pytest.raises(AskedToStop, match="has no `checkpoint`, so it is lost"):
+        train(job(), 1000, stopping=lambda: ("report", 1) in log, log=log)
+
+
+def test_an_attempt_that_is_asked_to_end_in_its_last_step_has_done_it():
+    log = []
+    train(job(), 3, stopping=lambda: ("report", 2) in log, log=log)
+    assert [step for what, step in log if what == "report"] == [1, 2, 3]
 
 
 def test_the_clocks_are_measured_when_no_step_is_asked_for(monkeypatch):

@@ -1,0 +1,345 @@
+"""Which waiting jobs start, why the others wait, and which running ones give way: from a snapshot, nothing else.
+
+A job that must wait is promised the first time at which all that holds its accelerators now must have ended
+(`max_duration`). A later job overtakes it only where every promise made before it holds all the same (conservative
+backfill: Mu'alem and Feitelson, 2001); where no promise can be made nothing overtakes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from service.orchestrator.decide import (
+    RESOURCES,
+    Capacity,
+    Holder,
+    Preempt,
+    QueueRules,
+    Start,
+    Wait,
+    WaitingJob,
+    device_of,
+)
+from service.orchestrator.fair_order import in_order
+from service.orchestrator.room import Room
+from worker.reasons import Reason
+
+PROMISES = 500
+"""So many jobs of a device are promised a time; behind them nobody overtakes."""
+_PREEMPTIONS_TRIED = 20
+
+
+def admit(
+    waiting: Sequence[WaitingJob],
+    holders: Sequence[Holder],
+    *,
+    capacity: Capacity | None,
+    quotas: Mapping[str, int | None],
+    now: float,
+    rules: QueueRules = QueueRules(),
+) -> list[Start | Wait | Preempt]:
+    """One Start or Wait a waiting job, the first in line first, and a Preempt for each that gives way to one.
+
+    Whole gangs only. Jobs held back by a pause, and those too large for their quota or for the cluster, hold
+    nobody up; one held back by its quota only its own queue.
+    """
+    line = _Line(holders, capacity, quotas, now, rules)
+    unable = {job.id: wait for job in waiting if (wait := line.unable(job)) is not None}
+    jobs = in_order(
+        waiting,
+        holders,
+        device_of=line.device_of,
+        now=now,
+        patience_s=rules.patience_s,
+        out_of_line=unable.keys(),
+    )
+    smallest = _smallest_behind([job for job in jobs if job.id not in unable], line.device_of)
+    answers = list[Start | Wait | Preempt]()
+    for job in jobs:
+        if job.id in unable:
+            answers.append(unable[job.id])
+        else:
+            answers += line.answer(job, smallest[job.id])
+    return answers
+
+
+def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob], str]) -> dict[str, int]:
+    """Of each job the smallest gang from it on that wants the same device."""
+    smallest, least = dict[str, int](), dict[str, int]()
+    for job in reversed(jobs):
+        device = device_of(job)
+        least[device] = min(job.accelerators, least.get(device, job.accelerators))
+        smallest[job.id] = least[device]
+    return smallest
+
+
+@dataclass
+class _Pool:
+    """Accelerators of one device, or the quota of one queue: who holds some, and what is promised of the rest."""
+
+    room: Room
+    users: list[Holder] = field(default_factory=list)
+    first: str | None = None
+    """The first job in line that waits for some."""
+    promised: int = 0
+    closed: bool = False
+    """No further job may start: it would come before one that could be promised no time."""
+    used: int = 0
+    _told: str | None = None
+
+    def fits(self, job: WaitingJob) -> bool:
+        return not self.closed and self.room.fits_now(job.accelerators, job.longest_s)
+
+    def use(self, holder: Holder, now: float) -> None:
+        self.users.append(holder)
+        self.used += holder.accelerators
+        self.room.take(holder.accelerators, now, holder.until)
+        self._told = None
+
+    def used_by(self) -> str:
+        if self._told is None:
+            self._told = _used_by(self.users)
+        return self._told
+
+
+class _Line:
+    """The rooms of one round, as one job after the other is answered."""
+
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        capacity: Capacity | None,
+        quotas: Mapping[str, int | None],
+        now: float,
+        rules: QueueRules,
+    ) -> None:
+        self._capacity, self._quotas, self._now, self._rules = capacity, quotas, now, rules
+        total = {} if capacity is None else capacity.total
+        others = {} if capacity is None else capacity.others
+        self._devices = {
+            device: _pool(
+                total.get(device, 0) - others.get(device, 0), [h for h in holders if h.device == device], now
+            )
+            for device in RESOURCES
+        }
+        self._queues = {
+            queue: _pool(quota, [h for h in holders if h.queue == queue], now)
+            for queue, quota in quotas.items()
+            if quota is not None
+        }
+        self._may_give_way = [holder for holder in holders if not holder.leaving] if rules.preempts else []
+        self._may_give_way.sort(key=lambda holder: (holder.priority, -holder.since, holder.job_id))
+        self._preemptions_tried = 0
+
+    def device_of(self, job: WaitingJob) -> str:
+        return (
+            job.device if self._capacity is None else device_of(job.device, job.accelerators, self._capacity)
+        )
+
+    def unable(self, job: WaitingJob) -> Wait | None:
+        """Why a job cannot start whoever else waits or ends; None where it can."""
+        if job.not_before is not None and self._now < job.not_before:
+            return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
+        quota = self._quotas.get(job.queue)
+        if quota is not None and job.accelerators > quota:
+            message = (
+                f"needs {job.accelerators} accelerators; the quota of queue {job.queue} is {quota}: "
+                "raise it in SLOTLINE_QUEUES, or submit to another queue or with fewer resources.meshes"
+            )
+            return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+        if self._capacity is None:
+            if message := self._quota_is_short(job):
+                return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+            message = "waits for the Ray cluster, which does not answer"
+            return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
+        device = self.device_of(job)
+        if job.accelerators > (total := self._capacity.total.get(device, 0)):
+            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, _too_small(job, device, total))
+        return None
+
+    def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
+        """What becomes of the next job in line; `smallest` is the least that it or any behind it wants."""
+        device_name = self.device_of(job)
+        device, queue = self._devices[device_name], self._queues.get(job.queue)
+        if device.fits(job) and (queue is None or queue.fits(job)):
+            until = self._now + job.longest_s
+            started = Holder(
+                job.id, job.queue, job.accelerators, device_name, job.owner, job.priority, self._now, until
+            )
+            for pool in self._pools_of(started):
+                pool.use(started, self._now)
+            return [Start(job.id, "cuda" if device_name == "cuda" else "cpu")]
+        wait = self._wait(job, device_name, device, queue)
+        if not device.fits(job):
+            device.first = device.first or job.id
+        if queue is not None:
+            queue.first = queue.first or job.id
+        return [wait, *self._promise(job, device_name, device, queue, smallest)]
+
+    def _promise(
+        self, job: WaitingJob, device_name: str, device: _Pool, queue: _Pool | None, smallest: int
+    ) -> list[Preempt]:
+        """Keep room for a job that must wait, by preemption where that helps."""
+        if queue is not None and queue.closed:
+            return []
+        lower = [] if device.closed else [one for one in self._may_give_way if one.priority < job.priority]
+        if not lower and device.room.free < smallest:
+            device.closed = True  # nobody behind could start anyhow: no promise is needed to keep them away
+        gives_way = self._gives_way(job, device_name, device, queue, lower) if lower else []
+        if queue is not None and not queue.fits(job) and not gives_way:
+            self._keep(job, queue)
+            return []
+        begin = None if device.closed else self._first_fit(job, device, queue)
+        if begin is None or device.promised >= PROMISES:
+            device.closed = True
+            if queue is not None:
+                queue.room.take(job.accelerators, self._now, math.inf)
+            return gives_way
+        device.promised += 1
+        for pool in (device, queue):
+            if pool is not None:
+                pool.room.take(job.accelerators, begin, begin + job.longest_s)
+        return gives_way
+
+    def _keep(self, job: WaitingJob, queue: _Pool) -> None:
+        """Keep a quota for a job that waits for it; it stands in no other queue's way."""
+        begin = queue.room.first_fit(job.accelerators, job.longest_s)
+        if begin is None or queue.promised >= PROMISES:
+            queue.closed = True
+        else:
+            queue.promised += 1
+            queue.room.take(job.accelerators, begin, begin + job.longest_s)
+
+    def _first_fit(self, job: WaitingJob, device: _Pool, queue: _Pool | None) -> float | None:
+        """The first time at which accelerators and quota are both there for the whole of the job."""
+        begin = device.room.first_fit(job.accelerators, job.longest_s)
+        while begin is not None and queue is not None:
+            later = queue.room.first_fit(job.accelerators, job.longest_s, begin)
+            if later is None or later == begin:
+                return later
+            begin = device.room.first_fit(job.accelerators, job.longest_s, later)
+        return begin
+
+    def _gives_way(
+        self,
+        job: WaitingJob,
+        device_name: str,
+        device: _Pool,
+        queue: _Pool | None,
+        lower: Sequence[Holder],
+    ) -> list[Preempt]:
+        """Who of `lower` must end for the job to start within the grace: the lowest priority first, then the last
+        that started; nobody where that is not enough, or not needed."""
+        short_of_quota = queue is not None and queue.room.free < job.accelerators
+        helpful = [
+            holder
+            for holder in lower
+            if holder.device == device_name or (short_of_quota and holder.queue == job.queue)
+        ]
+        if not helpful or self._preemptions_tried >= _PREEMPTIONS_TRIED:
+            return []
+        within = self._now + self._rules.grace_s
+        if self._starts_within(job, device, queue, (), within):
+            return []
+        self._preemptions_tried += 1
+        chosen = list[Holder]()
+        for holder in helpful:
+            chosen.append(holder)
+            if self._starts_within(job, device, queue, chosen, within):
+                break
+        else:
+            return []
+        for holder in reversed(chosen[:-1]):
+            fewer = [one for one in chosen if one is not holder]
+            if self._starts_within(job, device, queue, fewer, within):
+                chosen = fewer
+        for holder in chosen:
+            self._may_give_way.remove(holder)
+            for pool in self._pools_of(holder):
+                if within < holder.until:
+                    pool.room.take(-holder.accelerators, within, holder.until)
+        message = f"gives way to job {job.id}, whose priority {job.priority} is above "
+        return [Preempt(one.job_id, job.id, f"{message}{one.priority}") for one in chosen]
+
+    def _starts_within(
+        self,
+        job: WaitingJob,
+        device: _Pool,
+        queue: _Pool | None,
+        ending: Sequence[Holder],
+        within: float,
+    ) -> bool:
+        """Whether the job could start by `within` if `ending` end then."""
+        rooms = []
+        for pool in (device, queue):
+            if pool is None:
+                continue
+            room = pool.room.copy()
+            for holder in ending:
+                if pool in self._pools_of(holder) and within < holder.until:
+                    room.take(-holder.accelerators, within, holder.until)
+            rooms.append(room)
+        return all(
+            (begin := room.first_fit(job.accelerators, job.longest_s, within)) is not None and begin <= within
+            for room in rooms
+        )
+
+    def _pools_of(self, holder: Holder) -> list[_Pool]:
+        pools = [self._devices.get(holder.device), self._queues.get(holder.queue)]
+        return [pool for pool in pools if pool is not None]
+
+    def _wait(self, job: WaitingJob, device_name: str, device: _Pool, queue: _Pool | None) -> Wait:
+        if message := self._quota_is_short(job):
+            return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+        assert self._capacity is not None
+        total, others = self._capacity.total[device_name], self._capacity.others.get(device_name, 0)
+        free = total - others - device.used
+        wanted = f"waits for {job.accelerators} accelerators of {RESOURCES[device_name]}; "
+        wanted += f"{max(free, 0)} of {total} free"
+        if free < job.accelerators:
+            taken = f"; others than Slotline's running jobs hold {others}" if others else ""
+            return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + device.used_by() + taken)
+        first = queue.first if queue is not None and not queue.fits(job) else device.first
+        kept = f", kept for job {first}, which is before it"
+        if job.longest_s == math.inf:
+            kept += "; with max_duration it could start where it ends in time"
+        return Wait(job.id, Reason.WAITS_BEHIND, wanted + kept)
+
+    def _quota_is_short(self, job: WaitingJob) -> str | None:
+        pool, quota = self._queues.get(job.queue), self._quotas.get(job.queue)
+        if pool is None or quota is None:
+            return None
+        if pool.used + job.accelerators <= quota:
+            return None
+        return (
+            f"waits for {job.accelerators} accelerators of queue {job.queue}; "
+            f"{quota - pool.used} of its quota of {quota} free{pool.used_by()}"
+        )
+
+
+def _pool(total: int, users: list[Holder], now: float) -> _Pool:
+    room = Room(total, now, [(user.accelerators, user.until) for user in users])
+    return _Pool(room, list(users), used=sum(user.accelerators for user in users))
+
+
+def _too_small(job: WaitingJob, device: str, total: int) -> str:
+    resource = RESOURCES[device]
+    if job.began:
+        return (
+            f"waits for {job.accelerators} accelerators of {resource}, the cluster has {total}; it began on {device} "
+            "and goes on only there: add nodes, or submit it anew for another device"
+        )
+    return (
+        f"needs {job.accelerators} accelerators of {resource}; the cluster has {total}: add nodes, "
+        f"or submit with {'fewer resources.meshes' if total else 'another resources.device'}"
+    )
+
+
+def _used_by(users: Sequence[Holder]) -> str:
+    if not users:
+        return ""
+    named = ", ".join(f"job {user.job_id} uses {user.accelerators}" for user in users[:3])
+    more = f", {len(users) - 3} more jobs use {sum(user.accelerators for user in users[3:])}"
+    return f" ({named}{more if len(users) > 3 else ''})"

@@ -1,0 +1,37 @@
+"""The verbs of queues: change, and the filters of jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from tests.service.cli.conftest import Run
+from tests.service.conftest import job_body
+from tests.service.serving import Served, until
+
+
+def test_jobs_are_filtered_and_a_waiting_one_is_changed(run: Run, served: Served, tmp_path: Path):
+    file = tmp_path / "labelled.yaml"
+    body = job_body(name="labelled", labels={"team": "nlp"}, max_duration="2h")
+    file.write_text(yaml.safe_dump(body))
+    running = run("submit", file, "--json").json["id"]
+    until(lambda: f"{running}-1" in served.cluster.submissions)
+    file.write_text(yaml.safe_dump(job_body(name="plain")))
+    waiting = run("submit", file, "--json").json["id"]
+
+    def found(*options: object) -> list[str]:
+        return [job["name"] for job in run("jobs", *options, "--json").json]
+
+    assert found() == ["plain", "labelled"]
+    assert found("--label", "team=nlp") == found("--label", "team") == ["labelled"]
+    assert found("--name", "plain") == found("--state", "QUEUED", "--state", "RECOVERING") == ["plain"]
+    assert found("--since", 10) == ["plain", "labelled"] and found("--until", 10) == []
+    assert run("jobs", "--label", "=x").code == 1
+    changed = run("change", waiting, "--priority", 5, "--json")
+    assert (changed.code, changed.json["priority"]) == (0, 5)
+    nothing = run("change", waiting)
+    assert nothing.code == 1 and "give --queue, --priority, or both" in nothing.err
+    refused = run("change", running, "--priority", 5)
+    assert refused.code == 1 and "only a job that waits" in refused.err
+    assert run("jobs", "--since", 1e18).code == 1
