@@ -302,7 +302,12 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
 )
 def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
-        Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu").prepare(1)
+        Worker(
+            job=Job.from_json(job(workers_per_mesh=workers_per_mesh, **changes)),
+            mesh="m0",
+            worker=0,
+            device="cpu",
+        ).prepare(1)
     assert caught.value.reason == reason
 
 
@@ -326,7 +331,12 @@ def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
 
 def test_a_profile_is_used_again_for_the_same_work_only():
     def key(workers_per_mesh=1, **changes):
-        worker = Worker(job=Job.from_json(job(**changes)), mesh="m0", worker=0, device="cpu")
+        worker = Worker(
+            job=Job.from_json(job(workers_per_mesh=workers_per_mesh, **changes)),
+            mesh="m0",
+            worker=0,
+            device="cpu",
+        )
         return worker.prepare(workers_per_mesh)[2]
 
     smaller = job()["training"] | {"global_batch": 4}
