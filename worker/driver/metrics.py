@@ -214,7 +214,7 @@ class JobMetrics:
             for seconds in lengths:
                 histogram.observe(seconds)
             self._gauges["profiled_action_seconds"].labels(self.job, *labels).set(sum(lengths) / len(lengths))
-        self._set_by_mesh("profiled_compute_seconds", compute)
+        self._set_labelled("profiled_compute_seconds", compute)
         if slots:
             self._set("profiled_step_seconds", max(slot["end_s"] for slot in slots) - slots[0]["start_s"])
         self._set("profiled_step", timeline["step"])
