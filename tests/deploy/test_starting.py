@@ -102,7 +102,7 @@ def test_the_control_plane_of_an_example_starts(chart: Chart, values: str, tmp_p
                 headers = {"Authorization": f"Bearer {given[name]}"}
                 assert httpx.get(targets, headers=headers).json() == []
                 jobs = httpx.get(f"{url}/api/v1/jobs", headers=headers)
-                assert jobs.status_code == (200 if opens_all else 401)
+                assert jobs.status_code == (200 if opens_all else 403)
     log = (tmp_path / "log").read_text()
     assert "is no setting" not in log, "a variable that the control plane does not know"
     assert "Traceback" not in log, log

@@ -94,7 +94,7 @@ async def test_two_owners_may_use_the_same_idempotency_key(api: Api):
     assert other["id"] != first["id"] and other["name"] == "bobs"
     assert (await submitted(api, alice | key))["id"] == first["id"]
     answer = await api.client.post("/api/v1/jobs", json=job_body(name="x"), headers=bob | key)
-    assert other["id"] in problem(answer, 422)["detail"]
+    assert other["id"] in problem(answer, 409)["detail"]
 
 
 async def test_a_package_is_used_by_those_who_uploaded_it_and_by_operators(api: Api):
