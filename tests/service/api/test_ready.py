@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -25,10 +26,10 @@ async def test_rounds_that_do_not_turn_and_writes_that_fail_are_not_ready(
         began = time.time()
         monkeypatch.setattr(time, "time", lambda: began + 60)
         status, detail = await _answer(api)
-        assert status == 503 and "no round for 60 s" in detail
+        assert status == 503 and re.search(r"no round for \d+ s", detail)
         pulse.turned()
         status, detail = await _answer(api)
-        assert status == 503 and "no write for 60 s" in detail
+        assert status == 503 and re.search(r"no write for \d+ s", detail)
 
         def full():
             raise OperationalError("INSERT", {}, Exception("database or disk is full"))
