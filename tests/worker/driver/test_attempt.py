@@ -122,7 +122,7 @@ def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(a
     slots = {
         (one["action"], one["edge"]): one["end_s"] - one["start_s"]
         for one in answer["plan"]["slots"]
-        if one["edge"] is not None
+        if one.get("edge") is not None
     }
     for one in answer["reshardings"]:
         action = "SEND_B" if one["backward"] else "SEND_F"

@@ -50,7 +50,7 @@ class Listener(Heard):
     def observe_step(self, *_):
         pass
 
-    observe_evaluation = set_timeline = observe_step
+    observe_evaluation = observe_usage = set_timeline = observe_step
 
 
 def train(
@@ -74,6 +74,7 @@ def train(
             ended = step_loop.run_steps(
                 done + 1,
                 steps,
+                samples=8,
                 planned=planned,
                 metrics=heard,
                 checkpoints=checkpoints,
