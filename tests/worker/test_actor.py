@@ -303,7 +303,7 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
 def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
         Worker(
-            job=Job.from_json(job(workers_per_mesh=workers_per_mesh, **changes)),
+            job=Job.from_json(job(**changes)),
             mesh="m0",
             worker=0,
             device="cpu",

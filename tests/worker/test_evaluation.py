@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_actor import job
 from test_loss_metrics import with_metrics
 from test_loss_reduction import IGNORED, Texts
@@ -139,6 +140,35 @@ def test_an_evaluation_is_that_of_the_plain_model_in_eval_mode(layout):
             found = run.evaluate()
             expected = plain_evaluation(run, 27)
             assert {"loss": found.loss, **found.metrics} == pytest.approx(expected, rel=1e-5), step
+
+
+class ScaledInEval(nn.Module):
+    """A buffer that only eval mode uses: no trained stage has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(ROWS, 16), nn.Linear(16, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(h if self.training else h * self.scale)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_only_eval_mode_uses_comes_from_the_weights_that_the_job_starts_from(tmp_path, workers):
+    model = build_model(f"{__name__}:ScaledInEval", {}, seed=5)
+    model.scale.fill_(3.0)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    spec = spec_of(24, workers_per_mesh=workers)
+    spec["model"] = {"factory": f"{__name__}:ScaledInEval", "weights": str(tmp_path / "model.safetensors")}
+    spec["pipeline"] |= {"cut": ["first", "head"]}
+    data = Numbers(24, seed=1)
+    with torch.no_grad():
+        (rows,), targets = collate([data[index] for index in range(24)])
+        expected = float(with_metrics(model.eval()(rows), targets)[0])
+    with Workers(spec) as run:
+        assert run.evaluate().loss == pytest.approx(expected, rel=1e-5)
 
 
 # A loss that draws shares the generators of this process with all its workers: it is tried where nobody else draws at

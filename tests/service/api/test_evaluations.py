@@ -97,6 +97,15 @@ def test_what_cannot_be_evaluated_is_refused(evaluation: dict, message: str):
         JobSpec.model_validate(job_body(evaluation={"data": DATA, **evaluation}))
 
 
+def test_meshes_of_unlike_sizes_are_not_evaluated():
+    meshes = {"meshes": [{"workers": 2}, {"workers": 1}], "device": "cpu"}
+    training = {"global_batch": 16, "microbatches": 4, "steps": 10}
+    body = job_body(training=training, resources=meshes)
+    assert JobSpec.model_validate(body).mesh_sizes == [2, 1]
+    with pytest.raises(ValidationError, match="evaluation on meshes of unlike sizes"):
+        JobSpec.model_validate({**body, "evaluation": {"data": DATA}})
+
+
 def test_an_evaluation_is_read_by_workers_as_users_write_it():
     given = {"data": DATA, "every_steps": 5, "metric": "accuracy", "mode": "max", "patience": 2}
     spec = JobSpec.model_validate(job_body(evaluation=given))
