@@ -16,7 +16,7 @@ class Code(StrEnum):
     CONFLICT = "CONFLICT"
     TOO_LARGE = "TOO_LARGE"
     INVALID = "INVALID"
-    INTERNAL = "INTERNAL"
+    INTERNAL_ERROR = "INTERNAL_ERROR"
     UNAVAILABLE = "UNAVAILABLE"
     REFUSED = "REFUSED"
 
@@ -41,11 +41,11 @@ _OF_STATUS = {
     409: Code.CONFLICT,
     413: Code.TOO_LARGE,
     422: Code.INVALID,
-    500: Code.INTERNAL,
+    500: Code.INTERNAL_ERROR,
     503: Code.UNAVAILABLE,
 }
 
 
 def code_of(status: int) -> Code:
     """The code of a problem of which no more is known than its status."""
-    return _OF_STATUS.get(status, Code.INTERNAL if status >= 500 else Code.REFUSED)
+    return _OF_STATUS.get(status, Code.INTERNAL_ERROR if status >= 500 else Code.REFUSED)

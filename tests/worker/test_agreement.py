@@ -62,7 +62,7 @@ def built_by_each(monkeypatch):
     def refuse(_):
         raise TypeError("cannot pickle a lambda")
 
-    monkeypatch.setattr(traced_model, "pack", refuse)
+    monkeypatch.setattr(traced_model, "pack_all", refuse)
 
 
 @pytest.mark.parametrize("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])

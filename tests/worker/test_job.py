@@ -76,7 +76,16 @@ def test_fields_and_defaults_are_those_of_the_control_plane(ours, theirs):
 def test_a_job_that_the_control_plane_stored_is_read_whole(given):
     stored = jobs.JobSpec.model_validate(given).model_dump(mode="json")
     job = Job.from_json(stored)
-    only_the_control_plane_reads = {"name", "retry", "queue", "priority", "max_duration", "labels"}
+    only_the_control_plane_reads = {
+        "name",
+        "retry",
+        "queue",
+        "priority",
+        "max_duration",
+        "labels",
+        "env",
+        "secrets",
+    }
     assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
     found = asdict(job)
     found["code"]["pip"] = list(found["code"]["pip"])
@@ -100,7 +109,7 @@ def test_parts_are_typed_and_what_is_absent_has_its_default():
 
 
 def test_fields_of_a_newer_control_plane_are_passed_over():
-    newer = {**SMALLEST, "evaluation": {"every_steps": 3}, "training": {"steps": 2, "warmth": 1}}
+    newer = {**SMALLEST, "tuning": {"every_steps": 3}, "training": {"steps": 2, "warmth": 1}}
     assert Job.from_json(newer).training.steps == 2
 
 

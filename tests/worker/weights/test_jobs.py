@@ -141,5 +141,5 @@ def test_weights_that_do_not_fit_are_refused_when_the_model_is_traced_before_any
     spec["model"]["weights"] = str(tmp_path / "none.safetensors")
     sample = (torch.zeros(2, 8, dtype=torch.long),)
     with pytest.raises(AttemptFailure, match=r"none\.safetensors' is not there") as caught:
-        JobModel(Job.from_json(spec)).traced(sample)
+        JobModel(Job.from_json(spec), "cpu").traced(sample)
     assert caught.value.reason is Reason.MODEL_BUILD_FAILED
