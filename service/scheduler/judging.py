@@ -13,7 +13,7 @@ from collections import defaultdict
 from service.scheduler.model.problem import Problem
 from service.scheduler.search.bounds import lower_bound
 from service.scheduler.search.constructive import COMPARED, LARGE, Constructive, Variant, variants
-from service.scheduler.search.rules import standard_rules
+from service.scheduler.search.rules import STANDARD, standard_rules
 from service.scheduler.search.short import shorten
 
 _LEAST_S = 0.5  # of work that may always be done
@@ -77,5 +77,7 @@ class Judge:
 def constructive_s(problem: Problem) -> float:
     """What the constructive plans that a search begins with cost, in seconds of a budget."""
     runs = Constructive(problem)
-    tried = COMPARED if runs.large else len(list(variants(problem)))
+    tried = len(list(variants(problem)))
+    if runs.large:
+        tried = STANDARD if shorten(problem) is None else COMPARED
     return tried * (_TRIES if runs.limited else 1) * runs.run_s
