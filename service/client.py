@@ -28,6 +28,7 @@ from service.api.schemas import (
     EvaluationView,
     EventPage,
     EventView,
+    ExportingView,
     Health,
     JobPlanPreview,
     JobPlanView,
@@ -236,24 +237,10 @@ class Client(PeopleCalls, QueueCalls, WeightsCalls):
         `limit_s` ClientError is raised.
         """
         body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
-        deadline, told = time.monotonic() + limit_s, False
-        while True:
-            response = self._call(
-                "POST",
-                "/api/v1/plans/job",
-                json=body,
-                params=_given(budget_s=budget_s),
-                timeout=_PLAN_LIMIT_S,
-            )
-            if response.status_code != 202:
-                return self._parsed(JobPlanPreview, response)
-            message = self._parsed(ProfilingView, response).message
-            if time.monotonic() > deadline:
-                raise ClientError(f"{message}, for more than {limit_s:g} s: ask again later")
-            if not told:
-                waiting(message)
-                told = True
-            time.sleep(_LOOK_EVERY_S)
+        call = {"json": body, "params": _given(budget_s=budget_s), "timeout": _PLAN_LIMIT_S}
+        return self._until_answered(
+            JobPlanPreview, ProfilingView, "/api/v1/plans/job", call, limit_s=limit_s, waiting=waiting
+        )
 
     def make_plan(
         self, spec: Mapping[str, Any], *, format: str = "json", budget_s: float | None = None
@@ -340,6 +327,28 @@ class Client(PeopleCalls, QueueCalls, WeightsCalls):
         if not response.is_success:
             raise ApiError(_problem(response))
         return response
+
+    def _until_answered(
+        self,
+        model: type[Model],
+        pending: type[ProfilingView] | type[ExportingView],
+        path: str,
+        call: Mapping[str, Any],
+        *,
+        limit_s: float,
+        waiting: Callable[[str], None],
+    ) -> Model:
+        """POST again and again while the answer is 202: `waiting` hears why, once; ClientError after `limit_s`."""
+        deadline, told = time.monotonic() + limit_s, False
+        while (response := self._call("POST", path, **call)).status_code == 202:
+            message = self._parsed(pending, response).message
+            if time.monotonic() > deadline:
+                raise ClientError(f"{message}, for more than {limit_s:g} s: ask again later")
+            if not told:
+                waiting(message)
+                told = True
+            time.sleep(_LOOK_EVERY_S)
+        return self._parsed(model, response)
 
     def _parsed(self, model: type[Model], response: httpx.Response) -> Model:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,14 @@ from service.api.schemas import CheckpointFiles, ExportingView, ExportView
 EXPORT_LIMIT_S = 3600.0
 """So long who asks for weights waits until the cluster has written them."""
 _CHECKPOINTS_LIMIT_S = 90.0
-_LOOK_EVERY_S = 0.5
 
 
 class WeightsCalls:
-    """Checkpoints and final weights; `_call` and `_parsed` are the client's."""
+    """Checkpoints and final weights; `_call`, `_parsed` and `_until_answered` are the client's."""
 
     _call: Callable[..., Any]
     _parsed: Callable[..., Any]
+    _until_answered: Callable[..., Any]
 
     def checkpoints(self, job_id: str, *, sums: bool = False) -> CheckpointFiles:
         """The job's checkpoints, newest first, as the server sees them; with `sums` their content is compared too."""
@@ -36,18 +35,8 @@ class WeightsCalls:
     ) -> ExportView:
         """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones.
 
-        `waiting` hears of it once; TimeoutError after `limit_s`.
+        `waiting` hears of it once; ClientError after `limit_s`.
         """
-        deadline, told = time.monotonic() + limit_s, False
-        params = {} if step is None else {"step": step}
-        while True:
-            response = self._call("POST", f"/api/v1/jobs/{job_id}/export", params=params)
-            if response.status_code != 202:
-                return self._parsed(ExportView, response)
-            message = self._parsed(ExportingView, response).message
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{message}, for more than {limit_s:g} s: ask again later")
-            if not told:
-                waiting(message)
-                told = True
-            time.sleep(_LOOK_EVERY_S)
+        call = {"params": {} if step is None else {"step": step}}
+        path = f"/api/v1/jobs/{job_id}/export"
+        return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)

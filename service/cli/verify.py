@@ -19,6 +19,7 @@ from service.cli.job_file import read_spec
 from service.cli.job_plan import checked_job, job_costs_here, plan_by_costs, python_path
 from service.cli.output import CliError, Json, err
 from worker.last_action import forget, last_words
+from worker.marked import marked_answer
 from worker.verify import ANSWER_MARK
 
 app = typer.Typer()
@@ -120,13 +121,12 @@ def _run(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dic
         except BaseException:
             process.kill()
             raise
-    for line in reversed(output.splitlines()):
-        if line.startswith(ANSWER_MARK):
-            answer = json.loads(line.removeprefix(ANSWER_MARK))
-            if "failed" in answer:
-                raise ValueError(f"{answer['failed']}: {answer['message']}")
-            return answer["proof"]
-    raise ValueError(_how_it_ended(process.pid, process.returncode))
+    answer = marked_answer(output, ANSWER_MARK)
+    if answer is None:
+        raise ValueError(_how_it_ended(process.pid, process.returncode))
+    if "failed" in answer:
+        raise ValueError(f"{answer['failed']}: {answer['message']}")
+    return answer["proof"]
 
 
 def _how_it_ended(process_id: int, code: int) -> str:

@@ -64,10 +64,7 @@ def export(
     """
     client = Client()
     if output is None:
-        try:
-            found = client.export(job, step=step, limit_s=limit_s, waiting=lambda text: _say(f"{text} …"))
-        except TimeoutError as error:
-            raise CliError(str(error)) from None
+        found = client.export(job, step=step, limit_s=limit_s, waiting=lambda text: _say(f"{text} …"))
     else:
         found = _export_here(client.job(job).spec, job, output, step, limit_s)
     for note in found.notes:

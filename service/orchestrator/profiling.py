@@ -7,7 +7,6 @@ control plane ends by itself and is begun again by the next request.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from service.store.database import Database, utc_now
 from service.store.profiles import ONE_WORKER, find_costs, owned_digest, record_costs
 from service.store.secrets import stored_names
 from worker.costs import ANSWER_MARK, costs_digest
+from worker.marked import marked_answer
 
 _RUNS_AT_ONCE = 4
 _RUNS_IN_LINE = 64
@@ -138,15 +138,9 @@ def read_answer(output: str) -> dict[str, Any] | None:
 
     Raises ProfilingFailedError with what it says of its failure.
     """
-    for line in reversed(output.splitlines()):
-        _, found, text = line.partition(ANSWER_MARK)
-        if not found:
-            continue
-        try:
-            answer = json.loads(text)
-        except ValueError:
-            continue
-        if "failed" in answer:
-            raise ProfilingFailedError(f"{answer['failed']}: {answer['message']}")
-        return answer["costs"]
-    return None
+    answer = marked_answer(output, ANSWER_MARK)
+    if answer is None:
+        return None
+    if "failed" in answer:
+        raise ProfilingFailedError(f"{answer['failed']}: {answer['message']}")
+    return answer["costs"]

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from worker.marked import marked_answer
+
 REQUEST_VARIABLE = "SLOTLINE_EXPORT"
 ANSWER_MARK = "SLOTLINE_EXPORTED "
 
@@ -42,15 +44,7 @@ def read_answer(output: str) -> Mapping[str, Any] | None:
 
     Raises ExportFailedError with what it says of its failure.
     """
-    for line in reversed(output.splitlines()):
-        _, found, text = line.partition(ANSWER_MARK)
-        if not found:
-            continue
-        try:
-            answer = json.loads(text)
-        except ValueError:
-            continue
-        if "failed" in answer:
-            raise ExportFailedError(answer["failed"])
-        return answer
-    return None
+    answer = marked_answer(output, ANSWER_MARK)
+    if answer is not None and "failed" in answer:
+        raise ExportFailedError(answer["failed"])
+    return answer
