@@ -12,8 +12,15 @@ from collections import defaultdict
 
 from service.scheduler.model.problem import Problem
 from service.scheduler.search.bounds import lower_bound
-from service.scheduler.search.constructive import COMPARED, LARGE, Constructive, Variant, variants
-from service.scheduler.search.rules import STANDARD, standard_rules
+from service.scheduler.search.constructive import (
+    COMPARED,
+    LARGE,
+    Constructive,
+    Variant,
+    run_seconds,
+    variants,
+)
+from service.scheduler.search.rules import standard_rules
 from service.scheduler.search.short import shorten
 
 _LEAST_S = 0.5  # of work that may always be done
@@ -55,7 +62,7 @@ class Judge:
         if thorough or not score:
             share_s = self._allowed_s * _THOROUGH_SHARE / _THOROUGH
             every = list(variants(judged))
-            count = max(_FEW, int(share_s / (runs.run_s * (_TRIES if runs.limited else 1))))
+            count = max(_FEW, int(share_s / (run_seconds(judged) * (_TRIES if runs.limited else 1))))
             wanted = every[:: max(1, math.ceil(len(every) / count))]
         else:
             wanted = sorted(score, key=score.__getitem__)[:_FEW]
@@ -76,8 +83,8 @@ class Judge:
 
 def constructive_s(problem: Problem) -> float:
     """What the constructive plans that a search begins with cost, in seconds of a budget."""
-    runs = Constructive(problem)
-    tried = len(list(variants(problem)))
-    if runs.large:
-        tried = STANDARD if shorten(problem) is None else COMPARED
-    return tried * (_TRIES if runs.limited else 1) * runs.run_s
+    limited, tried = bool((problem.memory_limit >= 0).any()), len(list(variants(problem)))
+    if problem.tasks > LARGE:
+        rules = len(list(standard_rules(problem)))
+        tried = rules if shorten(problem) is None else COMPARED
+    return tried * (_TRIES if limited else 1) * run_seconds(problem)

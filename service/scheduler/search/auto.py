@@ -25,7 +25,7 @@ from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import OrderError, Timeline, retime, simulate
 from service.scheduler.search import exact, exact_model, rules, short
 from service.scheduler.search.bounds import lower_bounds, settle
-from service.scheduler.search.constructive import COMPARED, LARGE, Constructive
+from service.scheduler.search.constructive import COMPARED, LARGE, SLACK, Constructive
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from service.scheduler.search.late import late_transfers
 from service.scheduler.search.origin import FIRST_RUN_SEED
@@ -38,7 +38,6 @@ _TASKS_OF_AN_EMPTY_RUN = 100
 _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
-_SLACK = 1.01  # how much a timeline may gain by being timed again
 _RUN_HERE = 4  # how many rules that a short step says are good
 _UNCOUNTED_SHARE = 0.1  # of the budget: what constructive plans may take beside it
 _MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
@@ -179,7 +178,7 @@ class _Search:
 
     def _offer_starts(self, timeline: Timeline | None) -> None:
         """Take the orders of a timeline of the planning model and time them again, with every limit."""
-        if timeline is None or (self.best is not None and timeline.makespan > _SLACK * self.best.makespan):
+        if timeline is None or (self.best is not None and timeline.makespan > SLACK * self.best.makespan):
             return
         if timeline.problem.spec is not self.problem.spec:  # found under tighter limits
             timeline = replace(timeline, problem=replace(timeline.problem, spec=self.problem.spec))

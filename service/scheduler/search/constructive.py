@@ -18,7 +18,8 @@ LARGE = 30_000
 COMPARED = 8
 """How many standard rules are run on a large problem: those that are the best on a short step."""
 _TRIES = 6  # how often a rule is run again with less room for activations, of a large problem half as often
-_SLACK = 1.01
+SLACK = 1.01
+"""How much a timeline may gain by being timed again."""
 _RULE_SECONDS = 6e-7  # what a constructive plan takes for each task,
 _MEMORY_SECONDS = 1.2e-6  # with transfers that go late, and memory that is counted,
 _EMPTY_SECONDS = 4e-4  # and beside its tasks
@@ -35,10 +36,16 @@ class Variant:
 def variants(problem: Problem) -> Iterator[Variant]:
     """All ways to follow the standard rules of a problem."""
     limited = bool((problem.memory_limit >= 0).any())
-    for number in range(rules.STANDARD):
+    for number, _ in enumerate(rules.standard_rules(problem)):
         yield Variant(number, True)
         if limited:
             yield Variant(number, False)
+
+
+def run_seconds(problem: Problem) -> float:
+    """What one run of a rule costs, in seconds of a budget."""
+    each_s = _MEMORY_SECONDS if (problem.memory_limit >= 0).any() else _RULE_SECONDS
+    return _EMPTY_SECONDS + each_s * int(problem.exists.sum())
 
 
 class Constructive:
@@ -50,17 +57,11 @@ class Constructive:
         self.large = problem.tasks > LARGE
         self.runner = rules.RuleRunner(problem)
         self._tries = 1 if not self.limited else _TRIES // 2 if self.large else _TRIES
-        self._tasks = int(problem.exists.sum())
 
     @property
     def spent_s(self) -> float:
         """What the runs cost so far, in seconds of a budget."""
-        return self.runner.runs * self.run_s
-
-    @property
-    def run_s(self) -> float:
-        """What one run costs, in seconds of a budget."""
-        return _EMPTY_SECONDS + (_MEMORY_SECONDS if self.limited else _RULE_SECONDS) * self._tasks
+        return self.runner.runs * run_seconds(self.problem)
 
     def follow(self, rule: rules.Rule, *, late: bool = True, worth_s: float = np.inf) -> Timeline | None:
         """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these.
@@ -71,7 +72,7 @@ class Constructive:
         limit = self.problem.activation_limit
         for _ in range(self._tries):
             timeline = self.runner.timeline(rule, limit)
-            if timeline is None or not self.limited or timeline.makespan > _SLACK * worth_s:
+            if timeline is None or not self.limited or timeline.makespan > SLACK * worth_s:
                 return timeline
             over = self.over_memory(timeline)
             if (over <= 0).all():

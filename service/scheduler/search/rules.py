@@ -17,8 +17,6 @@ from service.scheduler.model.problem import OPS, Problem
 from service.scheduler.model.timeline import Timeline, make_timeline
 from service.scheduler.search.origin import RULES_SEED
 
-STANDARD = 38
-"""How many standard rules there are."""
 _POOL = 20
 
 
