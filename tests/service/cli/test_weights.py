@@ -79,6 +79,13 @@ def test_without_a_folder_the_cluster_writes_the_weights(run: Run, served: Serve
     assert "2 tensors after step 4, 1 files of 2.00 GB: /runs/x" in result.out and "look out" in result.err
 
 
+def test_an_export_that_takes_longer_than_one_would_wait_is_told_so(run: Run, served: Served, tmp_path: Path):
+    job_id, _ = trained(run, served, tmp_path)  # nobody ends the run that writes
+    result = run("export", job_id, "--limit-s", 1)
+    assert result.code == 1 and "for more than 1 s: ask again later" in result.err
+    assert result.err.count(f"writes the weights of {job_id} …") == 1, "told once"
+
+
 def test_a_job_that_saves_nothing_has_nothing_to_export(run: Run, served: Served, job_file: Path):
     job_id = run("submit", job_file, "--json").json["id"]
     for arguments in (("export", job_id), ("export", job_id, "-o", "x"), ("checkpoints", job_id)):
