@@ -11,12 +11,13 @@ import os
 import sys
 import time
 
-from worker.driver.attempt import Attempt, run_attempt
+from worker.driver.attempt import run_attempt
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.report import Reporter
 from worker.driver.termination import Termination
+from worker.driver.trainer import Attempt
 from worker.logs import TraceParent, bind, set_up
 from worker.masking import mask_output
 

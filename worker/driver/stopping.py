@@ -11,6 +11,10 @@ from worker.driver.evaluation import Evaluations
 from worker.driver.saving import Checkpoints
 
 
+class Cancelled(Exception):
+    """The control plane asked to stop, or wants no more of this attempt."""
+
+
 class AskedToStop(Exception):
     """The attempt ends because the control plane asked for it; the message says what is saved."""
 

@@ -1,0 +1,269 @@
+"""The stations of an attempt: a gang of workers is placed, the job planned, loaded, restored, checked and trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from worker.actor import Worker
+from worker.driver.agreement import check_agreement
+from worker.driver.control_plane import ControlPlane
+from worker.driver.evaluation import Evaluations, plan_evaluation
+from worker.driver.gang import Gang
+from worker.driver.launch import Launch
+from worker.driver.limits import Limits
+from worker.driver.metrics import JobMetrics
+from worker.driver.planned_times import planned_seconds, planned_starts
+from worker.driver.planning import PlannedJob, Planner
+from worker.driver.report import Reporter
+from worker.driver.saving import Checkpoints
+from worker.driver.step_loop import run_steps
+from worker.driver.stopping import Cancelled, raise_if
+from worker.driver.versions import versions
+from worker.engine.results import SlotLimits
+from worker.evaluation import EvaluationProgram
+from worker.failure import AttemptFailure, OutOfMemoryFailure
+from worker.job import Job
+from worker.masking import take_environment
+from worker.model.memory_plan import planned_peak_bytes
+from worker.node import own_node_address
+from worker.reasons import Reason
+from worker.transport import topology_of
+from worker.transport.rendezvous import serve_rendezvous
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the control plane says of the attempt (`spec`: JSON of the job), and how long it may wait for what."""
+
+    job_id: str
+    number: int
+    spec: Mapping[str, Any]
+    device: str
+    limits: Limits
+    resume_uri: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of the workers' environment that nothing but their processes and this one may hold."""
+
+
+class Trainer:
+    """One attempt's training, from its placement group to its last step; every station takes what those before left."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        job: Job,
+        *,
+        control: ControlPlane,
+        reporter: Reporter,
+        metrics: JobMetrics,
+        launch: Launch,
+    ):
+        self._attempt, self._job, self._limits = attempt, job, attempt.limits
+        self._control, self._reporter, self._metrics, self._launch = control, reporter, metrics, launch
+        self._gang = Gang(
+            sizes=job.mesh_sizes,
+            device=attempt.device,
+            start_timeout_s=self._limits.start_s,
+            workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
+        )
+        self._planner = Planner(
+            control=control,
+            reporter=reporter,
+            gang=self._gang,
+            device=attempt.device,
+            limits=self._limits,
+            job=job,
+            interrupted=self._raise_if_told_to_end,
+        )
+
+    def train(self) -> str | None:
+        """Train; why it ended before its last step, if it did. Raises AttemptFailure, Cancelled and AskedToStop."""
+        self._refuse_what_cannot_run()
+        try:
+            with self._gang:
+                self._place()
+                checkpoints = self._checkpoints()
+                checkpoints.try_place()
+                planned = self._plan()
+                self._load(planned)
+                done = checkpoints.restore(self._attempt.resume_uri)
+                self._launch.ended("restore")
+                self._check()
+                self._warm_up(done + 1)
+                return self._run(done + 1, planned, checkpoints)
+        except OutOfMemoryFailure as failure:
+            self._planner.correct(failure)
+            raise
+
+    def _raise_if_cancelled(self) -> None:
+        if self._reporter.cancelled.is_set() or self._reporter.fenced.is_set():
+            raise Cancelled
+
+    def _raise_if_told_to_end(self) -> None:
+        self._raise_if_cancelled()
+        raise_if(self._reporter.asked_to_stop.is_set)
+
+    def _refuse_what_cannot_run(self) -> None:
+        if self._attempt.device == "cuda" and self._job.resources.workers is not None:
+            raise AttemptFailure(
+                Reason.PLAN_INFEASIBLE,
+                f"meshes of unlike sizes ({', '.join(map(str, self._job.mesh_sizes))} workers) run on cpu so far: "
+                "set resources.device to cpu, or give all meshes the same number of workers",
+            )
+
+    def _place(self) -> None:
+        """Start the gang, and give its processes what only they may hold."""
+        gang, job, device = self._gang, self._job, self._attempt.device
+        gang.start(
+            ray.remote(Worker),
+            lambda mesh, worker: {"job": job, "mesh": mesh, "worker": worker, "device": device},
+            self._raise_if_told_to_end,
+        )
+        if self._attempt.secrets:
+            gang.call(
+                [
+                    worker.__ray_call__.remote(take_environment, self._attempt.secrets)
+                    for worker in gang.workers
+                ],
+                what="taking its environment",
+                limit_s=self._limits.start_s,
+                interrupted=self._raise_if_cancelled,
+            )
+        self._launch.ended("place")
+        for mesh in gang.meshes:
+            self._metrics.set_nodes(mesh.name, [a.node for a in gang.addresses if a.mesh == mesh.name])
+        nodes = len({a.node for a in gang.addresses})
+        self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
+        self._reporter.event("versions", versions())
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self._job.checkpoint,
+            self._attempt.job_id,
+            gang=self._gang,
+            reporter=self._reporter,
+            limit_s=self._limits.checkpoint_s,
+            interrupted=self._raise_if_cancelled,
+            timed=self._metrics.set_checkpoint,
+            keeps_best=self._job.evaluation is not None and self._job.evaluation.keep_best,
+        )
+
+    def _plan(self) -> PlannedJob:
+        planned = self._planner.plan()
+        self._launch.ended("plan")
+        self._metrics.set_plan(planned.plan, step_s=planned.step_s)
+        self._metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
+        return planned
+
+    def _load(self, planned: PlannedJob) -> None:
+        """Give every worker its stages and program, and connect them."""
+        evaluation = plan_evaluation(
+            self._job.evaluation,
+            planned,
+            gang=self._gang,
+            control=self._control,
+            limits=self._limits,
+            interrupted=self._raise_if_cancelled,
+        )
+        # held as long as this trainer: the store ends with its last reference, and the workers' connections with it
+        self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
+        own_weights = self._job.model.weights is not None
+        self._gang.call(
+            _load(self._gang, planned, place, self._limits, own_weights, evaluation),
+            what="loading the stages",
+            limit_s=self._limits.prepare_s,
+            timeout_reason=Reason.START_TIMEOUT,
+            interrupted=self._raise_if_told_to_end,
+        )
+        self._launch.ended("load")
+
+    def _check(self) -> None:
+        check_agreement(self._gang, limit_s=self._limits.prepare_s, interrupted=self._raise_if_told_to_end)
+        self._launch.ended("check")
+
+    def _warm_up(self, step: int) -> None:
+        self._gang.call(
+            [worker.warm_up.remote(step) for worker in self._gang.workers],
+            what="the first run, without transfers",
+            limit_s=self._limits.prepare_s,
+            interrupted=self._raise_if_told_to_end,
+        )
+        self._launch.ended("warm up")
+
+    def _run(self, first: int, planned: PlannedJob, checkpoints: Checkpoints) -> str | None:
+        self._reporter.state("RUNNING")
+        evaluations = Evaluations(
+            self._job.evaluation,
+            gang=self._gang,
+            reporter=self._reporter,
+            metrics=self._metrics,
+            limits=self._limits,
+            step_s=planned.step_s,
+            interrupted=self._raise_if_cancelled,
+            course=checkpoints.course,
+        )
+        ended_early = run_steps(
+            first,
+            self._job.training.steps,
+            samples=self._job.training.global_batch,
+            planned=planned,
+            gang=self._gang,
+            reporter=self._reporter,
+            metrics=self._metrics,
+            checkpoints=checkpoints,
+            limits=self._limits,
+            interrupted=self._raise_if_cancelled,
+            stopping=self._reporter.asked_to_stop.is_set,
+            evaluations=evaluations,
+        )
+        if ended_early is not None:
+            self._reporter.event("stopped_early", ended_early)
+        return ended_early
+
+
+def _load(
+    gang: Gang,
+    planned: PlannedJob,
+    store: tuple[str, int],
+    limits: Limits,
+    own_weights: bool,
+    evaluation: Mapping[str, EvaluationProgram],
+) -> list[ray.ObjectRef]:
+    """Give every worker its stages and program."""
+    planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
+    starts_s = planned_starts(planned.plan, planned.stage_names)
+    peaks = planned_peak_bytes(planned.spec, planned.plan)
+    first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
+    # those of model.weights every worker reads for itself
+    weights = {
+        mesh.name: first.weights.remote(planned.begins, planned.stages_of(mesh.name))
+        for mesh in gang.meshes
+        if any(worker is not first for worker in mesh.workers) and not own_weights
+    }
+    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes})
+    return [
+        worker.load.remote(
+            begins=planned.begins,
+            mesh_of_stage=planned.mesh_of_stage,
+            program=planned.plan["programs"][address.mesh],
+            recomputed=planned.recomputed,
+            weights=None if worker is first else weights.get(address.mesh),
+            planned_s=planned_s[address.mesh],
+            planned_starts_s=starts_s[address.mesh],
+            topology=topology,
+            store=store,
+            host=address.node,
+            connect_s=limits.connect_s,
+            slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+            planned_bytes=peaks[address.mesh],
+            microbatches=planned.microbatches,
+            reshardings=planned.reshardings,
+            evaluation=evaluation.get(address.mesh),
+        )
+        for worker, address in zip(gang.workers, gang.addresses, strict=True)
+    ]
