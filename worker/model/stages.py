@@ -60,6 +60,7 @@ class StageModule(nn.Module):
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         input_shapes: tuple[tuple[int, ...], ...],
+        input_dtypes: tuple[torch.dtype, ...],
         original_names: dict[str, str],
         tensor_names: dict[str, str],
     ) -> None:
@@ -69,10 +70,32 @@ class StageModule(nn.Module):
         self.inputs = inputs
         self.outputs = outputs
         self.input_shapes = input_shapes
+        self.input_dtypes = input_dtypes
         self.original_names = {f"body.{local}": name for local, name in original_names.items()}
         self.tensor_names = {f"body.{local}": name for local, name in tensor_names.items()}
         self.updated_buffers = tuple(f"body.{name}" for name in sorted(changed_buffers(body.graph)))
         self._device = torch.device("cpu")
+
+    def with_body(self, body: fx.GraphModule) -> StageModule:
+        """The same stage around another graph, which has the parameters and buffers of this one by the same names."""
+        inner = {local: name for local, name in self._bare(self.tensor_names).items() if hasattr(body, local)}
+        for local, buffer in list(body.named_buffers()):
+            if f"body.{local}" not in self.original_names:
+                body.register_buffer(local, buffer, persistent=False)
+        return StageModule(
+            body,
+            index=self.index,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            input_shapes=self.input_shapes,
+            input_dtypes=self.input_dtypes,
+            original_names=self._bare(self.original_names),
+            tensor_names=inner,
+        )
+
+    @staticmethod
+    def _bare(names: dict[str, str]) -> dict[str, str]:
+        return {local.removeprefix("body."): name for local, name in names.items()}
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if tuple(x.shape for x in inputs) != self.input_shapes:
@@ -280,6 +303,7 @@ class StageBuilder:
             outputs=tuple(names),
             input_shapes=tuple(placed.values[n].shape for n in inputs)
             + tuple(self._travelling_shape(n) for n in foreign),
+            input_dtypes=tuple(placed.values[n].dtype for n in [*inputs, *foreign]),
             original_names=original_names,
             tensor_names={local: name for name, local in local_names.items()},
         )

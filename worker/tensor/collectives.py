@@ -1,0 +1,158 @@
+"""What the workers of a tensor-parallel group do together inside a stage: sums and gathers, forward and backward.
+
+Each is a module in the stage's graph. The gradient of a value that every worker has whole is kept whole on every
+worker (Shoeybi et al. 2019, "Megatron-LM": the conjugate operators f and g).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.tensor.layout import Split
+
+AllReduce = Callable[[torch.Tensor], None]
+
+
+class TensorGroup:
+    """The workers that share the matrices of a stage, as one of them sees it.
+
+    `all_reduce` sums a tensor in place over all of them and is given once the transport is there; all workers call
+    it in the same order, which is that of the stage's graph and of its program.
+    """
+
+    def __init__(self, worker: int, workers: int, all_reduce: AllReduce | None = None):
+        self.worker, self.workers = worker, workers
+        self.all_reduce = all_reduce
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the workers, in a tensor of its own."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._reduce(total)
+        return total
+
+    def gather(self, local: torch.Tensor, split: Split) -> torch.Tensor:
+        """The whole tensor. It is summed from parts that are zero elsewhere: adding zero changes nothing."""
+        shape = list(local.shape)
+        shape[split.dim] = split.size
+        whole = local.new_zeros(shape)
+        split.place(local.detach(), whole, self.worker, self.workers)
+        self._reduce(whole)
+        return whole
+
+    def _reduce(self, tensor: torch.Tensor) -> None:
+        if self.all_reduce is None:
+            raise RuntimeError("the tensor-parallel group is not connected: a stage ran before connect()")
+        self.all_reduce(tensor)
+
+
+class Enter(nn.Module):
+    """In front of what each worker computes a part of: passes a whole value on, and sums the parts of its gradient."""
+
+    def __init__(self, group: TensorGroup):
+        super().__init__()
+        self._group = group
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return _Enter.apply(value, self._group)
+
+
+class Sum(nn.Module):
+    """Sums parts; its gradient is whole already."""
+
+    def __init__(self, group: TensorGroup):
+        super().__init__()
+        self._group = group
+
+    def forward(self, part: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(part, self._group)
+
+
+class Gather(nn.Module):
+    """Makes a split value whole; each worker takes its part of the gradient."""
+
+    def __init__(self, group: TensorGroup, split: Split):
+        super().__init__()
+        self._group, self._split = group, split
+
+    def forward(self, local: torch.Tensor) -> torch.Tensor:
+        return _Gather.apply(local, self._group, self._split)
+
+
+class Pick(nn.Module):
+    """Takes this worker's part of a whole value; the gradient is gathered."""
+
+    def __init__(self, group: TensorGroup, split: Split):
+        super().__init__()
+        self._group, self._split = group, split
+
+    def forward(self, whole: torch.Tensor) -> torch.Tensor:
+        return _Pick.apply(whole, self._group, self._split)
+
+
+class Lookup(nn.Module):
+    """Rows of a table of which each worker has some, to be summed: zeros for the words of the others."""
+
+    def __init__(self, group: TensorGroup, rows: int, padding: int):
+        super().__init__()
+        self._rows = rows // group.workers
+        self._first = group.worker * self._rows
+        inside = self._first <= padding < self._first + self._rows
+        self._padding = padding - self._first if inside else -1
+
+    def forward(self, table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        own = words - self._first
+        foreign = (own < 0) | (own >= self._rows)
+        found = torch.ops.aten.embedding.default(table, own.masked_fill(foreign, 0), self._padding)
+        return found.masked_fill(foreign.unsqueeze(-1), 0.0)
+
+
+def add_bias(total: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """In the type of the product, as an operation with both would have it under autocast."""
+    return total + bias.to(total.dtype)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.sum(gradient), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.sum(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: TensorGroup, split: Split) -> torch.Tensor:
+        ctx.group, ctx.split = group, split
+        return group.gather(local, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.split.pick(gradient, ctx.group.worker, ctx.group.workers).contiguous(), None, None
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: TensorGroup, split: Split) -> torch.Tensor:
+        ctx.group, ctx.split = group, split
+        return split.pick(whole, group.worker, group.workers).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.group.gather(gradient, ctx.split), None, None

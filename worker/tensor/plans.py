@@ -1,0 +1,107 @@
+"""Which parameters are split how: by the user's patterns of module names, or by those that the known families share.
+
+Names and graphs only: no tensors are cut here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import fx
+
+from worker.model.patterns import matches
+from worker.tensor.layout import Split
+from worker.tensor.rewrite import arguments_of, name_of
+
+Style = Literal["colwise", "rowwise", "vocab", "replicate"]
+
+BUILT_IN: tuple[tuple[str, Style], ...] = (
+    # the built-in GPT; timm's vision transformers
+    *((f"*.{name}", "colwise") for name in ("qkv", "expand", "fc1")),
+    *((f"*.{name}", "rowwise") for name in ("attention.project", "contract", "attn.proj", "fc2")),
+    ("embed.token", "vocab"),
+    # Llama, Mistral, Qwen, Gemma, Phi, OPT, BART, Whisper, …
+    *((f"*.{name}_proj", "colwise") for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up")),
+    *((f"*.{name}", "rowwise") for name in ("o_proj", "out_proj", "down_proj")),
+    *((name, "vocab") for name in ("*.embed_tokens", "lm_head", "*.wte", "*.word_embeddings", "shared")),
+    # GPT-2
+    *((f"*.{name}", "colwise") for name in ("c_attn", "c_fc")),
+    ("*.c_proj", "rowwise"),
+    # GPT-NeoX, BLOOM, Falcon
+    *((f"*.{name}", "colwise") for name in ("query_key_value", "dense_h_to_4h")),
+    *((f"*.{name}", "rowwise") for name in ("attention.dense", "self_attention.dense", "dense_4h_to_h")),
+    # BERT, RoBERTa, ViT of transformers
+    *((f"*.attention.{name}", "colwise") for name in ("query", "key", "value")),
+    *((f"*.self.{name}", "colwise") for name in ("query", "key", "value")),
+    ("*.intermediate.dense", "colwise"),
+    ("*.output.dense", "rowwise"),
+    # T5
+    *((f"*Attention.{name}", "colwise") for name in ("q", "k", "v", "relative_attention_bias")),
+    ("*Attention.o", "rowwise"),
+    *((f"*.{name}", "colwise") for name in ("wi", "wi_0", "wi_1")),
+    ("*.wo", "rowwise"),
+)
+"""Module-name patterns of the families that share them; the first that fits counts."""
+
+_OUTER = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1, "embedding": 1}
+"""Of the operations that use a matrix, the dimension of it that becomes one of the result."""
+
+
+def style_of(name: str, plan: Mapping[str, str] | None) -> str | None:
+    """The style of the parameter called `name`, None where no pattern means its module."""
+    module = name.rpartition(".")[0]
+    patterns = BUILT_IN if plan is None else plan.items()
+    return next((style for pattern, style in patterns if matches(pattern, module)), None)
+
+
+def split_parameters(
+    body: fx.GraphModule, names: Mapping[str, str], plan: Mapping[str, str] | None, workers: int
+) -> dict[str, Split]:
+    """The splits of a stage's parameters, by their names in the graph; `names` has those in the model.
+
+    A plan of the user's that does not divide a parameter is refused (LayoutError), a built-in one leaves it whole.
+    """
+    found: dict[str, Split] = {}
+    for node in body.graph.nodes:
+        if node.op != "get_attr" or node.target not in names:
+            continue
+        name = names[node.target]
+        style = style_of(name, plan)
+        if style in (None, "replicate"):
+            continue
+        shape = getattr(body, node.target).shape
+        dim = _dimension(node, style, len(shape))
+        if dim is None:
+            continue
+        split = Split(dim, (shape[dim],), frozenset({name}))
+        if shape[dim] % workers and plan is None:
+            continue
+        split.check(workers, f"parameter {name!r} ({style})")
+        found[node.target] = split
+    return found
+
+
+def _dimension(node: fx.Node, style: str, rank: int) -> int | None:
+    """Which dimension of a parameter its style splits; None for none of it."""
+    if rank == 1:
+        return 0 if style == "colwise" else None  # what is added to a sum is added once
+    if style == "vocab":
+        return 0
+    for user in node.users:
+        outer = _OUTER.get(name_of(user))
+        if outer is not None and rank == 2 and node in list(arguments_of(user).values()):
+            return outer if style == "colwise" else 1 - outer
+    return None
+
+
+def other_parts(body: fx.GraphModule, name: str, split: Split, workers: int) -> list[Split]:
+    """Of what else a split dimension may consist: two or three equal parts, or those that the graph takes it apart to."""
+    size = split.size
+    found = [(size // count,) * count for count in (3, 2) if size % (count * workers) == 0]
+    for node in body.graph.nodes:
+        if name_of(node) == "split_with_sizes":
+            sizes = tuple(node.args[1])
+            if sum(sizes) == size and all(part % workers == 0 for part in sizes):
+                found.append(sizes)
+    return [split.along(split.dim, parts) for parts in dict.fromkeys(found)]

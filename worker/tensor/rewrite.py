@@ -1,0 +1,251 @@
+"""From the graph of a stage to that of one worker of a tensor-parallel group: parameters split, collectives put in.
+
+Every value of the graph is whole on all workers or split along one dimension. Where an operation has a rule
+(rules.py) for the splits it is given it runs on the parts; any other sees whole tensors, which are gathered for it: so
+what is computed is always what the whole graph computes. Shapes are static, so all is decided here, before anything
+runs, and the collectives of every worker stand in the same order in the same graph.
+
+The scheme is Megatron-LM's (Shoeybi et al. 2019), found by propagation as in GSPMD (Xu et al. 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from worker.tensor.collectives import Enter, Gather, Pick, Sum, TensorGroup
+from worker.tensor.layout import LayoutError, Split
+
+_PREFIX = "tensor_"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the new graph; `split` is None where every worker has it whole, a tuple of them for a list."""
+
+    node: fx.Node
+    split: Split | None | tuple[Split | None, ...] = None
+
+
+@dataclass
+class Gathered:
+    """How many elements were gathered because no rule kept them split, and the parameters from which the split came;
+    `refused` are the splits that a number of workers does not divide."""
+
+    elements: int = 0
+    origins: set[str] = field(default_factory=set)
+    refused: list[LayoutError] = field(default_factory=list)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Less is better; of as much the one whose refusal leaves most."""
+        return self.elements, -max((one.most for one in self.refused), default=0)
+
+
+class Rewriter:
+    """Builds the graph of one worker; `splits` are those of parameters, by their names in the graph."""
+
+    def __init__(self, body: fx.GraphModule, values: Mapping[fx.Node, Any], group: TensorGroup):
+        self.body, self.values, self.group = body, values, group
+        self.gathered = Gathered()
+        self._graph = fx.Graph()
+        self._modules: dict[str, nn.Module] = {}
+        self._of: dict[fx.Node, Value] = {}
+        self._wholes: dict[fx.Node, fx.Node] = {}
+        self._entered: dict[fx.Node, fx.Node] = {}
+        self._picked: dict[tuple[fx.Node, int, tuple[int, ...]], fx.Node] = {}
+
+    def run(self, splits: Mapping[str, Split], rules: Mapping[str, Any]) -> fx.GraphModule:
+        """The graph in which the parameters `splits` are split; they are cut to size here. LayoutError."""
+        for node in self.body.graph.nodes:
+            if node.op == "output":
+                self._graph.output(tuple(self.whole(one) for one in node.args[0]))
+                continue
+            split = splits.get(node.target) if node.op == "get_attr" else None
+            if split is not None:
+                split.check(self.group.workers, f"parameter {node.target}")
+            if split is not None or not any(self.split_of(one) for one in node.all_input_nodes):
+                self._of[node] = Value(self._graph.node_copy(node, lambda old: self._of[old].node), split)
+                continue
+            if is_inplace(node):
+                self._forget_copies()
+            rule = rules.get(name_of(node))
+            made = rule(self, node) if rule is not None else None
+            self._of[node] = made if made is not None else self.on_whole(node)
+        self._graph.lint()
+        root = {name: self._cut(name, value, splits) for name, value in self._attributes().items()}
+        return fx.GraphModule({**root, **self._modules}, self._graph, class_name=type(self.body).__name__)
+
+    # What rules use
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.values[node].shape)
+
+    def split_of(self, node: Any) -> Split | None | tuple[Split | None, ...]:
+        return self._of[node].split if isinstance(node, fx.Node) else None
+
+    def local(self, node: fx.Node) -> fx.Node:
+        """The new node of a value as it is."""
+        return self._of[node].node
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """The new node of a whole value; gathered where it is split."""
+        value = self._of[node]
+        if value.split is None:
+            return value.node
+        if isinstance(value.split, tuple):
+            raise LayoutError(
+                f"{node.name} makes a list of split tensors, which is used as a list: leave the parameters "
+                f"{', '.join(sorted(set().union(*(s.origins for s in value.split if s))))} whole"
+            )
+        if node not in self._wholes:
+            self.gathered.elements += math.prod(self.shape(node))
+            self.gathered.origins |= value.split.origins
+            self._wholes[node] = self.call(Gather(self.group, value.split), value.node)
+        return self._wholes[node]
+
+    def entered(self, node: fx.Node) -> fx.Node:
+        """The new node of a whole value whose gradient is computed in parts."""
+        if not self._takes_gradient(node):
+            return self.whole(node)
+        if node not in self._entered:
+            self._entered[node] = self.call(Enter(self.group), self.whole(node))
+        return self._entered[node]
+
+    def picked(self, node: fx.Node, split: Split) -> fx.Node:
+        """The new node of a value split so."""
+        have = self.split_of(node)
+        if have is not None and have.like(split):
+            return self._of[node].node
+        split.check(self.group.workers, f"a dimension of {node.name}")
+        key = (node, split.dim, split.parts)
+        if key not in self._picked:
+            self._picked[key] = self.call(Pick(self.group, split), self.whole(node))
+        return self._picked[key]
+
+    def call(self, module: nn.Module, *arguments: fx.Node) -> fx.Node:
+        """A new node that calls a module of the group."""
+        name = f"{_PREFIX}{len(self._modules)}"
+        self._modules[name] = module
+        return self._graph.call_module(name, arguments)
+
+    def summed(self, node: fx.Node) -> fx.Node:
+        return self.call(Sum(self.group), node)
+
+    def emit(self, node: fx.Node, target: Any, arguments: tuple, keywords: Mapping | None = None) -> fx.Node:
+        """A new node in the place of `node`, of any function, with its name and what is known of it."""
+        made = self._graph.create_node(
+            "call_function", target, arguments, dict(keywords or {}), name=node.name
+        )
+        made.meta = dict(node.meta)
+        return made
+
+    def add(self, target: Any, *arguments: Any) -> fx.Node:
+        """A new node that no node of the old graph stands for."""
+        return self._graph.call_function(target, arguments)
+
+    def copy(self, node: fx.Node, given: Mapping[fx.Node, fx.Node], split: Any, **changed: Any) -> Value:
+        """The same operation on the new nodes `given`, with the arguments of these names `changed`."""
+        bound = arguments_of(node)
+        names = list(bound)
+        mapped = {
+            name: changed[name]
+            if name in changed
+            else fx.map_arg(value, lambda old: given.get(old, self.local(old)))
+            for name, value in bound.items()
+        }
+        only = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}
+        positional = tuple(mapped[name] for name in names if name not in only)
+        keywords = {name: mapped[name] for name in names if name in only}
+        return Value(self.emit(node, node.target, positional, keywords), split)
+
+    def on_whole(self, node: fx.Node) -> Value:
+        """Any operation, on whole tensors. LayoutError for one that would change a gathered copy."""
+        if is_inplace(node) and self.split_of(node.args[0]) is not None:
+            raise LayoutError(
+                f"{node.name} changes a split tensor in place: write the operation that makes a new one"
+            )
+        copied = self._graph.node_copy(node, self.whole)
+        return Value(copied)
+
+    # Inside
+
+    def _takes_gradient(self, node: fx.Node) -> bool:
+        value = self.values[node]
+        if node.op == "get_attr":
+            return isinstance(getattr(self.body, node.target), nn.Parameter)
+        return value.is_floating_point() or value.is_complex()
+
+    def _forget_copies(self) -> None:
+        """What was gathered or picked before something changed is no copy any more."""
+        for copies in (self._wholes, self._entered, self._picked):
+            copies.clear()
+
+    def _attributes(self) -> dict[str, Any]:
+        return {
+            node.target: getattr(self.body, node.target)
+            for node in self.body.graph.nodes
+            if node.op == "get_attr"
+        }
+
+    def _cut(self, name: str, value: Any, splits: Mapping[str, Split]) -> Any:
+        if name not in splits:
+            return value
+        part = splits[name].pick(value.detach(), self.group.worker, self.group.workers).clone()
+        return nn.Parameter(part, requires_grad=value.requires_grad)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator by name, with its defaults up to the last one given."""
+    schema = node.target._schema.arguments
+    found = dict(zip([argument.name for argument in schema], node.args, strict=False)) | dict(node.kwargs)
+    last = max(index for index, argument in enumerate(schema) if argument.name in found)
+    return {
+        argument.name: found.get(argument.name, argument.default_value)
+        for index, argument in enumerate(schema)
+        if argument.name in found or (index < last and not argument.kwarg_only)
+    }
+
+
+def name_of(node: fx.Node) -> str:
+    """The name that rules have for an operation: "linear" for all overloads of aten.linear."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        if torch.Tag.pointwise in node.target.tags:
+            return "pointwise"
+        return packet.__name__
+    return getattr(node.target, "__name__", "")
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether an operator changes its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+    )
+
+
+def whole_values(body: fx.GraphModule, inputs: list[Tensor]) -> dict[fx.Node, Any]:
+    """Every value of a stage's graph, without numbers: `inputs` give shapes and types."""
+    found: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            found[node] = super().run_node(node)
+            return found[node]
+
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
+        Recorder(body, garbage_collect_values=False).run(*fakes)
+    return found

@@ -1,0 +1,69 @@
+"""A stage as one worker of a tensor-parallel group runs it: the same inputs and outputs, less of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from worker.model.stages import StageModule
+from worker.tensor.collectives import TensorGroup
+from worker.tensor.layout import Split
+from worker.tensor.plans import other_parts, split_parameters
+from worker.tensor.rewrite import Gathered, Rewriter, whole_values
+from worker.tensor.rules import RULES
+
+
+@dataclass(frozen=True)
+class TensorStage:
+    """The stage, the splits of its parameters by their names in the model, and what is gathered for want of a rule."""
+
+    module: StageModule
+    splits: Mapping[str, Split]
+    gathered: Gathered
+
+
+def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: TensorGroup) -> TensorStage:
+    """`stage` with its parameters split by `plan` (module-name patterns; None: the built-in ones) over `group`.
+
+    Of what a fused projection consists is found by trying: the parts with which the least must be gathered.
+    Raises LayoutError where the number of workers does not divide what is to be split.
+    """
+    names = {local.removeprefix("body."): name for local, name in stage.original_names.items()}
+    splits = split_parameters(stage.body, names, plan, group.workers)
+    if not splits:
+        return TensorStage(stage, {}, Gathered())
+    inputs = [
+        torch.empty(shape, dtype=dtype)
+        for shape, dtype in zip(stage.input_shapes, stage.input_dtypes, strict=True)
+    ]
+    values = whole_values(stage.body, inputs)
+
+    def attempt(given: Mapping[str, Split]) -> tuple[fx.GraphModule, Gathered]:
+        rewriter = Rewriter(stage.body, values, group)
+        return rewriter.run(given, RULES), rewriter.gathered
+
+    body, gathered = attempt(splits)
+    for name, split in list(splits.items()):
+        if split.origins.isdisjoint(gathered.origins):
+            continue
+        for other in other_parts(stage.body, name, split, group.workers):
+            changed = splits | {
+                local: one.along(one.dim, other.parts)
+                for local, one in splits.items()
+                if one.parts == split.parts and _module(one) == _module(split)
+            }
+            again, found = attempt(changed)
+            if found.cost < gathered.cost:
+                body, gathered, splits = again, found, changed
+    if gathered.refused:
+        raise gathered.refused[0]
+    return TensorStage(
+        stage.with_body(body), {names[local]: split for local, split in splits.items()}, gathered
+    )
+
+
+def _module(split: Split) -> str:
+    return next(iter(split.origins)).rpartition(".")[0]
