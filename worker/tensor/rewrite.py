@@ -30,7 +30,7 @@ class Value:
     """A value of the new graph; `split` is None where every worker has it whole, a tuple of them for a list."""
 
     node: fx.Node
-    split: Split | None | tuple[Split | None, ...] = None
+    split: Split | tuple[Split | None, ...] | None = None
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Rewriter:
         """Of the whole tensor."""
         return tuple(self.values[node].shape)
 
-    def split_of(self, node: Any) -> Split | None | tuple[Split | None, ...]:
+    def split_of(self, node: Any) -> Split | tuple[Split | None, ...] | None:
         return self._of[node].split if isinstance(node, fx.Node) else None
 
     def local(self, node: fx.Node) -> fx.Node:
