@@ -1,8 +1,8 @@
 """`resources.meshes` as a list: one entry a mesh, with its workers and how they share its work (DESIGN section 12).
 
-What runs today are data-parallel meshes. A list of meshes that are all alike is the short form written out; where they have
-unlike numbers of workers, `workers` says them. Everything else that a list can say is read, checked against itself, and
-refused by name until it runs.
+Workers of a mesh share its samples (data parallel) or its matrices (tensor parallel). A list of meshes that are all alike is
+the short form written out; where they have unlike numbers of workers, `workers` says them. Everything else that a list
+can say is read, checked against itself, and refused by name until it runs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class MeshEntry(_Part):
 def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
     """`resources` with meshes and workers_per_mesh as numbers; raises ValueError for a list that cannot run (yet)."""
     listed = resources["meshes"]
-    for field in ("workers_per_mesh", "workers"):
+    for field in ("workers_per_mesh", "workers", "tensor"):
         if resources.get(field) is not None:
             raise ValueError(
-                f"meshes is a list and {field} is given too: each entry says its workers, leave it out"
+                f"meshes is a list and {field} is given too: each entry says its own, leave it out"
             )
     if not 1 <= len(listed) <= LARGEST:
         raise ValueError(f"meshes lists {len(listed)} meshes: list 1 to {LARGEST}")
@@ -51,7 +51,23 @@ def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
         _check_sizes(f"meshes.{k}", entry)
     for k, entry in enumerate(entries):
         _check_runs(f"meshes.{k}", entry)
-    return {**resources, "meshes": len(entries), **sizes_of([entry.workers for entry in entries])}
+    return {
+        **resources,
+        "meshes": len(entries),
+        "tensor": _tensor_of(entries),
+        **sizes_of([entry.workers for entry in entries]),
+    }
+
+
+def _tensor_of(entries: Sequence[MeshEntry]) -> int:
+    """Among how many workers each of the meshes shares its matrices; ValueError where they are not alike."""
+    tensors = [entry.parallel.tensor for entry in entries]
+    if len({*tensors}) > 1:
+        raise ValueError(
+            f"meshes.*.parallel.tensor is {', '.join(map(str, tensors))}: meshes share their matrices among equally many "
+            "workers so far; give all meshes the same tensor"
+        )
+    return tensors[0]
 
 
 def sizes_of(workers: Sequence[int]) -> dict[str, Any]:
@@ -71,6 +87,30 @@ def check_listed(meshes: int | None, largest: int, workers: Sequence[int], devic
         raise ValueError(
             f"meshes of unlike sizes ({', '.join(map(str, workers))} workers) run on cpu so far: set device to cpu, or give "
             "all meshes the same number of workers"
+        )
+
+
+def check_tensor(workers: int, unlike: Sequence[int] | None, tensor: int, plan: object, device: str) -> None:
+    """Raise ValueError unless meshes of so many workers can share their matrices among `tensor` of them."""
+    if tensor == 1:
+        if plan is not None:
+            raise ValueError(
+                "tensor_plan says how matrices are shared, and tensor is 1: set tensor, or leave the plan out"
+            )
+        return
+    if unlike is not None:
+        raise ValueError(
+            f"tensor is {tensor}, and the meshes have {', '.join(map(str, unlike))} workers: tensor parallel meshes are of "
+            "one size so far; give all meshes the same number of workers, or set tensor to 1"
+        )
+    if workers % tensor:
+        raise ValueError(
+            f"tensor {tensor} does not divide workers_per_mesh {workers}: use one of {_divisors(workers)}, or a multiple of "
+            f"{tensor} workers"
+        )
+    if device == "cuda":
+        raise ValueError(
+            f"tensor is {tensor}: tensor parallel meshes run on cpu so far; set device to cpu, or tensor to 1"
         )
 
 
@@ -136,11 +176,6 @@ def _check_sizes(place: str, entry: MeshEntry) -> None:
 
 
 def _check_runs(place: str, entry: MeshEntry) -> None:
-    if entry.parallel.tensor > 1:
-        raise ValueError(
-            f"{place}.parallel.tensor is {entry.parallel.tensor}: tensor parallel cannot run yet; "
-            f"set it to 1 and data to {entry.workers}"
-        )
     if entry.shard != "none":
         raise ValueError(f"{place}.shard is {entry.shard}: sharded optimizers cannot run yet; set it to none")
 

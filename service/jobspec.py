@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
-from service.job_meshes import check_listed, check_shared, short_form
+from service.job_meshes import check_listed, check_shared, check_tensor, short_form
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
@@ -214,6 +214,14 @@ class Resources(_Part):
         default=None,
         description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
     )
+    tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1,
+        description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
+    )
+    tensor_plan: dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
+        default=None,
+        description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_per_worker: MemoryPerWorker = Field(
         default="auto",
@@ -229,6 +237,7 @@ class Resources(_Part):
     def _workers_of_each_mesh(self) -> Self:
         if self.workers is not None:
             check_listed(self.meshes, self.workers_per_mesh, self.workers, self.device)
+        check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan, self.device)
         return self
 
 
@@ -363,7 +372,13 @@ class JobSpec(_Part):
                 f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
             )
         count = self.training.microbatches
-        check_shared(self.training.global_batch, None if count == "auto" else count, self.mesh_sizes)
+        shares = [size // self.resources.tensor for size in self.mesh_sizes]
+        check_shared(self.training.global_batch, None if count == "auto" else count, shares)
+        if self.resources.tensor > 1 and self.evaluation is not None:
+            raise ValueError(
+                f"resources.tensor is {self.resources.tensor} and the job has an evaluation: what is evaluated is not "
+                "shared by several workers so far; leave evaluation out, or set tensor to 1"
+            )
         return self
 
     @property

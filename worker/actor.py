@@ -22,6 +22,7 @@ from worker.choices import microbatch_counts
 from worker.data.evaluation import EvaluationBatches, EvaluationSize
 from worker.device import choose_device
 from worker.engine import Engine, Plans, SlotLimits
+from worker.engine.tensor_share import TensorShare
 from worker.evaluation import EvaluationProgram, Evaluator
 from worker.failure import as_failure, attributed_to
 from worker.job import Job
@@ -36,6 +37,7 @@ from worker.program import program_from_json
 from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.running import run_options, told_as_failure
+from worker.sharing_matrices import share_matrices
 from worker.traced_model import JobModel
 from worker.training import (
     learning_rate,
@@ -64,6 +66,7 @@ class Worker(Measuring):
         self._planned_bytes: int | None = None
         self._evaluated: EvaluationBatches | None = None
         self._evaluator: Evaluator | None = None
+        self._share: TensorShare | None = None
 
     def address(self) -> WorkerAddress:
         """Where this worker runs; takes its GPU. RuntimeError when there is none."""
@@ -91,14 +94,12 @@ class Worker(Measuring):
         profile is cached."""
         self._workers_per_mesh = workers_per_mesh
         counts = microbatch_counts(self._job)
-        self._batches = Batches(
-            self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
-        )
+        tensor = self._job.resources.tensor  # so many workers have the same samples
+        data = {"worker": self._worker // tensor, "workers_per_mesh": workers_per_mesh // tensor}
+        self._batches = Batches(self._job, **data, microbatches=counts[-1])
         self._model.keywords = self._batches.keywords
         if self._job.evaluation is not None:
-            self._evaluated = EvaluationBatches(
-                self._job, worker=self._worker, workers_per_mesh=workers_per_mesh, microbatches=counts[-1]
-            )
+            self._evaluated = EvaluationBatches(self._job, **data, microbatches=counts[-1])
             self._evaluated.check_like(self._batches)
         self._build_loss()
         workers = sum(self._job.mesh_sizes)
@@ -171,7 +172,10 @@ class Worker(Measuring):
             training, schedule = self._job.training, self._job.optimizer.schedule
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
             graph = self._model.cut(self._batches.sample[0], begins, here, weights)
-            self._stages = stages = {i: graph.stages[i].to(self._device) for i in here}
+            self._share, whole = None, {i: graph.stages[i] for i in here}
+            if self._job.resources.tensor > 1:
+                self._share, whole = share_matrices(self._job, whole, self._worker)
+            self._stages = stages = {i: stage.to(self._device) for i, stage in whole.items()}
             self._reader = StageReader(
                 stages,
                 self._batches,
@@ -199,6 +203,7 @@ class Worker(Measuring):
                 recomputed=frozenset(recomputed),
                 planned_starts_s=planned_starts_s,
                 reshardings=reshardings,
+                tensor=self._share,
             )
             self._memory.settle(
                 t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
@@ -227,22 +232,25 @@ class Worker(Measuring):
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
-        own = self._engine.state()
-        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
+        state, step = checkpoint.load(uri, names=self._engine.state_names())
         state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step
 
     def tensor_names(self) -> list[str]:
-        """What this worker's stages hold, by original name."""
-        return list(named_tensors(self._stages))
+        """What this worker's stages hold, by original name; a part of a matrix by which it is."""
+        return list(self._held())
 
     @attributed_to(Reason.DATA_FAILED)
     def fingerprint(self, names: Sequence[str]) -> Fingerprint:
         """Checksums of those of the tensors `names` that are here, and of sample 0."""
-        own = named_tensors(self._stages)
+        own = self._held()
         first, again = (checksum(self._batches.first_row()) for _ in range(2))
         return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        found = named_tensors(self._stages)
+        return found if self._share is None else {self._share.told(name): t for name, t in found.items()}
 
     def warm_up(self, step: int) -> None:
         """On CUDA, load and try all kernels on the samples of the first step, before anybody waits for this mesh."""
@@ -288,11 +296,14 @@ class Worker(Measuring):
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> list[str]:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same). The names of
-        other shards that it wrote."""
+        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same, or give it their
+        parts). The names of other shards that it wrote."""
+        if self._worker >= self._job.resources.tensor:
+            return []
+        state = self._engine.state()
         if self._worker != 0:
             return []
-        checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+        checkpoint.save_shard(uri, step=step, shard=self._mesh, state=state)
         return self._model.save_rest(uri, step)
 
     def _use(self, microbatches: int | None) -> None:

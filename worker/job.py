@@ -105,10 +105,13 @@ class Pipeline:
 @dataclass(frozen=True)
 class Resources:
     """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes. `workers` has one number a
-    mesh where they are not alike; then `workers_per_mesh` is the largest."""
+    mesh where they are not alike; then `workers_per_mesh` is the largest. So many workers as `tensor` says share the
+    matrices of a stage, by `tensor_plan` (module-name patterns to styles, see worker/tensor/plans.py)."""
 
     meshes: int | None = None
     workers_per_mesh: int = 1
+    tensor: int = 1
+    tensor_plan: Mapping[str, str] | None = None
     workers: tuple[int, ...] | None = None
     device: str = "auto"
     memory_per_worker: str | int = "auto"
@@ -181,7 +184,12 @@ class Job:
     @property
     def row_step(self) -> int:
         """A microbatch's samples are a multiple of this, so that the workers of every mesh have equally many."""
-        return math.lcm(*(self.resources.workers or (self.resources.workers_per_mesh,)))
+        return math.lcm(*(self.resources.workers or (self.data_workers,)))
+
+    @property
+    def data_workers(self) -> int:
+        """Among how many workers of a mesh a microbatch is dealt: those that share matrices have the same samples."""
+        return self.resources.workers_per_mesh // self.resources.tensor
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:

@@ -24,6 +24,7 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         non_finite=training.non_finite,
         ignored_target=ignored_target(job),
         seed=training.seed,
+        tensor=job.resources.tensor,
         limits=limits,
         device=device,
     )

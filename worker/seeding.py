@@ -13,20 +13,39 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from worker.turns import GENERATORS
+
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """What the body draws from random, numpy.random and torch (on CUDA too, once it is in use) follows from
     `seed` alone; afterwards these generators stand where they stood."""
+    with _kept():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # not torch.manual_seed: before CUDA is in use that keeps every seed, with a stack trace, for later
+        for generator in (torch.default_generator, *_cuda_generators()):
+            generator.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def others_turn() -> Iterator[None]:
+    """While the body waits for other workers: a turn of this thread with the generators is others', if it has it, and
+    afterwards the generators stand where they stood."""
+    if not GENERATORS.mine:
+        yield
+        return
+    with _kept(), GENERATORS.left():
+        yield
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
     cuda = _cuda_generators()
     python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_cuda = [generator.get_state() for generator in cuda]
     try:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        # not torch.manual_seed: before CUDA is in use that keeps every seed, with a stack trace, for later
-        for generator in (torch.default_generator, *cuda):
-            generator.manual_seed(seed)
         yield
     finally:
         random.setstate(python)

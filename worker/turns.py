@@ -7,7 +7,9 @@ holds GENERATORS while user code of its own may seed them and draw, so that neit
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 
 class Turns:
@@ -16,13 +18,30 @@ class Turns:
     def __init__(self) -> None:
         self._next = threading.Lock()
         self._lock = threading.Lock()
+        self._holder: int | None = None
 
     def __enter__(self) -> None:
         with self._next:  # who waits here is the next, whatever the holder does after its turn
             self._lock.acquire()
+        self._holder = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        self._holder = None
         self._lock.release()
+
+    @property
+    def mine(self) -> bool:
+        """Whether it is this thread's turn."""
+        return self._holder == threading.get_ident()
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """In the body it is others' turn; afterwards this thread's again."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 GENERATORS = Turns()

@@ -27,8 +27,9 @@ from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtyp
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
+from worker.engine.tensor_share import TensorShare
 from worker.engine.token_weights import token_weights
-from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
+from worker.engine.update import TENSOR, ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import Kept, Silent, on_device
 from worker.engine.watch import Watch
 from worker.program import COMPUTE_OPS, Program
@@ -50,7 +51,7 @@ class Engine:
     `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
     every worker. `planned_s` and `planned_starts_s` have the planned duration and start of each instruction of
     `program`; the stages `recomputed` keep their inputs only and run their forward again in B or I. `reshardings` are
-    the transfers between meshes of unlike sizes.
+    the transfers between meshes of unlike sizes, `tensor` what this worker has of matrices that several share.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine:
         recomputed: Collection[int] = (),
         planned_starts_s: Sequence[float | None] | None = None,
         reshardings: Plans | None = None,
+        tensor: TensorShare | None = None,
     ):
         self._mesh, self._worker = mesh, worker
         self._program = tuple(program)
@@ -95,7 +97,10 @@ class Engine:
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
-            settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
+            settings=UpdateSettings(
+                self._options.clip_grad_norm, self._options.non_finite, self._device, self._options.tensor
+            ),
+            share=self._join(tensor),
         )
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
@@ -224,6 +229,10 @@ class Engine:
         """Parameters, buffers and optimizer state by the original names of the model."""
         return self._update.state()
 
+    def state_names(self) -> set[str]:
+        """The original names of this mesh's parameters and buffers."""
+        return self._update.names()
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take this mesh's part of `state`, which may hold all meshes'."""
         self._update.load_state(state)
@@ -263,7 +272,7 @@ class Engine:
             loss=loss,
             autocast_dtype=torch.bfloat16 if self._options.precision == "bf16" else None,
             seed=self._options.seed,
-            worker=self._worker,
+            worker=self._worker // self._options.tensor,
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
             weights=None if self._options.ignored_target is None else self._weights,
@@ -271,7 +280,15 @@ class Engine:
         )
 
     def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        return token_weights(targets, self._options.ignored_target, self._update.transport)
+        options = self._options
+        return token_weights(targets, options.ignored_target, self._update.transport, options.tensor)
+
+    def _join(self, share: TensorShare | None) -> TensorShare | None:
+        """From now on the workers that share matrices sum over this engine's transport, whichever it has."""
+        if share is not None:
+            name = f"{TENSOR}/{self._mesh}/{self._worker // self._options.tensor}"
+            share.connect(lambda tensor: self._update.transport.all_reduce(name, tensor))
+        return share
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
         return wire_dtype(route.dtype, route.differentiable, self._options.transfers)

@@ -7,18 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.engine.update import ALL_WORKERS
+from worker.engine.update import workers_group
 from worker.transport.base import Transport
 
 
 @torch.no_grad()
-def token_weights(targets: Sequence[torch.Tensor], ignored: int, transport: Transport) -> torch.Tensor:
+def token_weights(
+    targets: Sequence[torch.Tensor], ignored: int, transport: Transport, tensor: int = 1
+) -> torch.Tensor:
     """The weight of each microbatch of this worker; over those of all workers of the mesh they are 1 on average.
 
-    Every worker of the mesh calls this at the same place of its program.
+    Every worker of the mesh, of which `tensor` next to each other have the same targets, calls this at the same place
+    of its program.
     """
     tokens = torch.stack([(target != ignored).sum() for target in targets]).double()
-    total, workers = tokens.sum(), transport.topology.workers(transport.mesh)
+    total, workers = tokens.sum(), transport.topology.workers(transport.mesh) // tensor
     if workers > 1:
-        transport.all_reduce(f"{ALL_WORKERS}/{transport.mesh}", total)
+        transport.all_reduce(workers_group(transport.mesh, transport.worker, tensor), total)
     return tokens * (len(targets) * workers) / total.clamp(min=1)

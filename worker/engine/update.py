@@ -18,21 +18,24 @@ from worker.engine.errors import NonFiniteError
 from worker.engine.lanes import Finish, followed_by
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
 from worker.engine.stage_run import drop_casts
+from worker.engine.tensor_share import TensorShare
 from worker.transport.base import Topology, Transport, finish
 
 ALL_MESHES = "meshes"
 ALL_WORKERS = "workers"
 EVERYBODY = "everybody"
+TENSOR = "tensor"
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
     """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on
-    `device`, also where the mesh has no parameter to tell it."""
+    `device`, also where the mesh has no parameter to tell it; `tensor` is that of RunOptions."""
 
     clip_grad_norm: float | None
     non_finite: str
     device: torch.device | str = "cpu"
+    tensor: int = 1
 
 
 @dataclass
@@ -44,16 +47,21 @@ class UpdateResult:
 
 
 def reduce_groups(
-    topology: Topology, tied: Mapping[str, Sequence[int]], mesh_of_stage: Sequence[str]
+    topology: Topology, tied: Mapping[str, Sequence[int]], mesh_of_stage: Sequence[str], tensor: int = 1
 ) -> dict[str, tuple[int, ...]]:
     """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
     the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
-    in place of the same ones. The same mapping on every worker."""
+    in place of the same ones. Of the workers of a mesh `tensor` next to each other share matrices: these are a group,
+    and those that have the same part. The same mapping on every worker."""
     groups: dict[str, tuple[int, ...]] = {}
     shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
     shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
     for mesh, size in zip(topology.meshes, topology.sizes, strict=True):
-        groups[f"{ALL_WORKERS}/{mesh}"] = tuple(topology.rank(mesh, w) for w in range(size))
+        ranks = [topology.rank(mesh, w) for w in range(size)]
+        for part in range(tensor):
+            groups[workers_group(mesh, part, tensor)] = tuple(ranks[part::tensor])
+        for first in range(0, size, tensor):
+            groups[f"{TENSOR}/{mesh}/{first // tensor}"] = tuple(ranks[first : first + tensor])
     if not topology.alike:
         groups[EVERYBODY] = tuple(range(topology.size))
         for name, holders in shared.items():
@@ -72,6 +80,11 @@ def reduce_groups(
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
+def workers_group(mesh: str, worker: int, tensor: int) -> str:
+    """The workers of `mesh` that sum their gradients with worker `worker`."""
+    return f"{ALL_WORKERS}/{mesh}" if tensor == 1 else f"{ALL_WORKERS}/{mesh}/{worker % tensor}"
+
+
 class ModelUpdate:
     """The parameters of the stages of one mesh, each once, by original name."""
 
@@ -85,15 +98,17 @@ class ModelUpdate:
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None,
         transport: Transport,
         settings: UpdateSettings,
+        share: TensorShare | None = None,
     ):
         self.transport = transport
+        self._share = share
         self._settings = settings
         self._stages = stages
         self.parameters = _named_parameters(stages)
         self._buffers = _named_buffers(stages)
         mesh, worker = transport.mesh, transport.worker
-        self._groups = reduce_groups(transport.topology, tied, mesh_of_stage)
-        self._workers_group = f"{ALL_WORKERS}/{mesh}"
+        self._groups = reduce_groups(transport.topology, tied, mesh_of_stage, settings.tensor)
+        self._workers_group = workers_group(mesh, worker, settings.tensor)
         self._alike = transport.topology.alike
         self._meshes_group = f"{ALL_MESHES}/{worker}" if self._alike else EVERYBODY
         self._tied_groups = {
@@ -104,7 +119,7 @@ class ModelUpdate:
         }
         # Every worker that has the loss makes gradients of the mean over its own rows: the sum over all workers of a
         # mesh, each with its rows, is as many times too large, however many workers this mesh has.
-        self._shares = transport.topology.workers(mesh_of_stage[-1])
+        self._shares = transport.topology.workers(mesh_of_stage[-1]) // settings.tensor
         owner = {
             name: min(stages, key=lambda s: transport.topology.meshes.index(mesh_of_stage[s]))
             for name, stages in tied.items()
@@ -229,12 +244,13 @@ class ModelUpdate:
         return UpdateResult(value)
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by original name."""
+        """Parameters, buffers and optimizer state by original name. Where workers share matrices these are whole, and
+        all of them call this at the same time."""
         names = self._optimized_names()
         saved = (
             self.optimizer.state_dict() if self.optimizer is not None else {"state": {}, "param_groups": []}
         )
-        return {
+        own = {
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
             "buffers": dict(self._buffers),
             "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
@@ -243,10 +259,17 @@ class ModelUpdate:
             else save_groups(self.optimizer, self._name_of(), self.lr_schedule),
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
         }
+        return own if self._share is None else self._share.whole_state(own)
+
+    def names(self) -> set[str]:
+        """Those of parameters and buffers."""
+        return {*self.parameters, *self._buffers}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`; `state` may hold other meshes' entries too. KeyError names what is missing."""
+        if self._share is not None:
+            state = self._share.part_of_state(state, {*self.parameters})
         for kind, mine in (("parameters", self.parameters), ("buffers", self._buffers)):
             for name, tensor in mine.items():
                 if name not in state[kind]:
@@ -305,7 +328,8 @@ class ModelUpdate:
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
-        gradients = [g for name in self._counted if (g := self.parameters[name].grad) is not None]
+        counted = self._counted if self._share is None else self._share.counted(self._counted)
+        gradients = [g for name in counted if (g := self.parameters[name].grad) is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
         total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
@@ -314,6 +338,8 @@ class ModelUpdate:
         ):  # once a mesh: its workers have the same
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()
+        if self._share is not None:
+            self._share.sum(total)
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
             if self._workers_group in self._groups and self._alike:

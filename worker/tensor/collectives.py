@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.seeding import others_turn
 from worker.tensor.layout import Split
 
 AllReduce = Callable[[torch.Tensor], None]
@@ -46,7 +47,10 @@ class TensorGroup:
     def _reduce(self, tensor: torch.Tensor) -> None:
         if self.all_reduce is None:
             raise RuntimeError("the tensor-parallel group is not connected: a stage ran before connect()")
-        self.all_reduce(tensor)
+        with (
+            others_turn()
+        ):  # a forward may have the generators, and so may those that it waits for, in one process
+            self.all_reduce(tensor)
 
 
 class Enter(nn.Module):

@@ -36,6 +36,9 @@ BUILT_IN: tuple[tuple[str, Style], ...] = (
     *((f"*.self.{name}", "colwise") for name in ("query", "key", "value")),
     ("*.intermediate.dense", "colwise"),
     ("*.output.dense", "rowwise"),
+    # the built-in U-Net, and those of diffusers
+    *((f"{name}.conv1", "colwise") for name in ("down.*", "up.*", "middle", "*.resnets.*")),
+    *((f"{name}.conv2", "rowwise") for name in ("down.*", "up.*", "middle", "*.resnets.*")),
     # T5
     *((f"*Attention.{name}", "colwise") for name in ("q", "k", "v", "relative_attention_bias")),
     ("*Attention.o", "rowwise"),
@@ -44,7 +47,8 @@ BUILT_IN: tuple[tuple[str, Style], ...] = (
 )
 """Module-name patterns of the families that share them; the first that fits counts."""
 
-_OUTER = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1, "embedding": 1}
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_OUTER = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1, "embedding": 1, **dict.fromkeys(_CONVOLUTIONS, 0)}
 """Of the operations that use a matrix, the dimension of it that becomes one of the result."""
 
 
@@ -89,8 +93,13 @@ def _dimension(node: fx.Node, style: str, rank: int) -> int | None:
     if style == "vocab":
         return 0
     for user in node.users:
-        outer = _OUTER.get(name_of(user))
-        if outer is not None and rank == 2 and node in list(arguments_of(user).values()):
+        name = name_of(user)
+        outer = _OUTER.get(name)
+        if (
+            outer is not None
+            and (rank == 2 or name in _CONVOLUTIONS)
+            and node in list(arguments_of(user).values())
+        ):
             return outer if style == "colwise" else 1 - outer
     return None
 

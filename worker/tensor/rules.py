@@ -336,6 +336,46 @@ def embedding(rw: Rewriter, node: fx.Node) -> Value | None:
     return Value(rw.summed(rw.call(look, rw.local(table), rw.local(words))))
 
 
+def convolution(rw: Rewriter, node: fx.Node) -> Value | None:
+    """Of channels: by those that come out (rows of the weight), or by those that go in."""
+    bound = arguments_of(node)
+    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    split = rw.split_of(weight)
+    if split is None or bound.get("groups", 1) != 1 or len(rw.shape(x)) != len(rw.shape(weight)):
+        return None
+    if split.dim == 0:
+        given = {x: rw.entered(x), weight: rw.local(weight)}
+        if bias is not None:
+            given[bias] = rw.picked(bias, split.along(0))
+        return rw.copy(node, given, split.along(1))
+    if split.dim != 1:
+        return None
+    given = {x: rw.picked(x, split.along(1)), weight: rw.local(weight)}
+    total = rw.summed(rw.copy(node, given, None, bias=None).node)
+    if bias is None:
+        return Value(total)
+    shape = [-1] + [1] * (len(rw.shape(weight)) - 2)
+    return Value(rw.add(add_bias, total, rw.add(aten.reshape.default, rw.whole(bias), shape)))
+
+
+def group_norm(rw: Rewriter, node: fx.Node) -> Value | None:
+    """Over whole groups of channels."""
+    bound = arguments_of(node)
+    x, groups, split = bound["input"], bound["num_groups"], rw.split_of(node.args[0])
+    if split is None or split.dim != 1 or len(split.parts) > 1 or groups % rw.group.workers:
+        return None
+    own = [one for one in (bound.get("weight"), bound.get("bias")) if one is not None]
+    given = {x: rw.local(x), **{one: rw.picked(one, split.along(0)) for one in own}}
+    return rw.copy(node, given, split, num_groups=groups // rw.group.workers)
+
+
+def by_channel(rw: Rewriter, node: fx.Node) -> Value | None:
+    """Pools and enlarges images, each channel by itself."""
+    first = node.args[0]
+    split = rw.split_of(first)
+    return rw.copy(node, {first: rw.local(first)}, split) if split is not None and split.dim == 1 else None
+
+
 def attention(rw: Rewriter, node: fx.Node) -> Value | None:
     """Scaled dot products of the same heads of queries, keys and values; their dropout needs whole ones."""
     bound = arguments_of(node)
@@ -413,6 +453,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
     "addmm": addmm,
     "embedding": embedding,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
+    "group_norm": group_norm,
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "avg_pool2d", "max_pool2d"), by_channel),
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), new_like),
 }

@@ -81,6 +81,11 @@ def prove(
             f"verify compares meshes of one size, and these have {', '.join(map(str, job.mesh_sizes))} workers: a mesh of "
             "each size has other parts of a microbatch; verify the job with equal sizes"
         )
+    if job.resources.tensor > 1:
+        raise ValueError(
+            f"verify compares whole tensors, and each of resources.tensor {job.resources.tensor} workers has a part; verify "
+            "the job with tensor 1"
+        )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
         proof.notes.append(

@@ -1,0 +1,88 @@
+"""The parameters of a mesh whose matrices several workers share: what is counted once, made whole and taken apart.
+
+Knows splits and the group; no stages, no optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from worker.tensor.collectives import AllReduce, TensorGroup
+from worker.tensor.layout import Split
+
+
+class TensorShare:
+    """What a worker of `group` has of the parameters `splits`, by original name; of all others it has the whole."""
+
+    def __init__(self, group: TensorGroup, splits: Mapping[str, Split]):
+        self._group, self._splits = group, splits
+
+    def connect(self, all_reduce: AllReduce) -> None:
+        """How the group sums from now on."""
+        self._group.all_reduce = all_reduce
+
+    def told(self, name: str) -> str:
+        """What this worker has of `name`, for a comparison with the others that have the same."""
+        if name not in self._splits:
+            return name
+        return f"{name} (part {self._group.worker + 1} of {self._group.workers})"
+
+    def counted(self, names: Sequence[str]) -> list[str]:
+        """Those of a norm's parameters that this worker counts: its parts, and what is whole on the first alone."""
+        return [name for name in names if name in self._splits or self._group.worker == 0]
+
+    def sum(self, total: torch.Tensor) -> None:
+        """Add up what the workers counted, in place."""
+        total.copy_(self._group.sum(total))
+
+    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a mesh with whole tensors; all workers of the group call this, and gather in the same order."""
+        parameters = {
+            name: self._group.gather(tensor, split) if (split := self._splits.get(name)) else tensor
+            for name, tensor in sorted(state["parameters"].items())
+        }
+        optimizer = {
+            name: {key: self._whole(name, key, value, state) for key, value in sorted(entry.items())}
+            for name, entry in sorted(state["optimizer"].items())
+        }
+        return {**state, "parameters": parameters, "optimizer": optimizer}
+
+    def part_of_state(self, state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """What this worker takes of a state with whole tensors: its parts of `names`."""
+        parameters = {
+            name: self._part(name, tensor) for name, tensor in state["parameters"].items() if name in names
+        }
+        optimizer = {
+            name: {
+                key: self._part(name, value) if _like(value, state["parameters"][name]) else value
+                for key, value in entry.items()
+            }
+            for name, entry in state["optimizer"].items()
+            if name in names
+        }
+        return {**state, "parameters": parameters, "optimizer": optimizer}
+
+    def _whole(self, name: str, key: str, value: Any, state: Mapping[str, Any]) -> Any:
+        split = self._splits.get(name)
+        if split is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        if not _like(value, state["parameters"][name]):
+            raise ValueError(
+                f"the optimizer keeps {key!r} of shape {list(value.shape)} for {name!r}, of which each worker has a part of "
+                f"shape {list(state['parameters'][name].shape)}: with `tensor` use an optimizer whose state has the "
+                "shape of its parameters, as SGD, Adam and AdamW"
+            )
+        return self._group.gather(value, split)
+
+    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        split = self._splits.get(name)
+        if split is None:
+            return whole
+        return split.pick(whole, self._group.worker, self._group.workers).clone()
+
+
+def _like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
