@@ -65,3 +65,18 @@ class ParameterGroup(BaseModel):
         if "params" in self.__pydantic_extra__:
             raise ValueError("params of a group are named by `match`: leave params out")
         return self
+
+
+class Part(BaseModel):
+    """A part of a specification: no field that is not known, and not thousands of those."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_full_of_unknown_fields(cls, data: object) -> object:
+        if isinstance(data, dict) and len(data) > 100:
+            raise ValueError(
+                f"holds {len(data)} fields, of which {len(cls.model_fields)} are known: remove the others"
+            )
+        return data

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
-from service.job_meshes import check_listed, check_shared, check_tensor, short_form
+from service.job_meshes import check_shared
+from service.job_resources import Resources
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
+from service.job_values import Part as _Part
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
@@ -22,7 +24,6 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 MAX_ARGUMENTS = 1000
-MAX_BYTES = 2**53  # what every reader of JSON takes as it is
 PACKAGE_PREFIX = "package:"
 REMOTE_CODE = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
 TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
@@ -48,17 +49,6 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-def _memory(value: object) -> object:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_BYTES):
-        return value
-    raise ValueError(
-        f"memory_per_worker is {value!r}: write auto, or a whole number of bytes from 1 to {MAX_BYTES}"
-    )
-
-
-MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_memory)]
-
-
 def _auto_or(most: int) -> BeforeValidator:
     def check(value: object) -> object:
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
@@ -72,24 +62,11 @@ AutoCount = Annotated[Literal["auto"] | Count, _auto_or(1_000_000)]
 AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or(1024)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_full_of_unknown_fields(cls, data: object) -> object:
-        if isinstance(data, dict) and len(data) > 100:
-            raise ValueError(
-                f"holds {len(data)} fields, of which {len(cls.model_fields)} are known: remove the others"
-            )
-        return data
-
-
 class Factory(_Part):
     """An import path `module:attribute` and the arguments it is called with."""
 
     factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
-    args: FewArguments = {}
+    args: FewArguments = {}  # noqa: RUF012 (pydantic copies it)
 
 
 class Model(Factory):
@@ -204,43 +181,6 @@ class Pipeline(_Part):
         return self
 
 
-class Resources(_Part):
-    meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None,
-        description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
-    )
-    workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
-    workers: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
-        default=None,
-        description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
-    )
-    tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1,
-        description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
-    )
-    tensor_plan: dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
-        default=None,
-        description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
-    )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    memory_per_worker: MemoryPerWorker = Field(
-        default="auto",
-        description="Bytes that the plan of one worker may use; auto is what its accelerator has free, less a margin",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _listed_meshes(cls, data: object) -> object:
-        return short_form(data) if isinstance(data, dict) and isinstance(data.get("meshes"), list) else data
-
-    @model_validator(mode="after")
-    def _workers_of_each_mesh(self) -> Self:
-        if self.workers is not None:
-            check_listed(self.meshes, self.workers_per_mesh, self.workers, self.device)
-        check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan, self.device)
-        return self
-
-
 class Checkpoint(_Part):
     uri: Text
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 50
@@ -263,7 +203,7 @@ class Retry(_Part):
 
 class Code(_Part):
     working_dir: Text | None = None
-    pip: Texts = []
+    pip: Texts = []  # noqa: RUF012 (pydantic copies it)
 
     @model_validator(mode="after")
     def _server_can_read_the_code(self) -> Self:
@@ -303,7 +243,7 @@ class JobSpec(_Part):
         description="Seconds (or 90m, 12h, 2d) for which it may hold accelerators, all attempts together: it saves a "
         "checkpoint and ends then; a job with such a limit may overtake others that wait",
     )
-    labels: Labels = {}
+    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
 
     @model_validator(mode="before")
     @classmethod
@@ -374,11 +314,7 @@ class JobSpec(_Part):
         count = self.training.microbatches
         shares = [size // self.resources.tensor for size in self.mesh_sizes]
         check_shared(self.training.global_batch, None if count == "auto" else count, shares)
-        if self.resources.tensor > 1 and self.evaluation is not None:
-            raise ValueError(
-                f"resources.tensor is {self.resources.tensor} and the job has an evaluation: what is evaluated is not "
-                "shared by several workers so far; leave evaluation out, or set tensor to 1"
-            )
+        self.resources.check_evaluated(self.evaluation is not None)
         return self
 
     @property

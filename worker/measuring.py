@@ -19,6 +19,7 @@ from worker.model.profile import OptimizerState
 from worker.model.update_costs import UpdateCosts
 from worker.node import processor_share
 from worker.reasons import Reason
+from worker.tensor.measuring import Sharing
 from worker.traced_model import JobModel
 from worker.training import make_optimizer, measure_optimizer_state
 from worker.transport import Topology
@@ -99,12 +100,14 @@ class Measuring:
     def profile(self, microbatches: int | None = None) -> dict[str, Any]:
         """Measure every layer on this device, for the batch in so many microbatches; JSON of a LayerProfile."""
         self._use(microbatches)
+        resources = self._job.resources
         profile = measure_layers(
             self._model.traced(self._batches.sample[0]),
             self._loss,
             self._batches.sample[1],
             device=self._device,
             repeats=PROFILE_REPEATS,
+            sharing=Sharing(resources.tensor, resources.tensor_plan) if resources.tensor > 1 else None,
         )
         return profile.to_json()
 

@@ -32,4 +32,6 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
         "torch": torch.__version__,
         "format": PROFILE_FORMAT,
     }
+    if job.resources.tensor > 1:
+        parts["tensor"] = [job.resources.tensor, job.resources.tensor_plan]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

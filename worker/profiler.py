@@ -78,6 +78,8 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         notes.append(f"the layers were measured by one worker alone: {gang} that share cores are slower")
     together = _measure_together(job, device)
     network = _network(job, together.links, next(iter(profiles.values())))
+    if job.resources.tensor > 1:
+        profiles = _with_tensor_sums(profiles, network, notes)
     if network["bandwidth_bytes_per_s"] is None and job.meshes > 1:
         notes.append("the links between meshes were not measured: transfers count as nothing")
     return {
@@ -88,7 +90,7 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         **memory,
         "workers": _workers(job, device),
         "optimizer": asdict(optimizer),
-        "update": _with_sums(update, network, workers_per_mesh, notes).to_json(),
+        "update": _with_sums(update, network, job.row_step, notes).to_json(),
         "action_s": together.action_s,
         "notes": notes,
     }
@@ -127,10 +129,21 @@ def _workers(job: Job, device: str) -> list[dict[str, Any]]:
     ]
 
 
+def _with_tensor_sums(
+    profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], notes: list[str]
+) -> dict[int, LayerProfile]:
+    if network["bandwidth_bytes_per_s"] is None:
+        notes.append("sums over the workers that share matrices were not measured: they count as nothing")
+        return dict(profiles)
+    notes.append("sums over the workers that share matrices are taken to be as quick as a link")
+    between = network["latency_s"], network["bandwidth_bytes_per_s"]
+    return {count: profile.with_sums(*between) for count, profile in profiles.items()}
+
+
 def _with_sums(
-    update: UpdateCosts, network: Mapping[str, Any], workers_per_mesh: int, notes: list[str]
+    update: UpdateCosts, network: Mapping[str, Any], data_workers: int, notes: list[str]
 ) -> UpdateCosts:
-    if workers_per_mesh == 1:
+    if data_workers == 1:
         return update
     if network["bandwidth_bytes_per_s"] is None:
         notes.append("sums of gradients over the workers of a mesh were not measured: they count as nothing")

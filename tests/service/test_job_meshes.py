@@ -39,6 +39,15 @@ def test_meshes_of_unlike_sizes_are_kept_one_by_one():
     assert job.mesh_sizes == (2, 1) and job.row_step == 2
 
 
+def test_workers_that_share_matrices_have_the_same_samples():
+    spec = _spec({"meshes": [{"workers": 8, "parallel": {"data": 4, "tensor": 2}}] * 2})
+    assert spec == _spec({"meshes": 2, "workers_per_mesh": 8, "tensor": 2})
+    job = Job.from_json(spec.model_dump(mode="json"))
+    assert (job.data_workers, job.row_step, job.mesh_sizes) == (4, 4, (8, 8))
+    with pytest.raises(ValidationError, match="a microbatch of 4 samples cannot be shared"):
+        _spec({"meshes": 2, "workers_per_mesh": 8})
+
+
 def test_entries_need_not_say_how_their_workers_share():
     assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
 
@@ -62,9 +71,28 @@ def test_entries_need_not_say_how_their_workers_share():
         ),
         ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
         (
-            {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}]},
-            "tensor parallel cannot run yet; set it to 1 and data to 4",
+            {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}, {"workers": 4}]},
+            "meshes.*.parallel.tensor is 2, 1: meshes share their matrices among equally many workers so far",
         ),
+        (
+            {
+                "meshes": [
+                    {"workers": 4, "parallel": {"tensor": 2}},
+                    {"workers": 2, "parallel": {"tensor": 2}},
+                ]
+            },
+            "tensor is 2, and the meshes have 4, 2 workers: tensor parallel meshes are of one size so far",
+        ),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": "cuda"},
+            "run on cpu so far; set device to cpu",
+        ),
+        ({"meshes": 2, "workers_per_mesh": 3, "tensor": 2}, "use one of 1, 3, or a multiple of 2 workers"),
+        (
+            {"meshes": 2, "tensor_plan": {"*": "colwise"}},
+            "and tensor is 1: set tensor, or leave the plan out",
+        ),
+        ({"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensor_plan": {"*": "split"}}, "tensor_plan.*"),
         (
             {"meshes": [{"shard": "optimizer"}]},
             "meshes.0.shard is optimizer: sharded optimizers cannot run yet",
@@ -85,7 +113,7 @@ def test_entries_need_not_say_how_their_workers_share():
         ({"meshes": [{"workers": 0}]}, "meshes.0.workers is 0"),
         ({"meshes": [4]}, "meshes.0 is 4"),
         ({"meshes": []}, "meshes lists 0 meshes"),
-        ({"meshes": [{}], "workers_per_mesh": 2}, "each entry says its workers, leave it out"),
+        ({"meshes": [{}], "workers_per_mesh": 2}, "each entry says its own, leave it out"),
         ({"meshes": [{"workers": 3}, {"workers": 3}]}, "a microbatch of 4 samples cannot be shared"),
         ({"meshes": [{}, {}, {}]}, "resources.meshes 3 is more than pipeline.stages 2"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from test_actor import job, plain
 from test_unlike_meshes import LOSSES, unet
 from workers import Workers
@@ -14,7 +13,9 @@ from worker import checkpoint
 
 def on(layout, spec, **resources):
     """The job on meshes of these (data, tensor) numbers of workers, as the control plane hands it to its workers."""
-    meshes = [{"workers": data * tensor, "parallel": {"data": data, "tensor": tensor}} for data, tensor in layout]
+    meshes = [
+        {"workers": data * tensor, "parallel": {"data": data, "tensor": tensor}} for data, tensor in layout
+    ]
     spec = {**spec, "resources": {"meshes": meshes, "device": "cpu", **resources}}
     return {**spec, "resources": JobSpec.model_validate(spec).model_dump(mode="json")["resources"]}
 

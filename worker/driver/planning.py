@@ -87,6 +87,14 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
     )
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """What a sum over the workers of a mesh takes: seconds to begin, bytes a second; the meshes `alone` have one worker."""
+
+    between: tuple[float, float]
+    alone: tuple[str, ...]
+
+
 class Planner:
     """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
 
@@ -139,7 +147,10 @@ class Planner:
             loops=may_loop(self._job),
             skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
         )
-        measured = {"update": self._measure_update().to_json(), "action_s": together.action_s()}
+        sums = self._measure_sums()
+        if self._job.resources.tensor > 1:
+            profiles = {count: profile.with_sums(*sums.between) for count, profile in profiles.items()}
+        measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
         measured |= of_meshes_json(self._profiles, keys, self._mesh_size_of_workers(), profiles)
         planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
@@ -314,13 +325,19 @@ class Planner:
             cores[address.node] = cores.get(address.node, 0.0) + share
         return cores
 
-    def _measure_update(self) -> UpdateCosts:
+    def _measure_update(self, sums: _Sums | None) -> UpdateCosts:
         """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
         (costs,) = self._call(
             [self._gang.workers[0].update_costs.remote()], "trying the optimizer", self._limits.prepare_s
         )
-        if self._job.resources.workers_per_mesh == 1:
+        if sums is None or self._job.row_step == 1:  # nobody has other samples
             return costs
+        return costs.with_sum(*sums.between, sums.alone)
+
+    def _measure_sums(self) -> _Sums | None:
+        """What sums over the workers of a mesh take, in the slowest mesh; None where each mesh has one."""
+        if self._job.resources.workers_per_mesh == 1:
+            return None
         nodes = [address.node for address in self._gang.addresses]
         alone = tuple(mesh.name for mesh in self._gang.meshes if len(mesh.workers) == 1)
         stores = {
@@ -347,7 +364,7 @@ class Planner:
             "sums_measured",
             f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
         )
-        return costs.with_sum(latency_s, bandwidth, alone)
+        return _Sums((latency_s, bandwidth), alone)
 
     def _ask(
         self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]

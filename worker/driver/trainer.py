@@ -116,6 +116,13 @@ class Trainer:
                 "set resources.device to cpu, or give all meshes the same number of workers",
             )
 
+        if self._attempt.device == "cuda" and self._job.resources.tensor > 1:
+            raise AttemptFailure(
+                Reason.PLAN_INFEASIBLE,
+                f"meshes that share matrices (tensor {self._job.resources.tensor}) run on cpu so far: set "
+                "resources.device to cpu, or tensor to 1",
+            )
+
     def _place(self) -> None:
         """Start the gang, and give its processes what only they may hold."""
         gang, job, device = self._gang, self._job, self._attempt.device

@@ -20,6 +20,7 @@ from worker.engine.stage_run import drop_casts, run_forward
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
+from worker.tensor.measuring import Sharing
 
 # Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
 BUDGET_S = 2.0
@@ -37,12 +38,19 @@ class _Times:
 
 
 def measure_layers(
-    traced: TracedModel, loss: Loss, target: Tensor, *, device: torch.device | str = "cpu", repeats: int = 5
+    traced: TracedModel,
+    loss: Loss,
+    target: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+    sharing: Sharing | None = None,
 ) -> LayerProfile:
     """The profile of `traced` for its example inputs; `target` belongs to them.
 
     Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
-    autograd keeps; on CPU they are processor time. The loss counts as a part of the last layer.
+    autograd keeps; on CPU they are processor time. The loss counts as a part of the last layer. With `sharing` each
+    layer is what one of several workers runs that share its matrices.
     """
     device, placed = torch.device(device), traced.placed
     builder = traced.builder(range(len(placed.layers)))
@@ -57,7 +65,8 @@ def measure_layers(
     saved_at: dict[str, set[int]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, name in enumerate(placed.layers):
-            stage = builder.stage(index).to(device)
+            stage = builder.stage(index)
+            stage = (stage if sharing is None else sharing.of(stage)).to(device)
             run = _LayerRun(
                 stage,
                 {key: tensors[key].to(device) for key in stage.inputs},
@@ -69,6 +78,7 @@ def measure_layers(
             saved = run.keep_count()
             for tensor in saved.tensors:
                 saved_at.setdefault(tensor, set()).add(index)
+            sums = () if sharing is None else _sums(run, sharing)
             times = _measure(run, device, repeats, BUDGET_S / len(placed.layers))
             stage.zero_grad(set_to_none=True)
             names = {stage.original_names[local]: p for local, p in stage.named_parameters()}
@@ -90,6 +100,7 @@ def measure_layers(
                     parameters=tuple(names),
                     buffers=tuple(buffers),
                     cast_bytes=saved.cast_bytes,
+                    sums=sums,
                 )
             )
             tensors |= run.results()
@@ -223,6 +234,25 @@ class _LayerRun:
     def results(self) -> dict[str, Tensor]:
         """What the layer made, on the host."""
         return {name: value.detach().cpu() for name, value in self.outputs.items() if name != OUTPUT}
+
+
+def _sums(run: _LayerRun, sharing: Sharing) -> tuple[tuple[str, int, int], ...]:
+    """What each action of a layer sums with others."""
+    actions = (
+        ("forward_s", run.forward),
+        ("backward_s", run.backward),
+        ("", run.forward),
+        ("backward_input_s", run.backward_input),
+        ("backward_weight_s", run.backward_weight),
+    )
+    found = []
+    sharing.take()
+    for name, action in actions:
+        action()
+        count, size = sharing.take()
+        if name and count:
+            found.append((name, count, size))
+    return tuple(found)
 
 
 def _measure(run: _LayerRun, device: torch.device, repeats: int, budget_s: float) -> _Times:

@@ -14,7 +14,7 @@ from typing import Any
 from worker.model.errors import CutError
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 5
+PROFILE_FORMAT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class LayerCost:
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
     autocast's copies of its weights take, one for all microbatches of a step.
-    `parameters` and `buffers` are original names, so that what several layers use shows in each of them.
+    `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
+    over workers that share the layer's matrices, which its times leave out: of a time's name how many, and bytes in all.
     """
 
     name: str
@@ -40,6 +41,15 @@ class LayerCost:
     buffers: tuple[str, ...] = ()
     backward_s: float | None = None
     cast_bytes: int = 0
+    sums: tuple[tuple[str, int, int], ...] = ()
+
+    def with_sums(self, latency_s: float, bandwidth_bytes_per_s: float) -> LayerCost:
+        """The same with `sums` made part of its times, each as long as measured between these workers."""
+        longer = {
+            name: (getattr(self, name) or 0.0) + count * latency_s + size / bandwidth_bytes_per_s
+            for name, count, size in self.sums
+        }
+        return replace(self, **longer, sums=())
 
     @property
     def whole_backward_s(self) -> float:
@@ -137,6 +147,12 @@ class LayerProfile:
         )
         return replace(self, layers=tuple(layers), activation_factor=1.0)
 
+    def with_sums(self, latency_s: float, bandwidth_bytes_per_s: float) -> LayerProfile:
+        """The same with what workers that share matrices sum made part of the layers' times."""
+        return replace(
+            self, layers=tuple(layer.with_sums(latency_s, bandwidth_bytes_per_s) for layer in self.layers)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
         out = asdict(self)
@@ -165,6 +181,7 @@ class LayerProfile:
                             **layer,
                             "parameters": tuple(layer.get("parameters", ())),
                             "buffers": tuple(layer.get("buffers", ())),
+                            "sums": tuple(tuple(one) for one in layer.get("sums", ())),
                         }
                     )
                     for layer in layers

@@ -5,6 +5,7 @@ Names and graphs only: no tensors are cut here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -109,8 +110,17 @@ def other_parts(body: fx.GraphModule, name: str, split: Split, workers: int) -> 
     size = split.size
     found = [(size // count,) * count for count in (3, 2) if size % (count * workers) == 0]
     for node in body.graph.nodes:
-        if name_of(node) == "split_with_sizes":
-            sizes = tuple(node.args[1])
-            if sum(sizes) == size and all(part % workers == 0 for part in sizes):
-                found.append(sizes)
+        sizes = tuple(node.args[1]) if name_of(node) == "split_with_sizes" else _sliced(node, size)
+        if sum(sizes) == size and all(part % workers == 0 for part in sizes):
+            found.append(sizes)
     return [split.along(split.dim, parts) for parts in dict.fromkeys(found)]
+
+
+def _sliced(node: fx.Node, size: int) -> tuple[int, ...]:
+    """The sizes of the slices of a value's last dimension, where these are all of it."""
+    slices = [arguments_of(user) for user in node.users if name_of(user) == "slice"]
+    ends = {0, size}
+    for one in slices:
+        ends |= {end for end in (one.get("start"), one.get("end")) if isinstance(end, int) and 0 < end < size}
+    places = sorted(ends)
+    return tuple(after - before for before, after in itertools.pairwise(places)) if slices else ()

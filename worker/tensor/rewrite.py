@@ -35,17 +35,21 @@ class Value:
 
 @dataclass
 class Gathered:
-    """How many elements were gathered because no rule kept them split, and the parameters from which the split came;
-    `refused` are the splits that a number of workers does not divide."""
+    """How many elements were gathered because no rule kept them split, and the parameters from which the split came.
+
+    `refused` are the splits that the number of workers does not divide, `lost` how many views no split could follow.
+    """
 
     elements: int = 0
     origins: set[str] = field(default_factory=set)
     refused: list[LayoutError] = field(default_factory=list)
+    lost: int = 0
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """Less is better; of as much the one whose refusal leaves most."""
-        return self.elements, -max((one.most for one in self.refused), default=0)
+    def cost(self) -> tuple[int, int, int, int]:
+        """Less is better; of refusals the one that leaves most."""
+        most = max((one.most for one in self.refused), default=0)
+        return self.elements, self.lost, len(self.refused), -most
 
 
 class Rewriter:

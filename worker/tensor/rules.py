@@ -76,9 +76,11 @@ def reshape(rw: Rewriter, node: fx.Node) -> Value | None:
 
 
 def _refuse_uneven(rw: Rewriter, split: Split, before: tuple, after: tuple, node: fx.Node) -> None:
-    """A view that one worker could split, and so many cannot: of heads, most often."""
+    """Remember a view that one worker could split, and so many cannot (of heads, most often), or that none could."""
     alone = reshaped(split, before, after, 1)
-    if alone is not None and not all(part % rw.group.workers == 0 for part in alone.parts):
+    if alone is None:
+        rw.gathered.lost += 1
+    elif not all(part % rw.group.workers == 0 for part in alone.parts):
         try:
             alone.check(
                 rw.group.workers, f"{node.name}, a view as {list(after)} of what {_named(split)} makes"

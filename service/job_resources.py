@@ -1,0 +1,71 @@
+"""`resources` of a job: how many meshes of how many workers, how they share the work, and on what.
+
+Values only. What lists of meshes say stands in service/job_meshes.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from service.job_meshes import check_listed, check_tensor, short_form
+from service.job_values import Part
+
+MAX_BYTES = 2**53  # what every reader of JSON takes as it is
+
+
+def _memory(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_BYTES):
+        return value
+    raise ValueError(
+        f"memory_per_worker is {value!r}: write auto, or a whole number of bytes from 1 to {MAX_BYTES}"
+    )
+
+
+MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_memory)]
+
+
+class Resources(Part):
+    meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
+    )
+    workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
+    workers: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        default=None,
+        description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
+    )
+    tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1,
+        description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
+    )
+    tensor_plan: dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
+        default=None,
+        description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory_per_worker: MemoryPerWorker = Field(
+        default="auto",
+        description="Bytes that the plan of one worker may use; auto is what its accelerator has free, less a margin",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed_meshes(cls, data: object) -> object:
+        return short_form(data) if isinstance(data, dict) and isinstance(data.get("meshes"), list) else data
+
+    @model_validator(mode="after")
+    def _workers_of_each_mesh(self) -> Self:
+        if self.workers is not None:
+            check_listed(self.meshes, self.workers_per_mesh, self.workers, self.device)
+        check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan, self.device)
+        return self
+
+    def check_evaluated(self, evaluated: bool) -> None:
+        """Raise ValueError where a job that is `evaluated` cannot have its stages on meshes like these."""
+        if self.tensor > 1 and evaluated:
+            raise ValueError(
+                f"resources.tensor is {self.tensor} and the job has an evaluation: what is evaluated is not "
+                "shared by several workers so far; leave evaluation out, or set tensor to 1"
+            )

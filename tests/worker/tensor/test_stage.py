@@ -1,0 +1,222 @@
+"""What the workers of a group compute together is what one computes alone: outputs and every gradient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from worker.engine.backward import backward_input
+from worker.model import gpt, trace, unet
+from worker.tensor.collectives import TensorGroup
+from worker.tensor.layout import LayoutError
+from worker.tensor.stage import tensor_stage
+
+
+class Together:
+    """Sums over threads; remembers what each summed, in its order."""
+
+    def __init__(self, workers: int):
+        self._barrier = threading.Barrier(workers, timeout=60)
+        self._given: list[torch.Tensor | None] = [None] * workers
+        self.summed: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
+        self.groups = [TensorGroup(w, workers, self._reduce_of(w)) for w in range(workers)]
+
+    def _reduce_of(self, worker: int) -> Callable[[torch.Tensor], None]:
+        def all_reduce(tensor: torch.Tensor) -> None:
+            self.summed[worker].append(tuple(tensor.shape))
+            self._given[worker] = tensor.clone()
+            self._barrier.wait()
+            total = sum(self._given)
+            self._barrier.wait()
+            tensor.copy_(total)
+
+        return all_reduce
+
+
+def whole_stage(model, inputs):
+    traced = trace(model, inputs)
+    return traced.cut([traced.layers[0]]).stages[0]
+
+
+def gradients_of(stage, inputs, loss_of, *, split_backward):
+    output = stage(*inputs)[-1]
+    loss = loss_of(output)
+    if split_backward:  # from the parameters alone: no input of the stage takes a gradient
+        _, rest = backward_input([loss], [torch.ones_like(loss)], [])
+        rest.run()
+    else:
+        loss.backward()
+    return loss.detach(), {stage.original_names[local]: p.grad for local, p in stage.named_parameters()}
+
+
+def check_equal(model, inputs, loss_of, *, workers=2, plan=None, split_backward=False):
+    """Runs both; the group, and the first worker's stage."""
+    loss, expected = gradients_of(whole_stage(model, inputs), inputs, loss_of, split_backward=False)
+    together = Together(workers)
+    shared = [tensor_stage(whole_stage(model, inputs), plan, group) for group in together.groups]
+    found, errors = [None] * workers, []
+
+    def run(worker):
+        try:
+            found[worker] = gradients_of(
+                shared[worker].module, inputs, loss_of, split_backward=split_backward
+            )
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    largest = max(float(whole.norm()) for whole in expected.values() if whole is not None)
+    for worker, (own_loss, gradients) in enumerate(found):
+        torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
+        assert set(gradients) == set(expected)
+        for name, whole in expected.items():
+            if whole is None:
+                continue
+            split = shared[worker].splits.get(name)
+            part = whole if split is None else split.pick(whole, worker, workers)
+            assert (gradients[name] - part).norm() <= 1e-4 * whole.norm() + 1e-6 * largest, name
+    assert all(one == together.summed[0] for one in together.summed), "all sum the same in one order"
+    return together, shared[0]
+
+
+TOKENS = (torch.arange(32).reshape(2, 16) * 7 % 32,)
+
+
+def mean_square(output):
+    return output.float().square().mean() + 0.01 * output.sum()
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_built_in_gpt(workers, tied):
+    torch.manual_seed(0)
+    model = gpt.build(2, 32, 4, vocab=32, length=16, tied=tied)
+    together, shared = check_equal(model, TOKENS, mean_square, workers=workers)
+    assert len(shared.splits) == 13
+    # of each block two sums on the way there and two back, and the table of words; the logits are gathered
+    assert shared.gathered.elements == (2 * 16 * 32 if tied else 0)
+    assert len(together.summed[0]) == (11 if tied else 9)
+
+
+def test_dropout_draws_the_masks_of_one_worker():
+    """Each operation starts from its own state, as the engine has it: here from one seed before the whole run."""
+    torch.manual_seed(0)
+    model = gpt.build(2, 32, 4, vocab=32, length=16, dropout=0.3)
+    stage = whole_stage(model, TOKENS)
+    shared = tensor_stage(stage, None, TensorGroup(0, 2))
+    random = [node.name for node in shared.module.body.graph.nodes if "dropout" in node.name]
+    assert random == [node.name for node in stage.body.graph.nodes if "dropout" in node.name]
+    attention = next(n for n in shared.module.body.graph.nodes if n.name == "scaled_dot_product_attention")
+    assert all(one.op == "call_module" for one in attention.all_input_nodes), "whole heads, for whole masks"
+
+
+def test_the_unet_shares_the_channels_between_its_convolutions():
+    torch.manual_seed(0)
+    _, shared = check_equal(unet.build(width=8), (torch.randn(2, 1, 8, 8),), mean_square, workers=2)
+    assert shared.gathered.elements == 0
+    assert "down.0.conv1.weight" in shared.splits and "down.0.conv2.weight" in shared.splits
+
+
+def test_backwards_in_two_parts():
+    torch.manual_seed(0)
+    check_equal(gpt.build(2, 32, 4, vocab=32, length=16), TOKENS, mean_square, split_backward=True)
+
+
+class Mixed(nn.Module):
+    """Operations with and without a rule, of whole and of split tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.place = nn.Parameter(torch.linspace(-1, 1, 6).reshape(6, 1))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x)) * self.scale  # a parameter along the split
+        h = torch.where(h > 0, h, h.flip(-1))  # flip has no rule
+        h = (
+            self.norm(h.unflatten(-1, (4, 4))).transpose(1, 2) + self.place
+        )  # a norm within the parts, a parameter beside
+        h = torch.cat([h, -h], dim=-1).chunk(2, dim=-1)[0] + torch.stack([h, h]).sum(0)
+        h = h.softmax(-1).cumsum(-1).mean(1, keepdim=True).expand(-1, 4, -1, -1).transpose(1, 2)
+        return self.second(h.reshape(3, 6, 16)) @ x.transpose(1, 2)
+
+
+def test_whatever_has_no_rule_sees_whole_tensors():
+    torch.manual_seed(0)
+    plan = {"first": "colwise", "second": "rowwise"}
+    _, shared = check_equal(Mixed(), (torch.randn(3, 6, 8),), mean_square, plan=plan)
+    assert shared.gathered.elements > 0
+    assert set(shared.splits) == {"first.weight", "first.bias", "second.weight"}
+
+
+class FusedUnevenly(nn.Module):
+    """Queries of four heads, keys and values of two: grouped-query attention from one matrix, as Phi-3's."""
+
+    def __init__(self, *, slices: bool):
+        super().__init__()
+        self.qkv_proj, self.o_proj = nn.Linear(16, 32), nn.Linear(16, 16)
+        self.slices = slices
+
+    def forward(self, x):
+        qkv = self.qkv_proj(x)
+        q, k, v = (
+            (qkv[..., :16], qkv[..., 16:24], qkv[..., 24:]) if self.slices else qkv.split([16, 8, 8], -1)
+        )
+        q, k, v = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in (q, k, v))
+        k, v = (one.repeat_interleave(2, 1) for one in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_parts_of_a_fused_projection_are_found(slices):
+    torch.manual_seed(0)
+    plan = {"qkv_proj": "colwise", "o_proj": "rowwise"}
+    _, shared = check_equal(FusedUnevenly(slices=slices), (torch.randn(2, 6, 16),), mean_square, plan=plan)
+    assert shared.splits["qkv_proj.weight"].parts == (16, 8, 8)
+    assert shared.gathered.elements == 0
+
+
+def test_heads_that_cannot_be_shared_are_named_with_what_fits():
+    stage = whole_stage(gpt.build(1, 48, 3, vocab=32, length=16), TOKENS)
+    with pytest.raises(
+        LayoutError, match=r"attention\.qkv\.weight makes: 3 cannot be split over 2 .* one of 1, 3"
+    ):
+        tensor_stage(stage, None, TensorGroup(0, 2))
+
+
+def test_a_plan_of_ones_own_that_does_not_divide_a_matrix_is_refused():
+    stage = whole_stage(nn.Sequential(nn.Linear(4, 6)), (torch.randn(2, 4),))
+    with pytest.raises(
+        LayoutError, match=r"parameter '0.weight' \(colwise\): 6 cannot be split over 4 workers"
+    ):
+        tensor_stage(stage, {"0": "colwise"}, TensorGroup(0, 4))
+
+
+class ChangesInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        y = h.flip(-1)
+        h.add_(1.0)
+        return h + y + h.flip(-1)
+
+
+def test_what_changes_in_place_is_no_copy_of_what_it_was():
+    torch.manual_seed(0)
+    check_equal(ChangesInPlace(), (torch.randn(2, 4),), mean_square, plan={"first": "colwise"})
