@@ -37,7 +37,7 @@ from worker.program import program_from_json
 from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.running import run_options, told_as_failure
-from worker.sharing_matrices import share_matrices
+from worker.sharing_matrices import check_matrices, share_matrices
 from worker.traced_model import JobModel
 from worker.training import (
     learning_rate,
@@ -111,7 +111,9 @@ class Worker(Measuring):
         """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
         self._use(microbatches)
         inputs, target = self._batches.sample
-        self._model.traced(inputs)
+        traced, resources = self._model.traced(inputs), self._job.resources
+        if resources.tensor > 1:
+            check_matrices(traced, resources.tensor_plan, resources.tensor)
         if not self._job.training.check_trace:
             return []
         return self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))

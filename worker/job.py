@@ -111,7 +111,7 @@ class Resources:
     meshes: int | None = None
     workers_per_mesh: int = 1
     tensor: int = 1
-    tensor_plan: Mapping[str, str] | None = None
+    tensor_plan: Mapping[str, Any] | None = None
     workers: tuple[int, ...] | None = None
     device: str = "auto"
     memory_per_worker: str | int = "auto"

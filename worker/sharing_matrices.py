@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from worker.engine.tensor_share import TensorShare
 from worker.failure import attributed_to
 from worker.job import Job
-from worker.model import StageModule
+from worker.model import StageModule, TracedModel
 from worker.model.errors import ModelError
 from worker.reasons import Reason
 from worker.tensor.collectives import TensorGroup
 from worker.tensor.layout import Split
+from worker.tensor.plans import check_plan
 from worker.tensor.stage import tensor_stage
+
+
+@attributed_to(Reason.PLAN_INFEASIBLE)
+def check_matrices(traced: TracedModel, plan: Mapping[str, str] | None, workers: int) -> None:
+    """Refuse a `plan` that shares nothing of the model, or names modules that it has not (ModelError)."""
+    check_plan(plan, list(traced.placed.parameters.values()), workers)
 
 
 @attributed_to(Reason.PLAN_INFEASIBLE)

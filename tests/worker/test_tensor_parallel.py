@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 from test_actor import job, plain
+from test_raw_models import plain_losses, spec_of
 from test_unlike_meshes import LOSSES, unet
 from workers import Workers
 
 from service.jobspec import JobSpec
 from worker import checkpoint
+from worker.failure import AttemptFailure
+from worker.job import Job
+from worker.model.errors import ModelError
+from worker.model.profile import LayerProfile
+from worker.tensor.plans import check_plan
+from worker.verify.workers import make_workers
 
 
 def on(layout, spec, **resources):
@@ -42,3 +49,91 @@ def test_losses_are_those_of_a_plain_loop(name, layout, tmp_path):
         workers.call(lambda w: w.save(uri, 4))
         checkpoint.finish(uri, step=4, shards=["m0", "m1"], keep=1)
     assert sum(held[:2]) < 1.5 * whole[0]
+
+
+def t5(**changes):
+    return spec_of("t5", loss=None, stages=2, meshes=2) | changes
+
+
+def test_an_encoder_and_a_decoder_of_a_public_model():
+    pytest.importorskip("transformers")
+    spec = t5()
+    expected = plain_losses(spec, range(1, 4), lambda model, batch: model(**batch).loss)
+    with Workers(on([(1, 2)] * 2, spec)) as workers:
+        assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_backwards_in_two_parts_and_dropout_are_those_of_one_worker():
+    """Masks of the whole tensor, wherever it lies; W sums in one order on all workers."""
+    spec = job()
+    spec["model"]["args"]["dropout"] = 0.2
+    spec["pipeline"]["schedule"] = "zb-h1"
+    with Workers(spec) as workers:
+        expected = workers.losses(range(1, 4))
+    with Workers(on([(1, 2)] * 2, spec)) as workers:
+        assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_of_shared_matrices_goes_on_on_other_layouts(tmp_path):
+    spec = job()
+    expected, _ = plain(spec, range(1, 4))
+    uri = checkpoint.step_uri(str(tmp_path), "job", 2)
+    with Workers(on([(1, 2)] * 2, spec)) as workers:
+        workers.losses(range(1, 3))
+        workers.call(lambda w: w.save(uri, 2))
+        checkpoint.finish(uri, step=2, shards=["m0", "m1"], keep=1)
+        third = workers.losses(range(3, 4))
+    for layout in ([(1, 2)] * 2, [(2, 1)] * 2, [(2, 2)] * 2, [(1, 1)] * 2):
+        with Workers(on(layout, spec)) as workers:
+            assert set(workers.call(lambda w: w.restore(uri))) == {2}
+            again = workers.losses(range(3, 4))
+        assert again == pytest.approx(expected[2:], rel=1e-5)
+        if layout == [(1, 2)] * 2:
+            assert again == third, "the same layout goes on to the bit"
+
+
+def test_the_plan_knows_what_is_shared_and_what_is_summed():
+    """A worker of two holds half of the matrices, and its times have the sums within F, I and W."""
+    spec = job()
+    found = {}
+    for tensor in (1, 2):
+        workers = make_workers(Job.from_json(on([(1, tensor)] * 2, spec)))
+        for worker in workers:
+            worker.prepare(tensor)
+        found[tensor] = LayerProfile.from_json(workers[0].profile(2))
+    whole, shared = (sum(found[n].parameter_sizes.values()) for n in (1, 2))
+    assert shared < 0.65 * whole
+    assert all(layer.sums == () for layer in found[1].layers)
+    sums = [{name: (count, size) for name, count, size in layer.sums} for layer in found[2].layers]
+    block = next(
+        sum for layer, sum in zip(found[2].layers, sums, strict=True) if "blocks.1" in layer.name and sum
+    )
+    assert set(block) >= {"forward_s", "backward_s", "backward_input_s"}
+    longer = found[2].with_sums(1.0, 1e9)
+    first, layer = longer.layers[0], found[2].layers[0]
+    count, size = sums[0]["forward_s"]
+    assert first.forward_s == pytest.approx(layer.forward_s + count + size / 1e9)
+
+
+def test_an_optimizer_whose_state_has_other_shapes_is_refused_when_it_is_saved(tmp_path):
+    spec = job()
+    spec["optimizer"] = {"factory": "torch.optim:Adafactor", "args": {"lr": 1e-2}, "schedule": None}
+    with Workers(on([(1, 2)] * 2, spec)) as workers:
+        workers.losses(range(1, 2))
+        with pytest.raises(AttemptFailure, match="whose state has the shape of its parameters"):
+            workers.call(lambda w: w.save(checkpoint.step_uri(str(tmp_path), "job", 1), 1))
+
+
+def test_heads_that_do_not_fit_end_the_attempt_with_what_fits():
+    spec = job()
+    spec["model"]["args"] |= {"heads": 3, "width": 48}
+    with pytest.raises(AttemptFailure, match="3 cannot be split over 2 workers; set `tensor` to one of 1, 3"):
+        Workers(on([(1, 2)] * 2, spec)).__enter__()
+
+
+def test_a_model_without_a_known_matrix_is_refused():
+    spec = job()
+    with pytest.raises(AttemptFailure, match="no module is called"):
+        Workers(on([(1, 2)] * 2, spec, tensor_plan={"layers.*.dense": "colwise"})).__enter__()
+    with pytest.raises(ModelError, match=r"knows none of the model's modules \(first, last\)"):
+        check_plan(None, ["first.weight", "last.weight"], 2)

@@ -6,11 +6,12 @@ Names and graphs only: no tensors are cut here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import fx
 
+from worker.model.errors import ModelError
 from worker.model.patterns import matches
 from worker.tensor.layout import Split
 from worker.tensor.rewrite import arguments_of, name_of
@@ -48,6 +49,7 @@ BUILT_IN: tuple[tuple[str, Style], ...] = (
 )
 """Module-name patterns of the families that share them; the first that fits counts."""
 
+_SHOWN = 8
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _OUTER = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1, "embedding": 1, **dict.fromkeys(_CONVOLUTIONS, 0)}
 """Of the operations that use a matrix, the dimension of it that becomes one of the result."""
@@ -58,6 +60,27 @@ def style_of(name: str, plan: Mapping[str, str] | None) -> str | None:
     module = name.rpartition(".")[0]
     patterns = BUILT_IN if plan is None else plan.items()
     return next((style for pattern, style in patterns if matches(pattern, module)), None)
+
+
+def check_plan(plan: Mapping[str, str] | None, names: Sequence[str], workers: int) -> None:
+    """ModelError for a plan that shares none of the parameters `names`, or has a pattern that means no module of theirs."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    shown = ", ".join(modules[:_SHOWN]) + (
+        f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+    )
+    if plan is None:
+        if not any(style_of(name, None) for name in names):
+            raise ModelError(
+                f"resources.tensor is {workers}, and the built-in plan knows none of the model's modules ({shown}): say in "
+                "resources.tensor_plan which are colwise, rowwise or vocab"
+            )
+        return
+    idle = [pattern for pattern in plan if not any(matches(pattern, module) for module in modules)]
+    if idle:
+        raise ModelError(
+            f"resources.tensor_plan: no module is called {', '.join(map(repr, idle))}; a star stands for any characters, "
+            f"dots too, and re: begins a regular expression. The modules with parameters are {shown}"
+        )
 
 
 def split_parameters(

@@ -2,98 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
+from beside_one import TOKENS, check_equal, mean_square, whole_stage
 from torch import nn
 
-from worker.engine.backward import backward_input
-from worker.model import gpt, trace, unet
+from worker.model import gpt, unet
 from worker.tensor.collectives import TensorGroup
 from worker.tensor.layout import LayoutError
 from worker.tensor.stage import tensor_stage
-
-
-class Together:
-    """Sums over threads; remembers what each summed, in its order."""
-
-    def __init__(self, workers: int):
-        self._barrier = threading.Barrier(workers, timeout=60)
-        self._given: list[torch.Tensor | None] = [None] * workers
-        self.summed: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
-        self.groups = [TensorGroup(w, workers, self._reduce_of(w)) for w in range(workers)]
-
-    def _reduce_of(self, worker: int) -> Callable[[torch.Tensor], None]:
-        def all_reduce(tensor: torch.Tensor) -> None:
-            self.summed[worker].append(tuple(tensor.shape))
-            self._given[worker] = tensor.clone()
-            self._barrier.wait()
-            total = sum(self._given)
-            self._barrier.wait()
-            tensor.copy_(total)
-
-        return all_reduce
-
-
-def whole_stage(model, inputs):
-    traced = trace(model, inputs)
-    return traced.cut([traced.layers[0]]).stages[0]
-
-
-def gradients_of(stage, inputs, loss_of, *, split_backward):
-    output = stage(*inputs)[-1]
-    loss = loss_of(output)
-    if split_backward:  # from the parameters alone: no input of the stage takes a gradient
-        _, rest = backward_input([loss], [torch.ones_like(loss)], [])
-        rest.run()
-    else:
-        loss.backward()
-    return loss.detach(), {stage.original_names[local]: p.grad for local, p in stage.named_parameters()}
-
-
-def check_equal(model, inputs, loss_of, *, workers=2, plan=None, split_backward=False):
-    """Runs both; the group, and the first worker's stage."""
-    loss, expected = gradients_of(whole_stage(model, inputs), inputs, loss_of, split_backward=False)
-    together = Together(workers)
-    shared = [tensor_stage(whole_stage(model, inputs), plan, group) for group in together.groups]
-    found, errors = [None] * workers, []
-
-    def run(worker):
-        try:
-            found[worker] = gradients_of(
-                shared[worker].module, inputs, loss_of, split_backward=split_backward
-            )
-        except Exception as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    largest = max(float(whole.norm()) for whole in expected.values() if whole is not None)
-    for worker, (own_loss, gradients) in enumerate(found):
-        torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
-        assert set(gradients) == set(expected)
-        for name, whole in expected.items():
-            if whole is None:
-                continue
-            split = shared[worker].splits.get(name)
-            part = whole if split is None else split.pick(whole, worker, workers)
-            assert (gradients[name] - part).norm() <= 1e-4 * whole.norm() + 1e-6 * largest, name
-    assert all(one == together.summed[0] for one in together.summed), "all sum the same in one order"
-    return together, shared[0]
-
-
-TOKENS = (torch.arange(32).reshape(2, 16) * 7 % 32,)
-
-
-def mean_square(output):
-    return output.float().square().mean() + 0.01 * output.sum()
 
 
 @pytest.mark.parametrize("workers", [2, 4])
