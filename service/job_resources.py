@@ -61,11 +61,3 @@ class Resources(Part):
             check_listed(self.meshes, self.workers_per_mesh, self.workers, self.device)
         check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan, self.device)
         return self
-
-    def check_evaluated(self, evaluated: bool) -> None:
-        """Raise ValueError where a job that is `evaluated` cannot have its stages on meshes like these."""
-        if self.tensor > 1 and evaluated:
-            raise ValueError(
-                f"resources.tensor is {self.tensor} and the job has an evaluation: what is evaluated is not "
-                "shared by several workers so far; leave evaluation out, or set tensor to 1"
-            )

@@ -314,7 +314,6 @@ class JobSpec(_Part):
         count = self.training.microbatches
         shares = [size // self.resources.tensor for size in self.mesh_sizes]
         check_shared(self.training.global_batch, None if count == "auto" else count, shares)
-        self.resources.check_evaluated(self.evaluation is not None)
         return self
 
     @property

@@ -217,7 +217,9 @@ class Worker(Measuring):
                     mesh=self._mesh,
                     worker=self._worker,
                     mesh_of_stage=tuple(mesh_of_stage),
-                    stages=self._model.evaluation_stages(begins, stages, self._device),
+                    stages=self._model.evaluation_stages(
+                        begins, stages, self._device, *([self._share.alike] if self._share else [])
+                    ),
                     batches=self._evaluated,
                     loss=self._loss,
                     transport=transport,

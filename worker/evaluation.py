@@ -16,7 +16,7 @@ from torch import nn
 
 from worker.data.evaluation import EvaluationBatches
 from worker.engine import Engine, SlotLimits
-from worker.engine.update import ALL_WORKERS
+from worker.engine.update import workers_group
 from worker.job import Job
 from worker.job_loss import JobLoss, Metrics
 from worker.model.evaluating import EvaluationStages
@@ -56,7 +56,7 @@ class Evaluator:
     ):
         self._stages, self._batches, self._loss = stages, batches, loss
         self._transport, self._device = transport, device
-        self._ignored = ignored_target(job)
+        self._ignored, self._tensor = ignored_target(job), job.resources.tensor
         self._reader = StageReader(
             stages.stages,
             batches,
@@ -115,12 +115,13 @@ class Evaluator:
     @torch.no_grad()
     def _begin(self) -> None:
         """Have the buffers of worker 0 of the mesh, as a checkpoint has."""
-        buffers, several = self._stages.begin(), self._transport.topology.workers_per_mesh > 1
+        transport, tensor = self._transport, self._tensor  # those that share matrices have the same buffers
+        buffers, several = self._stages.begin(), transport.topology.workers_per_mesh > tensor
         for buffer in buffers if several else ():
             sent = buffer.int() if buffer.dtype == torch.bool else buffer.clone()
-            if self._transport.worker > 0:
+            if transport.worker >= tensor:
                 sent.zero_()
-            self._transport.all_reduce(f"{ALL_WORKERS}/{self._transport.mesh}", sent)
+            transport.all_reduce(workers_group(transport.mesh, transport.worker, tensor), sent)
             buffer.copy_(sent)
         if self._device == "cuda":  # lanes are other streams
             torch.cuda.synchronize()

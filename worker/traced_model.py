@@ -96,16 +96,22 @@ class JobModel:
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def evaluation_stages(
-        self, begins: Sequence[str], trained: Mapping[int, StageModule], device: str
+        self,
+        begins: Sequence[str],
+        trained: Mapping[int, StageModule],
+        device: str,
+        alike: Callable[[StageModule], StageModule] = lambda stage: stage,
     ) -> EvaluationStages:
-        """The evaluated stages on the parameters of `trained`, which `cut` made; what they come from is forgotten.
+        """The evaluated stages on the parameters of `trained`, as `cut` and `alike` made them; their origin is forgotten.
 
         Each worker of a mesh has running statistics of its own: where there are several an evaluation has those of one.
         """
         evaluated, self._evaluation = self._evaluation, None
         begins = evaluation_begins(self._layers, begins, evaluated.layers)
-        several = self._job.resources.workers_per_mesh > 1
-        stages = evaluation_stages(evaluated, begins, trained, device=device, own_statistics=several)
+        several = self._job.data_workers > 1
+        stages = evaluation_stages(
+            evaluated, begins, trained, device=device, own_statistics=several, alike=alike
+        )
         if path := self._job.model.weights:
             fill_tensors(path, stages.alone, evaluated.aliases)
         return stages

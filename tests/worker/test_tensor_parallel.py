@@ -137,3 +137,18 @@ def test_a_model_without_a_known_matrix_is_refused():
         Workers(on([(1, 2)] * 2, spec, tensor_plan={"layers.*.dense": "colwise"})).__enter__()
     with pytest.raises(ModelError, match=r"knows none of the model's modules \(first, last\)"):
         check_plan(None, ["first.weight", "last.weight"], 2)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_an_evaluation_uses_the_shared_matrices(layout):
+    """With dropout, which an evaluation has none of; training goes on as without."""
+    spec = job()
+    spec["model"]["args"]["dropout"] = 0.2
+    spec["evaluation"] = {"data": {**spec["data"], "prefetch": 2}, "steps": 2}
+    found = []
+    for each in ((layout[0], 1), layout):
+        with Workers(on([each] * 2, spec)) as workers:
+            before = workers.evaluate().loss
+            losses = workers.losses(range(1, 3))
+            found.append([before, *losses, workers.evaluate().loss, *workers.losses(range(3, 4))])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

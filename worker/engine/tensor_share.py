@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from worker.model.stages import StageModule
 from worker.tensor.collectives import AllReduce, TensorGroup
 from worker.tensor.layout import Split
+from worker.tensor.stage import shared_alike
 
 
 class TensorShare:
@@ -23,6 +25,10 @@ class TensorShare:
     def connect(self, all_reduce: AllReduce) -> None:
         """How the group sums from now on."""
         self._group.all_reduce = all_reduce
+
+    def alike(self, stage: StageModule) -> StageModule:
+        """Another graph of a stage on the same parts of its parameters."""
+        return shared_alike(stage, self._splits, self._group)
 
     def told(self, name: str) -> str:
         """What this worker has of `name`, for a comparison with the others that have the same."""

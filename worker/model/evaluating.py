@@ -6,7 +6,7 @@ have graphs of their own. Must not know engines, data or jobs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,10 +103,12 @@ def evaluation_stages(
     *,
     device: str,
     own_statistics: bool,
+    alike: Callable[[StageModule], StageModule] = lambda stage: stage,
 ) -> EvaluationStages:
     """The stages of a cut that a mesh runs, which has `trained`; their parameters and buffers are those of `trained`.
 
-    Buffers that an evaluation changes are its own, and with `own_statistics` those that training changes. Raises
+    Buffers that an evaluation changes are its own, and with `own_statistics` those that training changes. `alike` makes
+    of each stage what uses the parameters as `trained` has them. Raises
     CutError for a parameter that no trained stage of this mesh holds.
     """
     builder = traced.builder(_starts(traced, begins))
@@ -114,7 +116,7 @@ def evaluation_stages(
     held = _held(trained.values())
     changed = {s.tensor_names[local] for s in trained.values() for local in s.updated_buffers}
     for index in trained:
-        stage = builder.stage(index)
+        stage = alike(builder.stage(index))
         found.own += _share(stage, held, changed if own_statistics else set())
         found.stages[index] = stage.to(device)
         found.alone |= {

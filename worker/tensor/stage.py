@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,11 +36,7 @@ def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: Tens
     splits = split_parameters(stage.body, names, plan, group.workers)
     if not splits:
         return TensorStage(stage, {}, Gathered())
-    inputs = [
-        torch.empty(shape, dtype=dtype)
-        for shape, dtype in zip(stage.input_shapes, stage.input_dtypes, strict=True)
-    ]
-    values = whole_values(stage.body, inputs)
+    values = _values(stage)
 
     def attempt(given: Mapping[str, Split]) -> tuple[fx.GraphModule, Gathered]:
         rewriter = Rewriter(stage.body, values, group)
@@ -63,6 +60,21 @@ def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: Tens
     return TensorStage(
         stage.with_body(body), {names[local]: split for local, split in splits.items()}, gathered
     )
+
+
+def shared_alike(stage: StageModule, splits: Mapping[str, Split], group: TensorGroup) -> StageModule:
+    """`stage` with the parameters `splits` (by their names in the model) split as another graph of the model has them."""
+    names = {name: local.removeprefix("body.") for local, name in stage.original_names.items()}
+    own = {names[name]: split for name, split in splits.items() if name in names}
+    return stage.with_body(Rewriter(stage.body, _values(stage), group).run(own, RULES)) if own else stage
+
+
+def _values(stage: StageModule) -> dict[fx.Node, Any]:
+    inputs = [
+        torch.empty(shape, dtype=dtype)
+        for shape, dtype in zip(stage.input_shapes, stage.input_dtypes, strict=True)
+    ]
+    return whole_values(stage.body, inputs)
 
 
 def _module(split: Split) -> str:
