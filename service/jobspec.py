@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
-from service.job_meshes import check_listed, check_shared, short_form
+from service.job_meshes import Shard, check_listed, check_shard, check_shared, short_form
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
@@ -214,6 +214,10 @@ class Resources(_Part):
         default=None,
         description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
     )
+    shard: Shard | list[Shard] = Field(
+        default="none",
+        description="optimizer: the workers of a mesh share its state, each keeps and updates its part; also one a mesh",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_per_worker: MemoryPerWorker = Field(
         default="auto",
@@ -362,6 +366,7 @@ class JobSpec(_Part):
                 f"resources.meshes {meshes} is more than {what} {stages}: "
                 f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
             )
+        check_shard(self.resources.shard, self.resources.meshes, self.optimizer.factory)
         count = self.training.microbatches
         check_shared(self.training.global_batch, None if count == "auto" else count, self.mesh_sizes)
         return self

@@ -227,8 +227,7 @@ class Worker(Measuring):
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
-        own = self._engine.state()
-        state, step = checkpoint.load(uri, names={*own["parameters"], *own["buffers"]})
+        state, step = checkpoint.load(uri, names={*self.tensor_names()})
         state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step
@@ -288,11 +287,12 @@ class Worker(Measuring):
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> list[str]:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same). The names of
-        other shards that it wrote."""
+        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same, or give it their
+        part). The names of other shards that it wrote."""
+        state = self._engine.state()
         if self._worker != 0:
             return []
-        checkpoint.save_shard(uri, step=step, shard=self._mesh, state=self._engine.state())
+        checkpoint.save_shard(uri, step=step, shard=self._mesh, state=state)
         return self._model.save_rest(uri, step)
 
     def _use(self, microbatches: int | None) -> None:

@@ -26,6 +26,7 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         seed=training.seed,
         limits=limits,
         device=device,
+        sharded=job.sharded,
     )
 
 

@@ -17,7 +17,7 @@ from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.programs.messages import check_messages
 from worker.choices import stage_counts
 from worker.job import Job
-from worker.model.profile import LayerProfile, OptimizerState
+from worker.model.profile import LayerProfile, OptimizerState, SharedOptimizerState
 from worker.model.update_costs import UpdateCosts
 
 
@@ -119,7 +119,7 @@ def _choose(
         network=costs.network,
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
-        optimizer=costs.optimizer,
+        optimizer=_optimizer(job, costs),
         update=costs.update,
         shared=costs.shared,
         action_s=costs.action_s,
@@ -152,6 +152,14 @@ def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
             for mesh, size in enumerate(sizes)
         ],
     )
+
+
+def _optimizer(job: Job, costs: JobCosts) -> OptimizerState:
+    """What the optimizer keeps; of it each worker has its part where those of a mesh share it."""
+    if not job.sharded:
+        return costs.optimizer
+    sizes = {name: job.mesh_sizes[int(name[1:])] for name in job.sharded}
+    return SharedOptimizerState(**asdict(costs.optimizer), workers=sizes)
 
 
 def _recompute(job: Job) -> Recompute:

@@ -347,6 +347,11 @@ class Planner:
             "sums_measured",
             f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
         )
+        if sharded := self._job.sharded:
+            pairs = ((max(one[k] for one in measured), min(one[k + 1] for one in measured)) for k in (2, 4))
+            costs = costs.with_sharing(
+                {m.name: len(m.workers) for m in self._gang.meshes if m.name in sharded}, *pairs
+            )
         return costs.with_sum(latency_s, bandwidth, alone)
 
     def _ask(

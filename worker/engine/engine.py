@@ -22,13 +22,15 @@ from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.exchange import Exchange
 from worker.engine.lanes import Action, Lanes
 from worker.engine.measured import measured_slot
+from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
+from worker.engine.sharded_update import make_update
 from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
 from worker.engine.token_weights import token_weights
-from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
+from worker.engine.update import UpdateResult, UpdateSettings
 from worker.engine.warmup import Kept, Silent, on_device
 from worker.engine.watch import Watch
 from worker.program import COMPUTE_OPS, Program
@@ -88,14 +90,14 @@ class Engine:
         check_plans(reshardings or {}, self._routes, self._sizes, training=self._training)
         self._exchange = Exchange()
         tie_local_parameters(stages, tied)
-        self._update = ModelUpdate(
+        self._update = make_update(
             stages=stages,
             tied=tied,
             mesh_of_stage=self._mesh_of_stage,
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
-            settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
+            settings=UpdateSettings.of(self._options, self._device),
         )
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
@@ -168,6 +170,7 @@ class Engine:
             transport=self._transport,
             lanes=self._lanes,
             missing=self._reshardings.missing,
+            gathers=self._mesh in self._options.sharded,
         )
 
     def run_step(
@@ -221,7 +224,8 @@ class Engine:
             runner.observer = observer
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by the original names of the model."""
+        """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
+        the optimizer's state all of them ask at the same time, and worker 0 gets it."""
         return self._update.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
