@@ -12,7 +12,8 @@ from typing import Any
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.unlike import unlike_profile
-from service.scheduler.joint import JobPlan, choose, longest
+from service.scheduler.job_reduces import planned_reduces
+from service.scheduler.joint import JobPlan, choose
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.programs.messages import check_messages
 from worker.choices import stage_counts
@@ -131,7 +132,8 @@ def _choose(
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
         check_messages(programs, found.partition.reshardings, sizes)
-    return found
+    workers = dict(zip(names, job.mesh_sizes, strict=True))
+    return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
 
 
 def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
@@ -174,7 +176,7 @@ def answer_json(found: JobPlan) -> dict[str, Any]:
         "spec": found.partition.spec.model_dump(mode="json"),
         "plan": found.plan.model_dump(mode="json"),
         "step_s": found.step_s,
-        "update_s": longest(found.update),
+        "update_s": found.step_s - found.plan.makespan_s,
         "update": [asdict(one) for one in found.update],
         "slowdown": found.slowdown,
         **_reshardings(found),

@@ -44,6 +44,7 @@ class PlannedJob:
     update: tuple[MeshUpdate, ...] = ()
     slowdown: float = 1.0
     reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
+    update_s: float | None = None
 
     @property
     def microbatches(self) -> int:
@@ -52,7 +53,8 @@ class PlannedJob:
     @property
     def step_s(self) -> float:
         """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
-        return self.plan["makespan_s"] + max((one.whole_s for one in self.update), default=0.0)
+        longest = max((one.whole_s for one in self.update), default=0.0)
+        return self.plan["makespan_s"] + (longest if self.update_s is None else self.update_s)
 
     @property
     def stage_names(self) -> list[str]:
@@ -80,6 +82,7 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         plan=answer["plan"],
         update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
+        update_s=answer.get("update_s"),
         reshardings={
             (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
             for one in answer.get("reshardings") or ()

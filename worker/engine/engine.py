@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.buckets import with_buckets
 from worker.engine.actions import Actions, ReceiveBuffers
-from worker.engine.buckets import with_buckets
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError

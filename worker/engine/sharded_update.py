@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.engine.buckets import BUCKET_BYTES
+from worker.buckets import BUCKET_BYTES
 from worker.engine.lanes import Finish, followed_by
 from worker.engine.shards import Parts, adopt, keys_of_elements, own_parts, part_of_entry
 from worker.engine.update import ModelUpdate, UpdateSettings

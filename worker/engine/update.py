@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.engine.buckets import Gradient
+from worker.buckets import Gradient
 from worker.engine.errors import NonFiniteError
 from worker.engine.lanes import Finish, followed_by
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
