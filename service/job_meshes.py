@@ -1,8 +1,8 @@
 """`resources.meshes` as a list: one entry a mesh, with its workers and how they share its work (DESIGN section 12).
 
 Workers of a mesh share its samples (data parallel) or its matrices (tensor parallel). A list of meshes that are all alike is
-the short form written out; where they have unlike numbers of workers, `workers` says them. Everything else that a list
-can say is read, checked against itself, and refused by name until it runs.
+the short form written out; where they have unlike numbers of workers, `workers` says them, and `shard` which of them share
+the optimizer's state. What cannot run together is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 LARGEST = 1024
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
+
+
+Shard = Literal["none", "optimizer"]
 
 
 class _Part(BaseModel):
@@ -33,7 +37,7 @@ class MeshEntry(_Part):
 
     workers: Count = 1
     parallel: Parallel = Parallel()
-    shard: Literal["none", "optimizer"] = "none"
+    shard: Shard = "none"
 
 
 def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,8 +53,11 @@ def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
     entries = [_entry(f"meshes.{k}", one) for k, one in enumerate(listed)]
     for k, entry in enumerate(entries):
         _check_sizes(f"meshes.{k}", entry)
-    for k, entry in enumerate(entries):
-        _check_runs(f"meshes.{k}", entry)
+    shards = [entry.shard for entry in entries]
+    if resources.get("shard") is not None and any("shard" in one for one in listed):
+        raise ValueError("shard is given in entries of meshes and beside them: leave it out beside them")
+    if {*shards} != {"none"}:
+        resources = {**resources, "shard": shards[0] if len({*shards}) == 1 else shards}
     return {
         **resources,
         "meshes": len(entries),
@@ -74,6 +81,22 @@ def sizes_of(workers: Sequence[int]) -> dict[str, Any]:
     """The fields of resources that say how many workers each mesh has."""
     unlike = len({*workers}) > 1
     return {"workers_per_mesh": max(workers), "workers": list(workers) if unlike else None}
+
+
+def check_shard(shard: str | Sequence[str], meshes: int | None, optimizer: str) -> None:
+    """Raise ValueError unless `shard` is one for all meshes or for each, and the optimizer (its factory) may be shared;
+    one of a user's own is tried by the workers."""
+    if not isinstance(shard, str) and len(shard) != meshes:
+        raise ValueError(
+            f"resources.shard lists {len(shard)} meshes and there are {meshes}: write none or optimizer for all, or "
+            "meshes as a list, one entry {workers: N, shard: optimizer} a mesh"
+        )
+    name = optimizer.rpartition(":")[2].rpartition(".")[2]
+    if optimizer.startswith("torch.") and name in NOT_ELEMENTWISE and "optimizer" in (shard, *shard):
+        raise ValueError(
+            f"resources.shard is optimizer, and {name} does not update each element by itself: its state cannot be shared "
+            "over the workers of a mesh; set shard to none, or choose another optimizer (torch.optim:AdamW, ...)"
+        )
 
 
 def check_listed(meshes: int | None, largest: int, workers: Sequence[int], device: str) -> None:
@@ -173,11 +196,6 @@ def _check_sizes(place: str, entry: MeshEntry) -> None:
             f"and there are {workers}: "
             f"set data to {workers // tensor}, or workers to {data * tensor}"
         )
-
-
-def _check_runs(place: str, entry: MeshEntry) -> None:
-    if entry.shard != "none":
-        raise ValueError(f"{place}.shard is {entry.shard}: sharded optimizers cannot run yet; set it to none")
 
 
 def _divisors(number: int) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from service.job_meshes import check_listed, check_tensor, short_form
+from service.job_meshes import Shard, check_listed, check_tensor, short_form
 from service.job_values import Part
 
 MAX_BYTES = 2**53  # what every reader of JSON takes as it is
@@ -36,6 +36,10 @@ class Resources(Part):
         default=None,
         description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
     )
+    shard: Shard | list[Shard] = Field(
+        default="none",
+        description="optimizer: the workers of a mesh share its state, each keeps and updates its part; also one a mesh",
+    )
     tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
         description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
@@ -59,5 +63,11 @@ class Resources(Part):
     def _workers_of_each_mesh(self) -> Self:
         if self.workers is not None:
             check_listed(self.meshes, self.workers_per_mesh, self.workers, self.device)
+        if self.tensor > 1 and "optimizer" in (self.shard, *self.shard):
+            raise ValueError(
+                f"tensor is {self.tensor} and shard is optimizer: workers that share matrices have their parts of the "
+                "optimizer's state already, and data-parallel ones cannot share theirs beside them so far; set shard to "
+                "none, or tensor to 1"
+            )
         check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan, self.device)
         return self

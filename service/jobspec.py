@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_va
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
-from service.job_meshes import check_shared
+from service.job_meshes import check_shard, check_shared
 from service.job_resources import Resources
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 from service.job_values import Part as _Part
@@ -311,6 +311,7 @@ class JobSpec(_Part):
                 f"resources.meshes {meshes} is more than {what} {stages}: "
                 f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
             )
+        check_shard(self.resources.shard, self.resources.meshes, self.optimizer.factory)
         count = self.training.microbatches
         shares = [size // self.resources.tensor for size in self.mesh_sizes]
         check_shared(self.training.global_batch, None if count == "auto" else count, shares)

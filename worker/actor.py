@@ -236,7 +236,7 @@ class Worker(Measuring):
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
-        state, step = checkpoint.load(uri, names=self._engine.state_names())
+        state, step = checkpoint.load(uri, names={*named_tensors(self._stages)})
         state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step

@@ -105,14 +105,16 @@ class Pipeline:
 @dataclass(frozen=True)
 class Resources:
     """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes. `workers` has one number a
-    mesh where they are not alike; then `workers_per_mesh` is the largest. So many workers as `tensor` says share the
-    matrices of a stage, by `tensor_plan` (module-name patterns to styles, see worker/tensor/plans.py)."""
+    mesh where they are not alike; then `workers_per_mesh` is the largest. `shard` is what the workers of a mesh share,
+    none or optimizer (its state); one for all meshes, or for each. So many workers as `tensor` says share the matrices of
+    a stage, by `tensor_plan` (module-name patterns to styles, see worker/tensor/plans.py)."""
 
     meshes: int | None = None
     workers_per_mesh: int = 1
     tensor: int = 1
     tensor_plan: Mapping[str, Any] | None = None
     workers: tuple[int, ...] | None = None
+    shard: str | tuple[str, ...] = "none"
     device: str = "auto"
     memory_per_worker: str | int = "auto"
 
@@ -180,6 +182,14 @@ class Job:
     def mesh_sizes(self) -> tuple[int, ...]:
         """The number of workers of each mesh."""
         return self.resources.workers or (self.resources.workers_per_mesh,) * self.meshes
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The meshes whose workers share the optimizer's state."""
+        given = self.resources.shard
+        shards = (given,) * self.meshes if isinstance(given, str) else given
+        found = enumerate(zip(shards, self.mesh_sizes, strict=True))
+        return tuple(f"m{index}" for index, (shard, size) in found if shard == "optimizer" and size > 1)
 
     @property
     def row_step(self) -> int:

@@ -21,12 +21,12 @@ from worker.node import processor_share
 from worker.reasons import Reason
 from worker.tensor.measuring import Sharing
 from worker.traced_model import JobModel
-from worker.training import make_optimizer, measure_optimizer_state
+from worker.training import check_shared, make_optimizer, measure_optimizer_state
 from worker.transport import Topology
 from worker.transport.base import Transport, for_a_while
 from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
-from worker.update_measure import WORKERS, measure_sum, measure_update
+from worker.update_measure import WORKERS, measure_sharing, measure_sum, measure_update
 
 PROFILE_REPEATS = 5
 
@@ -57,7 +57,10 @@ class Measuring:
 
     def optimizer_state(self) -> OptimizerState:
         """What the job's optimizer keeps of the parameters that it trains."""
-        return measure_optimizer_state(functools.partial(make_optimizer, self._job.optimizer), self._device)
+        make = functools.partial(make_optimizer, self._job.optimizer)
+        if self._job.sharded:
+            check_shared(make)
+        return measure_optimizer_state(make, self._device)
 
     def update_costs(self) -> UpdateCosts:
         """What the engine's REDUCE and STEP take on this worker alone, with the job's optimizer."""
@@ -65,13 +68,19 @@ class Measuring:
         return measure_update(make, self._device, self._job.training.clip_grad_norm)
 
     @attributed_to(Reason.START_TIMEOUT)
-    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, float]:
-        """What summing gradients over the workers of this mesh takes; all of them call this at the same time."""
+    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, ...]:
+        """What summing gradients over the workers of this mesh takes, latency and bandwidth; where the job shares the
+        optimizer's state then those of a reduce-scatter and an all-gather. All of them call this at the same time."""
         topology = Topology((self._mesh,), self._workers_per_mesh)
         transport = self._transport(topology, store, host, connect_s)
         with for_a_while(transport):
             transport.connect({WORKERS: tuple(range(topology.size))}, ())
-            return measure_sum(transport, self._device, large_bytes=LARGE_BYTES[self._device])
+            large = LARGE_BYTES[self._device]
+            sums = measure_sum(transport, self._device, large_bytes=large)
+            if not self._job.sharded:
+                return sums
+            scatter, gather = measure_sharing(transport, self._device, large_bytes=large)
+            return (*sums, *scatter, *gather)
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(

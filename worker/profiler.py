@@ -90,7 +90,7 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         **memory,
         "workers": _workers(job, device),
         "optimizer": asdict(optimizer),
-        "update": _with_sums(update, network, job.row_step, notes).to_json(),
+        "update": _with_sums(job, update, network, notes).to_json(),
         "action_s": together.action_s,
         "notes": notes,
     }
@@ -140,16 +140,18 @@ def _with_tensor_sums(
     return {count: profile.with_sums(*between) for count, profile in profiles.items()}
 
 
-def _with_sums(
-    update: UpdateCosts, network: Mapping[str, Any], data_workers: int, notes: list[str]
-) -> UpdateCosts:
-    if data_workers == 1:
+def _with_sums(job: Job, update: UpdateCosts, network: Mapping[str, Any], notes: list[str]) -> UpdateCosts:
+    if job.row_step == 1:
         return update
     if network["bandwidth_bytes_per_s"] is None:
         notes.append("sums of gradients over the workers of a mesh were not measured: they count as nothing")
         return update
     notes.append("sums of gradients over the workers of a mesh are taken to be as quick as a link")
-    return update.with_sum(network["latency_s"], network["bandwidth_bytes_per_s"])
+    latency_s, bandwidth = network["latency_s"], network["bandwidth_bytes_per_s"]
+    if job.sharded:  # each moves half the bytes of a sum
+        workers = {mesh: job.mesh_sizes[int(mesh[1:])] for mesh in job.sharded}
+        update = update.with_sharing(workers, (latency_s, 2 * bandwidth), (latency_s, 2 * bandwidth))
+    return update.with_sum(latency_s, bandwidth)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         tensor=job.resources.tensor,
         limits=limits,
         device=device,
+        sharded=job.sharded,
     )
 
 

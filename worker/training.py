@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.engine.shards import check_elementwise
 from worker.failure import attributed_to
 from worker.job import Factory, Job, Optimizer
 from worker.job_loss import JobLoss
@@ -129,6 +130,15 @@ def measure_optimizer_state(
     )
     each = max(each, 0.0)
     return OptimizerState(each, max(0, round(least - each * item)))
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def check_shared(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """FactoryError unless the workers of a mesh can share the state of the optimizer of `make`."""
+    try:
+        check_elementwise(make)
+    except ValueError as error:
+        raise FactoryError(f"resources.shard is optimizer: {error}") from error
 
 
 def _tensor_bytes(value: Any) -> int:

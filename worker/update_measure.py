@@ -18,6 +18,7 @@ from worker.failure import attributed_to
 from worker.model.update_costs import LinearCost, UpdateCosts
 from worker.reasons import Reason
 from worker.transport import Topology, Transport
+from worker.transport.base import finish
 from worker.transport.local import LocalTransport
 
 # Matrices, since some optimizers take nothing else; the large ones outgrow the caches.
@@ -78,12 +79,40 @@ def measure_sum(transport: Transport, device: str, *, large_bytes: int) -> tuple
 
     All workers of the group WORKERS call this at the same time.
     """
+    return _linear(lambda tensor: transport.all_reduce(WORKERS, tensor), device, large_bytes)
+
+
+def measure_sharing(
+    transport: Transport, device: str, *, large_bytes: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """As `measure_sum`, of a reduce-scatter and of an all-gather; bytes are those of the whole tensor."""
+    workers = transport.topology.size
+
+    def scatter(whole: torch.Tensor) -> None:
+        finish(transport.start_reduce_scatter(WORKERS, torch.empty_like(_part(whole)), whole))
+
+    def gather(whole: torch.Tensor) -> None:
+        finish(transport.start_all_gather(WORKERS, whole, _part(whole).clone()))
+
+    def _part(whole: torch.Tensor) -> torch.Tensor:
+        return whole[: whole.numel() // workers]
+
+    each = workers * torch.get_default_dtype().itemsize
+    whole_bytes = large_bytes // each * each
+    found = [_linear(run, device, whole_bytes, least=workers) for run in (scatter, gather)]
+    return found[0], found[1]
+
+
+def _linear(
+    run: Callable[[torch.Tensor], None], device: str, large_bytes: int, least: int = 1
+) -> tuple[float, float]:
+    """(seconds to begin, bytes per second) of `run` of a vector of ones."""
     item = torch.get_default_dtype().itemsize
-    times: dict[int, list[float]] = {1: [], large_bytes // item: []}
+    times: dict[int, list[float]] = {least: [], large_bytes // item: []}
     for _ in range(_WARM_UP + _REPEATS):
         for count, found in times.items():
             tensor = torch.ones(count, device=device)
-            found.append(_timed(lambda tensor=tensor: transport.all_reduce(WORKERS, tensor), device))
+            found.append(_timed(lambda tensor=tensor: run(tensor), device))
     small_s, large_s = (statistics.median(found[_WARM_UP:]) for found in times.values())
     return small_s, large_bytes / max(large_s - small_s, large_s / 10)
 

@@ -204,6 +204,10 @@ class UpdateSeconds(_FromDriver):
     step: LinearSeconds = LinearSeconds()
     norm: LinearSeconds | None = None
     alone: Annotated[list[str], Field(max_length=1024)] = []
+    scatter: LinearSeconds | None = None
+    gather: LinearSeconds | None = None
+    sums: LinearSeconds | None = None
+    shared: Annotated[dict[str, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=1024)] = {}
 
 
 class ProfileOfCount(_FromDriver):

@@ -12,12 +12,13 @@ from typing import Any
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.unlike import unlike_profile
-from service.scheduler.joint import JobPlan, choose, longest
+from service.scheduler.job_reduces import planned_reduces
+from service.scheduler.joint import JobPlan, choose
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.programs.messages import check_messages
 from worker.choices import stage_counts
 from worker.job import Job
-from worker.model.profile import LayerProfile, OptimizerState
+from worker.model.profile import LayerProfile, OptimizerState, SharedOptimizerState
 from worker.model.update_costs import UpdateCosts
 
 
@@ -119,7 +120,7 @@ def _choose(
         network=costs.network,
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
-        optimizer=costs.optimizer,
+        optimizer=_optimizer(job, costs),
         update=costs.update,
         shared=costs.shared,
         action_s=costs.action_s,
@@ -131,7 +132,8 @@ def _choose(
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
         check_messages(programs, found.partition.reshardings, sizes)
-    return found
+    workers = {name: size // job.resources.tensor for name, size in zip(names, job.mesh_sizes, strict=True)}
+    return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
 
 
 def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
@@ -154,6 +156,14 @@ def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     )
 
 
+def _optimizer(job: Job, costs: JobCosts) -> OptimizerState:
+    """What the optimizer keeps; of it each worker has its part where those of a mesh share it."""
+    if not job.sharded:
+        return costs.optimizer
+    sizes = {name: job.mesh_sizes[int(name[1:])] for name in job.sharded}
+    return SharedOptimizerState(**asdict(costs.optimizer), workers=sizes)
+
+
 def _recompute(job: Job) -> Recompute:
     wanted = job.pipeline.recompute
     return wanted if isinstance(wanted, str) else list(wanted)
@@ -166,7 +176,7 @@ def answer_json(found: JobPlan) -> dict[str, Any]:
         "spec": found.partition.spec.model_dump(mode="json"),
         "plan": found.plan.model_dump(mode="json"),
         "step_s": found.step_s,
-        "update_s": longest(found.update),
+        "update_s": found.step_s - found.plan.makespan_s,
         "update": [asdict(one) for one in found.update],
         "slowdown": found.slowdown,
         **_reshardings(found),

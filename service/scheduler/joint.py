@@ -61,11 +61,12 @@ class JobPlan:
     update: tuple[MeshUpdate, ...]
     score_s: float
     slowdown: float = 1.0
+    update_s: float | None = None  # behind the makespan, where sums of gradients do not all come behind it
 
     @property
     def step_s(self) -> float:
         """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
-        return self.plan.makespan_s + longest(self.update)
+        return self.plan.makespan_s + (longest(self.update) if self.update_s is None else self.update_s)
 
 
 @dataclass(frozen=True)

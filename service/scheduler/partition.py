@@ -120,7 +120,7 @@ def _stage_specs(
     count, receives = len(problem.profile.layers), _stages_with_input_gradients(problem, begins)
     specs, whole = [], problem
     for index, (first, end) in enumerate(layer_ranges(begins, count)):
-        problem = whole.on(index)
+        problem, mesh = whole.on(index), whole.meshes[whole.mesh_of_stage[index]].name
         part = problem.profile.layers[first:end]
         activation = problem.kept_bytes(first)[end - first - 1]
         whole_s = action_s + sum(layer.whole_backward_s for layer in part)
@@ -131,7 +131,7 @@ def _stage_specs(
         specs.append(
             StageSpec(
                 name=f"s{index}",
-                mesh=problem.meshes[problem.mesh_of_stage[index]].name,
+                mesh=mesh,
                 forward_s=action_s + sum(layer.forward_s for layer in part),
                 backward_input_s=input_s,
                 backward_weight_s=weight_s,
@@ -139,7 +139,7 @@ def _stage_specs(
                 activation_bytes=activation,
                 # autograd keeps the whole graph below the topmost weight for W: nearly all of it
                 weight_stash_bytes=activation,
-                static_bytes=problem.profile.static_bytes(first, end, optimizer),
+                static_bytes=problem.profile.static_bytes(first, end, optimizer.on(mesh)),
                 recompute=recompute_spec(problem, recompute, index, first, end, activation),
             )
         )

@@ -27,7 +27,7 @@ class Slot:
     lane: str
     action: str
     stage: str
-    microbatch: int
+    microbatch: int | None  # None: the sum of a bucket of gradients
     start_s: float
     end_s: float
     peer_stage: str | None = None

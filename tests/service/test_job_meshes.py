@@ -94,8 +94,12 @@ def test_entries_need_not_say_how_their_workers_share():
         ),
         ({"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensor_plan": {"*": "split"}}, "tensor_plan.*"),
         (
-            {"meshes": [{"shard": "optimizer"}]},
-            "meshes.0.shard is optimizer: sharded optimizers cannot run yet",
+            {"meshes": [{"workers": 2, "shard": "optimizer"}, {"workers": 2}], "shard": "none"},
+            "shard is given in entries of meshes and beside them: leave it out beside them",
+        ),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "shard": ["optimizer"]},
+            "resources.shard lists 1 meshes and there are 2: write none or optimizer for all",
         ),
         (
             {"meshes": [{"workers": 6, "parallel": {"tensor": 4}}]},
@@ -122,3 +126,27 @@ def test_a_list_that_cannot_run_is_refused_with_what_fits(resources, said):
     with pytest.raises(ValidationError) as caught:
         _spec(resources)
     assert said in str(caught.value)
+
+
+def test_meshes_share_the_state_of_the_optimizer_all_of_them_or_one_by_one():
+    shared, alone = {"workers": 2, "shard": "optimizer"}, {"workers": 2}
+    everywhere = _spec({"meshes": [shared, shared]})
+    assert everywhere == _spec({"meshes": 2, "workers_per_mesh": 2, "shard": "optimizer"})
+    some = _spec({"meshes": [alone, shared]})
+    stored = some.model_dump(mode="json")
+    assert JobSpec.model_validate(stored) == some
+    assert Job.from_json(everywhere.model_dump(mode="json")).sharded == ("m0", "m1")
+    assert Job.from_json(stored).sharded == ("m1",)
+    lonely = {"meshes": [{"workers": 1, "shard": "optimizer"}, {"workers": 2, "shard": "none"}]}
+    assert Job.from_json(_spec(lonely).model_dump(mode="json")).sharded == ()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+def test_an_optimizer_of_torch_that_cannot_be_shared_is_refused_by_name(name):
+    body = job_body(
+        optimizer={"factory": f"torch.optim:{name}"},
+        resources={"meshes": [{"workers": 2, "shard": "optimizer"}] * 2},
+    )
+    training = {"steps": 1, "global_batch": 8, "microbatches": 2}
+    with pytest.raises(ValidationError, match=f"{name} does not update each element by itself"):
+        JobSpec.model_validate({**body, "pipeline": {"stages": 2}, "training": training})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from test_actor import job, plain
 from test_raw_models import plain_losses, spec_of
-from test_unlike_meshes import LOSSES, unet
 from workers import Workers
 
 from service.jobspec import JobSpec
@@ -27,7 +27,17 @@ def on(layout, spec, **resources):
     return {**spec, "resources": JobSpec.model_validate(spec).model_dump(mode="json")["resources"]}
 
 
+def unet():
+    spec = job(stages=4)
+    spec["model"] = {"factory": "worker.model.unet:build", "args": {}}
+    spec["data"] = {"factory": "worker.data.digits:NoisyDigits", "args": {}}
+    spec["pipeline"]["schedule"] = "auto"
+    spec["loss"] = {"factory": "torch.nn.functional:mse_loss"}
+    return spec
+
+
 SPECS = {"gpt": job, "unet": unet}
+LOSSES = {"gpt": torch.nn.functional.cross_entropy, "unet": torch.nn.functional.mse_loss}
 
 
 @pytest.mark.parametrize("name", SPECS)

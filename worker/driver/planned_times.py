@@ -11,7 +11,8 @@ from worker.model.update_costs import MeshUpdate
 def planned_seconds(
     plan: Mapping[str, Any], stage_names: Sequence[str], update: Sequence[MeshUpdate] = ()
 ) -> dict[str, list[float]]:
-    """Planned seconds of every instruction of every mesh's program; those of REDUCE and STEP are in `update`.
+    """Planned seconds of every instruction of every mesh's program; those of REDUCE (but for its
+    buckets) and STEP are in `update`.
 
     Slots name their stage, instructions count it: `stage_names` are in that order.
     """
@@ -38,10 +39,19 @@ def _slots_of_instructions(
     plan: Mapping[str, Any], stage_names: Sequence[str]
 ) -> dict[str, list[Mapping[str, Any] | None]]:
     number = {name: i for i, name in enumerate(stage_names)}
-    planned = {
-        (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge")): s for s in plan["slots"]
-    }
+    planned: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for s in plan["slots"]:  # those of buckets have one key a stage: they come in the order of their lane
+        key = (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge"))
+        planned.setdefault(key, []).append(s)
+    for slots in planned.values():
+        slots.reverse()
     return {
-        mesh: [planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"])) for i in instructions]
+        mesh: [
+            _next(planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"]))) for i in instructions
+        ]
         for mesh, instructions in plan["programs"].items()
     }
+
+
+def _next(slots: list[Mapping[str, Any]] | None) -> Mapping[str, Any] | None:
+    return slots.pop() if slots else None

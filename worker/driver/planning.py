@@ -16,17 +16,14 @@ from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.links import MeshCosts
 from worker.driver.report import Reporter
+from worker.driver.sums import Sums, measure_sums
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
 from worker.model.memory_plan import corrected_factor, planned_peak_bytes, static_bytes_by_mesh
 from worker.model.profile import LayerProfile, mean_profile, slowest_profile
 from worker.model.update_costs import MeshUpdate, UpdateCosts
-from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.resharding_plan import ReshardingPlan
-from worker.transport.rendezvous import serve_rendezvous
-
-SUM_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,7 @@ class PlannedJob:
     update: tuple[MeshUpdate, ...] = ()
     slowdown: float = 1.0
     reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
+    update_s: float | None = None
 
     @property
     def microbatches(self) -> int:
@@ -52,7 +50,8 @@ class PlannedJob:
     @property
     def step_s(self) -> float:
         """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
-        return self.plan["makespan_s"] + max((one.whole_s for one in self.update), default=0.0)
+        longest = max((one.whole_s for one in self.update), default=0.0)
+        return self.plan["makespan_s"] + (longest if self.update_s is None else self.update_s)
 
     @property
     def stage_names(self) -> list[str]:
@@ -80,19 +79,12 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         plan=answer["plan"],
         update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
+        update_s=answer.get("update_s"),
         reshardings={
             (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
             for one in answer.get("reshardings") or ()
         },
     )
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """What a sum over the workers of a mesh takes: seconds to begin, bytes a second; the meshes `alone` have one worker."""
-
-    between: tuple[float, float]
-    alone: tuple[str, ...]
 
 
 class Planner:
@@ -147,7 +139,13 @@ class Planner:
             loops=may_loop(self._job),
             skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
         )
-        sums = self._measure_sums()
+        sums = measure_sums(
+            self._job,
+            self._gang,
+            reporter=self._reporter,
+            limits=self._limits,
+            interrupted=self._interrupted,
+        )
         if self._job.resources.tensor > 1:
             profiles = {count: profile.with_sums(*sums.between) for count, profile in profiles.items()}
         measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
@@ -325,46 +323,12 @@ class Planner:
             cores[address.node] = cores.get(address.node, 0.0) + share
         return cores
 
-    def _measure_update(self, sums: _Sums | None) -> UpdateCosts:
+    def _measure_update(self, sums: Sums | None) -> UpdateCosts:
         """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
         (costs,) = self._call(
             [self._gang.workers[0].update_costs.remote()], "trying the optimizer", self._limits.prepare_s
         )
-        if sums is None or self._job.row_step == 1:  # nobody has other samples
-            return costs
-        return costs.with_sum(*sums.between, sums.alone)
-
-    def _measure_sums(self) -> _Sums | None:
-        """What sums over the workers of a mesh take, in the slowest mesh; None where each mesh has one."""
-        if self._job.resources.workers_per_mesh == 1:
-            return None
-        nodes = [address.node for address in self._gang.addresses]
-        alone = tuple(mesh.name for mesh in self._gang.meshes if len(mesh.workers) == 1)
-        stores = {
-            mesh.name: serve_rendezvous(own_node_address(), nodes)
-            for mesh in self._gang.meshes
-            if mesh.name not in alone
-        }
-        measured = self._call(
-            [
-                worker.measure_sum.remote(
-                    store=stores[address.mesh][1],
-                    host=address.node,
-                    connect_s=self._limits.connect_s,
-                )
-                for worker, address in zip(self._gang.workers, self._gang.addresses, strict=True)
-                if address.mesh in stores
-            ],
-            f"summing gradients in each of {len(stores)} meshes",
-            2 * self._limits.connect_s + SUM_LIMIT_S,
-        )
-        latency_s = max(found[0] for found in measured)
-        bandwidth = min(found[1] for found in measured)
-        self._reporter.event(
-            "sums_measured",
-            f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
-        )
-        return _Sums((latency_s, bandwidth), alone)
+        return costs if sums is None else sums.added_to(costs, self._job, self._gang)
 
     def _ask(
         self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]

@@ -169,6 +169,7 @@ class Actions:
             raise StageError(
                 f"the optimizer raised {type(error).__name__}: {error}", "STEP", None, None
             ) from error
+        self._update.gather()  # not inside: it waits for others, which in a process of several draw too
 
 
 def _nothing() -> None:

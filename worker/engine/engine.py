@@ -14,25 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.buckets import with_buckets
 from worker.engine.actions import Actions, ReceiveBuffers
-from worker.engine.buckets import with_buckets
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.exchange import Exchange
+from worker.engine.given import check_batch, check_stages
 from worker.engine.lanes import Action, Lanes
 from worker.engine.measured import measured_slot
+from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
+from worker.engine.sharded_update import make_update
 from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
 from worker.engine.tensor_share import TensorShare
 from worker.engine.token_weights import token_weights
-from worker.engine.update import TENSOR, ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
+from worker.engine.update import UpdateResult, UpdateSettings
 from worker.engine.warmup import Kept, Silent, on_device
 from worker.engine.watch import Watch
-from worker.program import COMPUTE_OPS, Program
+from worker.program import Program
 from worker.transport.base import Transport
 
 # How often a running step is looked at: limits, failures of others, progress to publish.
@@ -84,24 +87,24 @@ class Engine:
         self._options = options or RunOptions()
         self._training = any(instruction.op in ("B", "I") for instruction in self._program)
         self._device = torch.device(self._options.device)
-        self._check(stages, planned_s)
+        check_stages(mesh, self._program, stages, planned_s)
         self._routes = find_routes(edges, self._mesh_of_stage)
         self._sizes = dict(zip(transport.topology.meshes, transport.topology.sizes, strict=True))
         check_plans(reshardings or {}, self._routes, self._sizes, training=self._training)
         self._exchange = Exchange()
         tie_local_parameters(stages, tied)
-        self._update = ModelUpdate(
+        self._update = make_update(
             stages=stages,
             tied=tied,
             mesh_of_stage=self._mesh_of_stage,
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
-            settings=UpdateSettings(
-                self._options.clip_grad_norm, self._options.non_finite, self._device, self._options.tensor
-            ),
-            share=self._join(tensor),
+            settings=UpdateSettings.of(self._options, self._device),
+            share=tensor,
         )
+        if tensor is not None:
+            tensor.connect(lambda one: self._update.transport.all_reduce(self._update.tensor_group, one))
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
@@ -145,7 +148,7 @@ class Engine:
             gradient_buckets=bucketed.buckets,
             releases=releases,
         )
-        self._has_output = any("output" in module.outputs for module in stages.values())
+        self._needs_targets = self._training and any("output" in m.outputs for m in stages.values())
         self._updated = UpdateResult()
         self._lanes: Lanes | None = None
         self._warm = False
@@ -173,6 +176,7 @@ class Engine:
             transport=self._transport,
             lanes=self._lanes,
             missing=self._reshardings.missing,
+            gathers=self._mesh in self._options.sharded,
         )
 
     def run_step(
@@ -187,7 +191,7 @@ class Engine:
             raise EngineError("the engine is not connected: call connect() before run_step()")
         if self._dead is not None:
             raise EngineError(f"the engine ended before: {self._dead}")
-        self._check_batch(inputs, targets)
+        check_batch(inputs, targets, microbatches=self._microbatches, needs_targets=self._needs_targets)
         with self._ended_by_errors():
             if self._enqueues() and not self._warm:
                 self._warm_up(step, inputs, targets)
@@ -216,7 +220,7 @@ class Engine:
             raise EngineError("the engine is not connected: call connect() before warm_up()")
         if self._dead is not None:
             raise EngineError(f"the engine ended before: {self._dead}")
-        self._check_batch(inputs, targets)
+        check_batch(inputs, targets, microbatches=self._microbatches, needs_targets=self._needs_targets)
         with self._ended_by_errors():
             self._warm_up(step, inputs, targets)
 
@@ -226,12 +230,9 @@ class Engine:
             runner.observer = observer
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by the original names of the model."""
+        """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
+        the optimizer's state all of them ask at the same time, and worker 0 gets it."""
         return self._update.state()
-
-    def state_names(self) -> set[str]:
-        """The original names of this mesh's parameters and buffers."""
-        return self._update.names()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take this mesh's part of `state`, which may hold all meshes'."""
@@ -257,13 +258,6 @@ class Engine:
 
     # Construction
 
-    def _check(self, stages: Mapping[int, nn.Module], planned_s: Sequence[float] | None) -> None:
-        needed = {i.stage for i in self._program if i.op in COMPUTE_OPS}
-        if missing := sorted(needed - set(stages)):
-            raise ValueError(f"the program of mesh {self._mesh} runs stages {missing}, which were not given")
-        if planned_s is not None and len(planned_s) != len(self._program):
-            raise ValueError(f"planned_s has {len(planned_s)} times for {len(self._program)} instructions")
-
     def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
             device=self._device,
@@ -282,13 +276,6 @@ class Engine:
     def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
         options = self._options
         return token_weights(targets, options.ignored_target, self._update.transport, options.tensor)
-
-    def _join(self, share: TensorShare | None) -> TensorShare | None:
-        """From now on the workers that share matrices sum over this engine's transport, whichever it has."""
-        if share is not None:
-            name = f"{TENSOR}/{self._mesh}/{self._worker // self._options.tensor}"
-            share.connect(lambda tensor: self._update.transport.all_reduce(name, tensor))
-        return share
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
         return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
@@ -383,14 +370,6 @@ class Engine:
         return cause
 
     # Results
-
-    def _check_batch(
-        self, inputs: Sequence[tuple[torch.Tensor, ...]], targets: Sequence[torch.Tensor] | None
-    ) -> None:
-        if len(inputs) != self._microbatches:
-            raise ValueError(f"run_step got {len(inputs)} microbatches, the program has {self._microbatches}")
-        if self._training and self._has_output and (targets is None or len(targets) != self._microbatches):
-            raise ValueError(f"run_step needs {self._microbatches} targets where the model's output is")
 
     def _result(self, step: int, started: float) -> StepResult:
         losses = self._exchange.losses

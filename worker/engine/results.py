@@ -67,7 +67,8 @@ class RunOptions:
     `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
     gradient norm does, "stop" or "skip" the step; `keeps_random`: a program without backward draws by `seed` too, and
     the process's random generators stand afterwards where they stood. With an `ignored_target` microbatches count by
-    how many of their targets are another, not all alike. `tensor` workers next to each other share matrices.
+    how many of their targets are another, not all alike. The workers of the meshes `sharded` share the optimizer's state;
+    `tensor` workers next to each other share matrices.
     """
 
     precision: str = "fp32"
@@ -78,6 +79,7 @@ class RunOptions:
     ignored_target: int | None = None
     tensor: int = 1
     keeps_random: bool = False
+    sharded: tuple[str, ...] = ()
     limits: SlotLimits = field(default_factory=SlotLimits)
     device: str = "cpu"
     priorities: StreamPriorities = field(default_factory=StreamPriorities)

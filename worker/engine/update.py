@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.engine.buckets import Gradient
+from worker.buckets import Gradient
 from worker.engine.errors import NonFiniteError
 from worker.engine.lanes import Finish, followed_by
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
+from worker.engine.parameters import named_buffers, named_parameters
+from worker.engine.results import RunOptions
 from worker.engine.stage_run import drop_casts
 from worker.engine.tensor_share import TensorShare
 from worker.transport.base import Topology, Transport, finish
@@ -30,12 +32,19 @@ TENSOR = "tensor"
 @dataclass(frozen=True)
 class UpdateSettings:
     """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on
-    `device`, also where the mesh has no parameter to tell it; `tensor` is that of RunOptions."""
+    `device`, also where the mesh has no parameter to tell it. The workers of the meshes `sharded` share the
+    optimizer's state (sharded_update.py); `tensor` is that of RunOptions."""
 
     clip_grad_norm: float | None
     non_finite: str
     device: torch.device | str = "cpu"
+    sharded: tuple[str, ...] = ()
     tensor: int = 1
+
+    @classmethod
+    def of(cls, options: RunOptions, device: torch.device) -> UpdateSettings:
+        """Those of a mesh that runs by `options`."""
+        return cls(options.clip_grad_norm, options.non_finite, device, tuple(options.sharded), options.tensor)
 
 
 @dataclass
@@ -47,12 +56,17 @@ class UpdateResult:
 
 
 def reduce_groups(
-    topology: Topology, tied: Mapping[str, Sequence[int]], mesh_of_stage: Sequence[str], tensor: int = 1
+    topology: Topology,
+    tied: Mapping[str, Sequence[int]],
+    mesh_of_stage: Sequence[str],
+    sharded: bool = False,
+    tensor: int = 1,
 ) -> dict[str, tuple[int, ...]]:
     """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
     the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
-    in place of the same ones. Of the workers of a mesh `tensor` next to each other share matrices: these are a group,
-    and those that have the same part. The same mapping on every worker."""
+    in place of the same ones. Where some are `sharded`, no worker of which knows the norm of its mesh, there are all
+    workers too. Of the workers of a mesh `tensor` next to each other share matrices: these are a group, and those that
+    have the same part. The same mapping on every worker."""
     groups: dict[str, tuple[int, ...]] = {}
     shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
     shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
@@ -62,8 +76,9 @@ def reduce_groups(
             groups[workers_group(mesh, part, tensor)] = tuple(ranks[part::tensor])
         for first in range(0, size, tensor):
             groups[f"{TENSOR}/{mesh}/{first // tensor}"] = tuple(ranks[first : first + tensor])
-    if not topology.alike:
+    if sharded or not topology.alike:
         groups[EVERYBODY] = tuple(range(topology.size))
+    if not topology.alike:
         for name, holders in shared.items():
             groups[f"tied/{name}"] = tuple(
                 topology.rank(mesh, w)
@@ -104,13 +119,17 @@ class ModelUpdate:
         self._share = share
         self._settings = settings
         self._stages = stages
-        self.parameters = _named_parameters(stages)
-        self._buffers = _named_buffers(stages)
+        self.parameters = named_parameters(stages)
+        self._buffers = named_buffers(stages)
         mesh, worker = transport.mesh, transport.worker
-        self._groups = reduce_groups(transport.topology, tied, mesh_of_stage, settings.tensor)
+        self._groups = reduce_groups(
+            transport.topology, tied, mesh_of_stage, bool(settings.sharded), settings.tensor
+        )
         self._workers_group = workers_group(mesh, worker, settings.tensor)
+        self.tensor_group = f"{TENSOR}/{mesh}/{worker // settings.tensor}"
         self._alike = transport.topology.alike
-        self._meshes_group = f"{ALL_MESHES}/{worker}" if self._alike else EVERYBODY
+        self._asks_all = not self._alike or bool(settings.sharded)
+        self._meshes_group = EVERYBODY if self._asks_all else f"{ALL_MESHES}/{worker}"
         self._tied_groups = {
             name: group
             for name in sorted(tied)
@@ -127,6 +146,8 @@ class ModelUpdate:
         self._counted = [
             name for name in self.parameters if name not in owner or mesh_of_stage[owner[name]] == mesh
         ]
+        # What the optimizer updates, by name: other tensors where the workers share its state.
+        self.updated: Mapping[str, nn.Parameter] = self.parameters
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
         self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
@@ -218,7 +239,7 @@ class ModelUpdate:
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
             return
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = [p.grad for p in self.updated.values() if p.grad is not None]
         limit = self._settings.clip_grad_norm
         if limit is not None and gradients:
             coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
@@ -226,6 +247,9 @@ class ModelUpdate:
         if self.optimizer is not None:
             with torch.enable_grad():
                 self.optimizer.step()
+
+    def gather(self) -> None:
+        """STEP, behind `step`: get what other workers have updated, where they share the optimizer's state."""
 
     def finish(self, step: int) -> UpdateResult:
         """After the step's last action: what it found. NonFiniteError when the policy is to stop."""
@@ -261,10 +285,6 @@ class ModelUpdate:
         }
         return own if self._share is None else self._share.whole_state(own)
 
-    def names(self) -> set[str]:
-        """Those of parameters and buffers."""
-        return {*self.parameters, *self._buffers}
-
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`; `state` may hold other meshes' entries too. KeyError names what is missing."""
@@ -293,7 +313,7 @@ class ModelUpdate:
         return [name_of(p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def _name_of(self) -> Callable[[torch.Tensor], str]:
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        names = {id(parameter): name for name, parameter in self.updated.items()}
         return lambda parameter: names[id(parameter)]
 
     def _sum_tied(self, parameter: nn.Parameter, group: str) -> None:
@@ -328,26 +348,30 @@ class ModelUpdate:
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
-        counted = self._counted if self._share is None else self._share.counted(self._counted)
-        gradients = [g for name in counted if (g := self.parameters[name].grad) is not None]
+        gradients = self._gradients_of_norm()
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
         total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
-        if gradients and (
-            self._alike or self.transport.worker == 0
-        ):  # once a mesh: its workers have the same
+        if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()
         if self._share is not None:
             self._share.sum(total)
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
-            if self._workers_group in self._groups and self._alike:
+            if self._workers_group in self._groups and not self._asks_all:
                 self.transport.all_reduce(self._workers_group, finite)
             total += finite
         if self._meshes_group in self._groups:
             self.transport.all_reduce(self._meshes_group, total)
         return total.sqrt()
+
+    def _gradients_of_norm(self) -> list[torch.Tensor]:
+        """Where all workers add to the norm those of a mesh, which have the same, add theirs once."""
+        if self._asks_all and self.transport.worker > 0:
+            return []
+        counted = self._counted if self._share is None else self._share.counted(self._counted)
+        return [g for name in counted if (g := self.parameters[name].grad) is not None]
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -356,25 +380,6 @@ def skips_by_itself(optimizer: torch.optim.Optimizer | None) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups)
-
-
-def tie_local_parameters(stages: Mapping[int, nn.Module], tied: Mapping[str, Sequence[int]]) -> None:
-    """Make a parameter that several stages of this mesh use one object, as in the unsplit model."""
-    for name, holders in tied.items():
-        first: nn.Parameter | None = None
-        for stage in holders:
-            if stage not in stages:
-                continue
-            module = stages[stage]
-            for local, original in _original_names(module).items():
-                if original != name:
-                    continue
-                owner, _, attribute = local.rpartition(".")
-                holder = module.get_submodule(owner)
-                if first is None:
-                    first = holder._parameters[attribute]
-                else:
-                    holder._parameters[attribute] = first
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
@@ -388,27 +393,3 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _named_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    found: dict[str, nn.Parameter] = {}
-    for stage in sorted(stages):
-        names = _original_names(stages[stage])
-        for local, parameter in stages[stage].named_parameters():
-            found.setdefault(names.get(local, f"stage{stage}.{local}"), parameter)
-    return found
-
-
-def _named_buffers(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
-    """A buffer without an original name is a constant of its stage and no state."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in sorted(stages):
-        names = _original_names(stages[stage])
-        for local, buffer in stages[stage].named_buffers():
-            if local in names:
-                found.setdefault(names[local], buffer)
-    return found
-
-
-def _original_names(module: nn.Module) -> Mapping[str, str]:
-    return getattr(module, "original_names", {})

@@ -20,12 +20,14 @@ _LAST_WORDS_S = 2.0
 # it or someone behind it will name the slot that everybody waits for.
 _PEER_GRACE_S = 2.0
 _PEER_LIVES_S = 1.0
-_REDUCING = re.compile(r"running \d*REDUCE")  # in what a worker publishes: it has come to a sum over workers
+# In what a worker publishes: it has come to a sum over workers, or to what they gather.
+_COME_TO = {"REDUCE": re.compile(r"running \d*REDUCE"), "STEP": re.compile(r"running STEP")}
 
 
 class Watch:
     """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; `missing`
-    are the workers that a running resharding (edge, backward, microbatch) waits for."""
+    are the workers that a running resharding (edge, backward, microbatch) waits for; with `gathers` STEP waits for the
+    other workers of this mesh."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Watch:
         transport: Transport,
         lanes: Lanes,
         missing: Callable[[int, bool, int], tuple[str, ...]] = lambda *_: (),
+        gathers: bool = False,
     ):
         self._mesh = mesh
         self._program = program
@@ -43,6 +46,7 @@ class Watch:
         self._transport = transport
         self._lanes = lanes
         self._missing = missing
+        self._gathers = gathers
         self.published_s = 0.0
 
     def publish(self, step: int, statuses: Sequence[LaneStatus]) -> None:
@@ -136,7 +140,9 @@ class Watch:
         """Whom an instruction that does not end waits for: a mesh, or the workers whose part is missing."""
         instruction, topology = self._program[index], self._transport.topology
         if instruction.op == "REDUCE":
-            return self._not_reducing()
+            return self._not_come_to("REDUCE", ((self._mesh,), topology.meshes))
+        if instruction.op == "STEP" and self._gathers:
+            return self._not_come_to("STEP", ((self._mesh,),))
         if instruction.peer is None:
             return ()
         if topology.workers(instruction.peer) == topology.workers(self._mesh):
@@ -146,14 +152,15 @@ class Watch:
             instruction.peer
         )
 
-    def _not_reducing(self) -> tuple[str, ...]:
-        """The other workers of this mesh that have not come to a REDUCE; of all meshes, where all of these have."""
+    def _not_come_to(self, op: str, circles: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        """The other workers of the first meshes that have not come to an instruction; where all of these have, of the
+        next."""
         topology = self._transport.topology
         mine = topology.name(topology.rank(self._mesh, self._transport.worker))
-        for meshes in ((self._mesh,), topology.meshes):
+        for meshes in circles:
             others = [name for mesh in meshes for name in topology.names(mesh) if name != mine]
             late = [
-                name for name in others if not _REDUCING.search(getattr(self._progress(name), "text", ""))
+                name for name in others if not _COME_TO[op].search(getattr(self._progress(name), "text", ""))
             ]
             if late:
                 return tuple(late)

@@ -91,6 +91,21 @@ class OptimizerState:
     bytes_per_parameter_byte: float = 0.0
     bytes_per_tensor: int = 0
 
+    def on(self, mesh: str) -> OptimizerState:
+        """What one worker of `mesh` keeps."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOptimizerState(OptimizerState):
+    """That of an optimizer whose state some meshes share among so many `workers`: each keeps its part."""
+
+    workers: Mapping[str, int] = field(default_factory=dict)
+
+    def on(self, mesh: str) -> OptimizerState:
+        each = self.bytes_per_parameter_byte / self.workers.get(mesh, 1)
+        return OptimizerState(each, self.bytes_per_tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:

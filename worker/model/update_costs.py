@@ -5,11 +5,13 @@ Pure values that travel as JSON, light: no torch. How they are measured is worke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from worker.model.profile import LayerProfile
+
+_LINEAR = ("reduce", "step", "norm", "scatter", "gather", "sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +26,63 @@ class LinearCost:
         """How long it takes for so many tensors of so many bytes in all."""
         return self.fixed_s + self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
+    def of_part(self, parts: int) -> LinearCost:
+        """With one of so many parts of every tensor."""
+        return replace(self, per_byte_s=self.per_byte_s / parts)
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateCosts:
     """`reduce`: the sums over the workers of a mesh, and the gradients' norm; `step`: clipping and the optimizer.
 
-    The meshes `alone` have one worker where others have several: their gradients' norm takes `norm`.
+    The meshes `alone` have one worker where others have several: their gradients' norm takes `norm`. In the meshes
+    `shared` as many workers share the optimizer's state: their sums take `scatter` in place of `reduce`, and parameters
+    are gathered behind the update, `gather`.
+
+    Where sums were measured, `sums` is what those of some gradients take, as a bucket or behind everything, and `norm`
+    the rest of `reduce`.
     """
 
     reduce: LinearCost = LinearCost()
     step: LinearCost = LinearCost()
     norm: LinearCost = LinearCost()
     alone: tuple[str, ...] = ()
+    scatter: LinearCost = LinearCost()
+    gather: LinearCost = LinearCost()
+    shared: Mapping[str, int] = field(default_factory=dict)
+    sums: LinearCost = LinearCost()
+
+    def with_sharing(
+        self, shared: Mapping[str, int], scatter: tuple[float, float], gather: tuple[float, float]
+    ) -> UpdateCosts:
+        """The same where so many workers of the meshes `shared` share the optimizer's state; latency and bandwidth of a
+        reduce-scatter and of an all-gather, by the bytes of whole parameters, as measured there."""
+        scattered, gathered = (
+            LinearCost(latency_s, 0.0, 1.0 / speed) for latency_s, speed in (scatter, gather)
+        )
+        return replace(self, scatter=scattered, gather=gathered, shared=dict(shared))
+
+    def sum_of(self, mesh: str) -> LinearCost | None:
+        """What a sum over the workers of `mesh` takes; None where nothing is summed, or nobody measured it alone."""
+        if mesh in self.alone or self.sums == LinearCost():
+            return None
+        return self.scatter if mesh in self.shared else self.sums
+
+    def alone_of(self, mesh: str) -> LinearCost:
+        """What a worker of `mesh` does of REDUCE by itself; with the sums where nobody measured them alone."""
+        whole = self.reduce if self.sums == LinearCost() and mesh not in self.alone else self.norm
+        return whole.of_part(self.shared.get(mesh, 1))
+
+    def step_of(self, mesh: str) -> LinearCost:
+        """STEP of a worker of `mesh`, with the parameters that it gets from others."""
+        if mesh not in self.shared:
+            return self.step
+        own, gathered = self.step.of_part(self.shared[mesh]), self.gather
+        return LinearCost(
+            own.fixed_s + gathered.fixed_s,
+            own.per_tensor_s + gathered.per_tensor_s,
+            own.per_byte_s + gathered.per_byte_s,
+        )
 
     def with_sum(
         self, latency_s: float, bandwidth_bytes_per_s: float, alone: tuple[str, ...] = ()
@@ -46,18 +93,27 @@ class UpdateCosts:
             self.reduce.per_tensor_s,
             self.reduce.per_byte_s + 1.0 / bandwidth_bytes_per_s,
         )
-        return replace(self, reduce=whole, norm=self.reduce if alone else self.norm, alone=alone)
+        sums = LinearCost(latency_s, 0.0, 1.0 / bandwidth_bytes_per_s)
+        return replace(self, reduce=whole, norm=self.reduce, alone=alone, sums=sums)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
         found = {"reduce": asdict(self.reduce), "step": asdict(self.step)}
-        return {**found, "norm": asdict(self.norm), "alone": list(self.alone)} if self.alone else found
+        if self.sums != LinearCost():
+            found |= {"norm": asdict(self.norm), "alone": list(self.alone), "sums": asdict(self.sums)}
+        if self.shared:
+            found |= {
+                "scatter": asdict(self.scatter),
+                "gather": asdict(self.gather),
+                "shared": dict(self.shared),
+            }
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UpdateCosts:
         """Inverse of `to_json`; what is missing costs nothing."""
-        costs = {name: LinearCost(**data[name]) for name in ("reduce", "step", "norm") if data.get(name)}
-        return cls(**costs, alone=tuple(data.get("alone") or ()))
+        costs = {name: LinearCost(**data[name]) for name in _LINEAR if data.get(name)}
+        return cls(**costs, alone=tuple(data.get("alone") or ()), shared=dict(data.get("shared") or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +129,11 @@ class MeshUpdate:
         return self.reduce_s + self.step_s
 
 
-def mesh_update(mesh: str, layers: Iterable[int], profile: LayerProfile, costs: UpdateCosts) -> MeshUpdate:
-    """REDUCE and STEP of a mesh that holds `layers`; a parameter that several of them use counts once.
+def mesh_update(
+    mesh: str, layers: Iterable[int], profile: LayerProfile, costs: UpdateCosts, early: Container[str] = ()
+) -> MeshUpdate:
+    """REDUCE and STEP of a mesh that holds `layers`; a parameter that several of them use counts once. Gradients of the
+    parameters `early` were summed before.
 
     Without trained parameters both are nothing.
     """
@@ -83,7 +142,8 @@ def mesh_update(mesh: str, layers: Iterable[int], profile: LayerProfile, costs: 
     if not trained:
         return MeshUpdate(mesh, 0.0, 0.0)
     size_bytes = sum(profile.parameter_sizes[name] for name in trained)
-    reduce = costs.norm if mesh in costs.alone else costs.reduce
-    return MeshUpdate(
-        mesh, reduce.seconds(len(trained), size_bytes), costs.step.seconds(len(trained), size_bytes)
-    )
+    reduce_s = costs.alone_of(mesh).seconds(len(trained), size_bytes)
+    late = [name for name in trained if name not in early]
+    if late and (sums := costs.sum_of(mesh)) is not None:
+        reduce_s += sums.seconds(len(late), sum(profile.parameter_sizes[name] for name in late))
+    return MeshUpdate(mesh, reduce_s, costs.step_of(mesh).seconds(len(trained), size_bytes))

@@ -171,6 +171,17 @@ class Transport(Protocol):
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
         """As `all_reduce`, but only started on CPU: what it returns blocks until the sum is there, once."""
 
+    def start_reduce_scatter(
+        self, group: str, out: torch.Tensor, tensor: torch.Tensor
+    ) -> Callable[[], None] | None:
+        """Sum contiguous `tensor` over the group, of which this worker keeps its own part in `out`: one of as many equal
+        ones as the group has workers, in their order. Only started on CPU, as `start_all_reduce`."""
+
+    def start_all_gather(
+        self, group: str, out: torch.Tensor, tensor: torch.Tensor
+    ) -> Callable[[], None] | None:
+        """Fill contiguous `out` with the `tensor` of every worker of the group, in their order; only started on CPU."""
+
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""
 

@@ -129,18 +129,36 @@ class LocalTransport:
         box.receipt.put(None)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
+        tensor.detach().copy_(self._all(group, "all-reduce", tensor).sum(0))
+
+    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None]:
+        return lambda: self.all_reduce(group, tensor)
+
+    def start_reduce_scatter(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
+        def finish() -> None:
+            total = self._all(group, "reduce-scatter", tensor).sum(0)
+            own = sorted(self._hub.parts[group]).index(self._rank)
+            out.copy_(total.view(-1, *out.shape)[own])
+
+        return finish
+
+    def start_all_gather(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
+        def finish() -> None:
+            out.copy_(self._all(group, "all-gather", tensor).view_as(out))
+
+        return finish
+
+    def _all(self, group: str, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What every worker of the group brought, in their order."""
         barrier, parts = self._hub.barriers[group], self._hub.parts[group]
         parts[self._rank] = tensor.detach().clone()
         try:
             barrier.wait()
-            total = torch.stack([parts[rank] for rank in sorted(parts)]).sum(0)
+            found = torch.stack([parts[rank] for rank in sorted(parts)])
             barrier.wait()
         except threading.BrokenBarrierError:
-            raise PeerLostError(f"the all-reduce over {group} was aborted", group) from None
-        tensor.detach().copy_(total)
-
-    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None]:
-        return lambda: self.all_reduce(group, tensor)
+            raise PeerLostError(f"the {what} over {group} was aborted", group) from None
+        return found
 
     def publish(self, text: str) -> None:
         self._hub.progress[self._rank] = (text, time.monotonic())

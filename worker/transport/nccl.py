@@ -145,16 +145,27 @@ class NcclTransport(RendezvousTransport):
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         if group not in self._groups:
             return
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        if tensor.dtype not in _SUMMED_TYPES:
-            raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
-        pointer, count, kind = tensor.data_ptr(), tensor.numel(), _SUMMED_TYPES[tensor.dtype]
+        tensor, kind = _summed(group, tensor)
+        pointer, count = tensor.data_ptr(), tensor.numel()
         with _peer_lost_if_it_fails(f"the all-reduce over {group}", group), self._call():
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
 
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         self.all_reduce(group, tensor)
+
+    def start_reduce_scatter(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """The caller keeps both until something that follows on its own stream waits for the end, as with `send`."""
+        (tensor, kind), (out, _) = _summed(group, tensor), _summed(group, out)
+        with _peer_lost_if_it_fails(f"the reduce-scatter over {group}", group), self._call():
+            self._groups[group].reduceScatter(
+                tensor.data_ptr(), out.data_ptr(), out.numel(), kind, _SUM, self._stream_pointer()
+            )
+
+    def start_all_gather(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        with _peer_lost_if_it_fails(f"the all-gather over {group}", group), self._call():
+            self._groups[group].allGather(
+                tensor.data_ptr(), out.data_ptr(), tensor.nbytes, _BYTES, self._stream_pointer()
+            )
 
     def failure(self) -> Failure | None:
         """PeerLostError when NCCL has noticed one by itself."""
@@ -244,6 +255,15 @@ class NcclTransport(RendezvousTransport):
 
     def _probe(self) -> torch.Tensor:
         return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _summed(group: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What NCCL sums for a tensor, and its type."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype not in _SUMMED_TYPES:
+        raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
+    return tensor, _SUMMED_TYPES[tensor.dtype]
 
 
 def _checked(identity: Any) -> bytes:

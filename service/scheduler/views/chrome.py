@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from service.scheduler.views.flows import NANOSECOND, Arrows
+from worker.buckets import REDUCE_LANE
 
 
 def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
@@ -34,8 +35,8 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
         stage, microbatch = slot.get("stage"), slot.get("microbatch")
         events.append(
             {
-                "name": action if stage is None else f"{action} {stage}/{microbatch}",
-                "cat": "transfer" if "_" in action else "compute",
+                "name": " ".join([action, *_whose(stage, microbatch)]),
+                "cat": "transfer" if "_" in action else "reduce" if lane == REDUCE_LANE else "compute",
                 "ph": "X",
                 "pid": process,
                 "tid": thread,
@@ -58,6 +59,12 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
         )
     events += arrows.events()
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
+
+
+def _whose(stage: str | None, microbatch: int | None) -> list[str]:
+    if stage is None:
+        return []
+    return [stage if microbatch is None else f"{stage}/{microbatch}"]
 
 
 def _metadata(name: str, process: int, thread: int, args: Mapping[str, Any]) -> dict[str, Any]:

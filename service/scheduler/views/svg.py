@@ -16,6 +16,7 @@ COLOURS = {
     "RECV_F": "#a0c4e8",
     "SEND_B": "#a9d6a3",
     "RECV_B": "#a9d6a3",
+    "REDUCE": "#b07aa1",
 }
 LARGEST = 20_000  # slots
 _LEFT, _TOP, _LANE, _THIN, _GAP = 92, 34, 24, 7, 12
@@ -27,7 +28,7 @@ def picture(spec: PipelineSpec, plan: Plan) -> str:
         raise SpecError(
             f"a picture shows at most {LARGEST} slots, this plan has {len(plan.slots)}: use --format chrome"
         )
-    makespan = plan.makespan_s or 1.0
+    makespan = max([plan.makespan_s, *(s.end_s for s in plan.slots if s.action == "REDUCE")]) or 1.0
     shortest = min(
         (s.end_s - s.start_s for s in plan.slots if s.lane == "compute" and s.end_s > s.start_s), default=1.0
     )
@@ -90,7 +91,8 @@ def _layout(
 def _box(slot: Slot, top: int, scale: float) -> str:
     x, width = _LEFT + slot.start_s * scale, (slot.end_s - slot.start_s) * scale
     height = _LANE if slot.lane == "compute" else _THIN
-    label = f"{slot.action} {slot.stage} microbatch {slot.microbatch}: {slot.start_s:g} to {slot.end_s:g} s"
+    whose = "" if slot.microbatch is None else f" microbatch {slot.microbatch}"
+    label = f"{slot.action} {slot.stage}{whose}: {slot.start_s:g} to {slot.end_s:g} s"
     box = (
         f'<rect x="{x:.2f}" y="{top}" width="{max(width, 0.5):.2f}" height="{height}" '
         f'fill="{COLOURS[slot.action]}" stroke="#ffffff" stroke-width="0.5"><title>{escape(label)}</title></rect>'
@@ -127,7 +129,7 @@ def _axis(makespan: float, scale: float, height: int) -> list[str]:
 
 def _legend(plan: Plan, height: int) -> list[str]:
     used = [action for action in COLOURS if any(slot.action == action for slot in plan.slots)]
-    names = {"SEND_F": "forward transfer", "SEND_B": "gradient transfer"}
+    names = {"SEND_F": "forward transfer", "SEND_B": "gradient transfer", "REDUCE": "sum of gradients"}
     words = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
     parts, x = [], _LEFT
     for action in used:

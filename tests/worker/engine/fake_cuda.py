@@ -31,6 +31,7 @@ class Machine:
     def __init__(self, seed: int = 0, *, at_once: bool = False):
         self.at_once = at_once
         self.devices: list[FakeCuda] = []
+        self.gathers = False  # STEP meets that of the other workers of its mesh
         self.order: list[str] = []
         """What ran, in order."""
         self._random = random.Random(seed)
@@ -83,11 +84,13 @@ class Machine:
         at = {stream: stream.pending[0] for stream in heads if isinstance(stream.pending[0], _Operation)}
         together: dict[str | None, list[_Stream]] = {}
         for stream, operation in at.items():
+            if operation.instruction.op == "STEP" and self.gathers:
+                together.setdefault(f"STEP {operation.mesh}", []).append(stream)
             if operation.instruction.op == "REDUCE":
                 of_mesh = None if operation.instruction.stage is None else operation.mesh
                 together.setdefault(of_mesh, []).append(stream)
         for mesh, streams in together.items():
-            if len(streams) == len([d for d in self.devices if mesh in (None, d.mesh)]):
+            if len(streams) == len([d for d in self.devices if mesh in (None, d.mesh, f"STEP {d.mesh}")]):
                 yield streams
         for stream, operation in at.items():
             op = operation.instruction.op
@@ -95,13 +98,13 @@ class Machine:
                 for other, received in at.items():
                     if operation.meets(received):
                         yield [stream, other]
-            elif op not in RECEIVE_OPS and op != "REDUCE":
+            elif op not in RECEIVE_OPS and op != "REDUCE" and not (op == "STEP" and self.gathers):
                 yield [stream]
 
     def _run_together(self, streams: Sequence[_Stream]) -> None:
         operations = [stream.pending.popleft() for stream in streams]
         self.order += [f"{operation.mesh} {operation.instruction}" for operation in operations]
-        if operations[0].instruction.op != "REDUCE":
+        if operations[0].instruction.op not in ("REDUCE", "STEP"):
             for operation in operations:  # of a transfer: first what leaves, then where it arrives
                 operation.action()
             return

@@ -25,12 +25,18 @@ from worker.program import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS
 from worker.transport.local import LocalTransport
 
 RECEIVE = LocalTransport.receive
+STARTS = {name: getattr(LocalTransport, name) for name in ("start_reduce_scatter", "start_all_gather")}
 GRAPHS = {"chain": lambda: chain(4), "skips": skips, "branches": two_branches, "tied": tied_chain}
 
 
 def send_without_waiting(self, peer, tag, tensor):
     """An enqueued send does not block the host."""
     self._hub.mailbox(self._rank, self.topology.rank(peer, self.worker), tag).tensor.put(tensor.clone())
+
+
+def at_once(start):
+    """Over when the stream goes on."""
+    return lambda self, *arguments: start(self, *arguments)()
 
 
 def receive_on_the_stream(receive):
@@ -46,8 +52,11 @@ class CudaPipeline(LocalPipeline):
         monkeypatch.setattr(LocalTransport, "receive", receive_on_the_stream(RECEIVE))
         monkeypatch.setattr(Engine, "_enqueues", lambda engine: True)
         monkeypatch.setattr(LocalTransport, "start_all_reduce", LocalTransport.all_reduce)
+        for name, start in STARTS.items():
+            monkeypatch.setattr(LocalTransport, name, at_once(start))
         monkeypatch.setattr(Engine, "_make_lanes", lambda engine, actions: self.fake_lanes(engine, actions))
         self.machine = Machine(0 if seed is None else seed, at_once=seed is None)
+        self.machine.gathers = bool(options.get("sharded"))
         self.changed = changed or (lambda engine, lanes: None)
         self.cudas = {}
         super().__init__(*arguments, **options)

@@ -5,8 +5,8 @@ import torch
 from engine_support import LocalPipeline, Plain, Recorder, batch, chain, planned, serial_programs, tied_chain
 from test_cuda_lanes import CudaPipeline
 
+from worker.buckets import Bucketed, Gradient, with_buckets
 from worker.engine import engine as engine_module
-from worker.engine.buckets import Bucketed, Gradient, with_buckets
 from worker.program import Instruction
 
 LOOPED = ["m0", "m1", "m0", "m1"]
@@ -131,3 +131,73 @@ def test_a_bucket_that_does_not_wait_for_its_backward_shows_in_some_order(monkey
 
     assert all(right(seed) for seed in range(8))
     assert not all(right(seed, forget) for seed in range(8))
+
+
+def with_sums(graph, mesh_of_stage, microbatches, contention):
+    """The plan of a graph with one sum a stage, as long as two actions; and its programs."""
+    from service.scheduler import PipelineSpec
+    from service.scheduler.reduces import Sums, with_reduces
+
+    network = {"contention": contention}
+    plan, _ = planned(graph, mesh_of_stage, microbatches, "interleaved-1f1b", network=network)
+    spec = PipelineSpec.model_validate(
+        {
+            "microbatches": microbatches,
+            "meshes": [{"name": mesh} for mesh in dict.fromkeys(mesh_of_stage)],
+            "stages": [
+                {"name": f"s{k}", "mesh": mesh, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}
+                for k, mesh in enumerate(mesh_of_stage)
+            ],
+            "edges": [],
+            "network": network,
+        }
+    )
+    sums = {
+        mesh: Sums(
+            [Gradient(f"{k}", (k,), 8, "") for k, m in enumerate(mesh_of_stage) if m == mesh], lambda *_: 2.0
+        )
+        for mesh in dict.fromkeys(mesh_of_stage)
+    }
+    plan = with_reduces(spec, plan, sums)
+    return plan, {mesh: plan.program(mesh) for mesh in plan.programs}
+
+
+@pytest.mark.parametrize("sharded", [(), ("m0", "m1")])
+@pytest.mark.parametrize("contention", ["link", "full-duplex"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_planned_buckets_run_where_the_plan_has_them_and_the_run_is_that_of_the_plain_loop(
+    seed, contention, sharded, monkeypatch
+):
+    graph = chain(4)
+    _, programs = with_sums(graph, LOOPED, 2, contention)
+    plain = Plain(graph, ADAM, 0.3)
+    with CudaPipeline(
+        monkeypatch,
+        graph,
+        LOOPED,
+        programs,
+        2,
+        seed=seed,
+        optimizer=ADAM,
+        workers=2,
+        clip_grad_norm=0.3,
+        sharded=sharded,
+    ) as pipeline:
+        for (mesh, _), engine in pipeline.engines.items():
+            ran = [str(one) + one.lane for one in engine._program]
+            assert ran == [str(one) + one.lane for one in programs[mesh]]
+            waits = [
+                [one.wait for one in p if one.lane == "reduce"] for p in (engine._program, programs[mesh])
+            ]
+            assert waits[0] == waits[1]
+        for step in range(2):
+            parts = [batch(2, seed=10 * worker + step) for worker in range(2)]
+            losses, _ = plain.step(parts[0][0] + parts[1][0], parts[0][1] + parts[1][1])
+            results = pipeline.step(step, parts)
+            assert results["m1", 0].losses + results["m1", 1].losses == pytest.approx(losses, abs=1e-10)
+            assert results["m0", 1].grad_norm == pytest.approx(plain.norm, rel=1e-9)
+        for key, engine in pipeline.engines.items():
+            for name, value in engine._update.parameters.items():
+                torch.testing.assert_close(
+                    value.detach(), plain.parameters[name].detach(), rtol=1e-9, atol=1e-11, msg=str(key)
+                )

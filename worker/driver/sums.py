@@ -1,0 +1,78 @@
+"""What sums over the workers of a mesh take, in every mesh at once: for REDUCE, and for matrices that are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.driver.gang import Gang
+from worker.driver.limits import Limits
+from worker.driver.report import Reporter
+from worker.job import Job
+from worker.model.update_costs import UpdateCosts
+from worker.node import own_node_address
+from worker.reasons import Reason
+from worker.transport.rendezvous import serve_rendezvous
+
+SUM_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the slowest mesh, seconds to begin and bytes a second; the meshes `alone` have one worker. `scatter` and `gather`
+    are those of a reduce-scatter and an all-gather, where optimizers are shared."""
+
+    between: tuple[float, float]
+    alone: tuple[str, ...]
+    scatter: tuple[float, float] | None
+    gather: tuple[float, float] | None
+
+    def added_to(self, costs: UpdateCosts, job: Job, gang: Gang) -> UpdateCosts:
+        """What REDUCE and STEP cost with the sums of gradients; nothing more where all workers of a mesh have the same
+        samples."""
+        if job.row_step == 1:
+            return costs
+        if sharded := job.sharded:
+            shared = {mesh.name: len(mesh.workers) for mesh in gang.meshes if mesh.name in sharded}
+            costs = costs.with_sharing(shared, self.scatter, self.gather)
+        return costs.with_sum(*self.between, self.alone)
+
+
+def measure_sums(
+    job: Job, gang: Gang, *, reporter: Reporter, limits: Limits, interrupted: Callable[[], None]
+) -> Sums | None:
+    """None where each mesh has one worker. Raises AttemptFailure as `Gang.call`."""
+    if job.resources.workers_per_mesh == 1:
+        return None
+    nodes = [address.node for address in gang.addresses]
+    alone = tuple(mesh.name for mesh in gang.meshes if len(mesh.workers) == 1)
+    stores = {
+        mesh.name: serve_rendezvous(own_node_address(), nodes)
+        for mesh in gang.meshes
+        if mesh.name not in alone
+    }
+    measured = gang.call(
+        [
+            worker.measure_sum.remote(
+                store=stores[address.mesh][1], host=address.node, connect_s=limits.connect_s
+            )
+            for worker, address in zip(gang.workers, gang.addresses, strict=True)
+            if address.mesh in stores
+        ],
+        what=f"summing gradients in each of {len(stores)} meshes",
+        limit_s=2 * limits.connect_s + SUM_LIMIT_S,
+        timeout_reason=Reason.START_TIMEOUT,
+        interrupted=interrupted,
+    )
+
+    def slowest(first: int) -> tuple[float, float]:
+        return max(one[first] for one in measured), min(one[first + 1] for one in measured)
+
+    latency_s, bandwidth = between = slowest(0)
+    reporter.event(
+        "sums_measured",
+        f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
+    )
+    if not job.sharded:
+        return Sums(between, alone, None, None)
+    return Sums(between, alone, slowest(2), slowest(4))
