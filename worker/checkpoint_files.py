@@ -41,7 +41,8 @@ class SaveSeconds:
 class FoundCheckpoint:
     """A step's folder as it lies there. `damage` says what is wrong with it, None where it is whole; `summed`: its
     checksums were compared too, not only sizes; not `finished`: it has no manifest, as while it is being written.
-    `saved_at` is the manifest's time, in Unix seconds; `seconds` None where an older version saved it."""
+    `saved_at` is the manifest's time, in Unix seconds, of one without that of its newest file; `seconds` None where an
+    older version saved it."""
 
     step: int
     uri: str
@@ -201,6 +202,7 @@ def _look_at(
     if damage is not None:
         with suppress(Exception):
             finished = files.exists(f"{folder}/{MANIFEST}")
+            saved_at = saved_at or _newest_time(files, folder)
             size = size or _bytes_there(files, folder)
     return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished, seconds)
 
@@ -220,6 +222,11 @@ def _time_of(files: AbstractFileSystem, path: str) -> float | None:
         return files.modified(path).timestamp()
     except NotImplementedError:
         return None
+
+
+def _newest_time(files: AbstractFileSystem, folder: str) -> float | None:
+    there = [one["name"] for one in files.ls(folder, detail=True) if one["type"] == "file"]
+    return max((time for path in there if (time := _time_of(files, path)) is not None), default=None)
 
 
 def _bytes_there(files: AbstractFileSystem, folder: str) -> int:

@@ -29,7 +29,8 @@ def checkpoints(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """A job's checkpoints, newest first: step, time, size, whether they are whole, which is best and latest."""
+    """A job's checkpoints, newest first: step, time, size, for how long training stood still and it was written, whether
+    it is whole or being written, which is best and latest."""
     found = Client().checkpoints(job, sums=sums)
     if as_json:
         print_json(found.model_dump(mode="json"))
@@ -116,13 +117,14 @@ def _export_here(
 
 
 def _table(items: list[CheckpointFile]) -> Table:
-    table = Table("step", "saved", "size", "state", "checked", "loss", "")
+    table = Table("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", "")
     for one in items:
         marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
         saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         loss = "" if one.loss is None else f"{one.loss:.5g}"
+        took = ["" if found is None else f"{found:.3g} s" for found in (one.blocking_s, one.writing_s)]
         table.add_row(
-            str(one.step), saved, _size(one.size_bytes), one.state, one.checked, loss, ", ".join(marks)
+            str(one.step), saved, _size(one.size_bytes), *took, one.state, one.checked, loss, ", ".join(marks)
         )
     return table
 
