@@ -42,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "complete",
     "finish",
+    "is_whole",
     "load",
     "load_shard",
     "look",
@@ -148,6 +149,17 @@ def shard_names(uri: str) -> dict[str, list[str]]:
             f"{uri} was saved by an older version, which did not write down what shards hold"
         )
     return names
+
+
+def is_whole(uri: str) -> bool:
+    """Whether a checkpoint of known format lies at `uri`, with all its files in their sizes; contents are not read."""
+    try:
+        files, folder = fsspec.core.url_to_fs(uri)
+        for shard, size in read_manifest(files, folder, uri)["shards"].items():
+            check_size(files, shard_path(folder, shard), size)
+    except CheckpointError:
+        return False
+    return True
 
 
 def load_shard(uri: str, shard: str) -> dict[str, Any]:

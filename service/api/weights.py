@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
@@ -92,6 +92,10 @@ async def export(
     job_id: JobId,
     service: Current,
     step: Annotated[int | None, Query(ge=1, lt=2**31, description="The newest whole one if absent")] = None,
+    format: Annotated[
+        Literal["safetensors", "dcp"],
+        Query(description="dcp: all of the checkpoint, as torch.distributed.checkpoint writes one"),
+    ] = "safetensors",
 ) -> Response:
     """Write the job's weights beside its checkpoints, as safetensors with the model's own names and its configuration.
 
@@ -100,7 +104,7 @@ async def export(
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     try:
-        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step))
+        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step, None, format))
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
     if found is None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -19,6 +19,7 @@ from service.jobspec import stored
 from worker.weights.request import REQUEST_VARIABLE, ExportFailedError, ExportRequest, read_answer
 
 app = typer.Typer()
+Format = Literal["safetensors", "dcp"]
 
 
 @app.command()
@@ -54,6 +55,12 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=1, help="After this step; else the newest whole one")
     ] = None,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format", help="Weights, or all of the checkpoint as torch.distributed.checkpoint has it"
+        ),
+    ] = "safetensors",
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="So long it may take, in seconds")
     ] = 3600.0,
@@ -65,9 +72,11 @@ def export(
     """
     client = Client()
     if output is None:
-        found = client.export(job, step=step, limit_s=limit_s, waiting=lambda text: _say(f"{text} …"))
+        found = client.export(
+            job, step=step, format=form, limit_s=limit_s, waiting=lambda text: _say(f"{text} …")
+        )
     else:
-        found = _export_here(client.job(job).spec, job, output, step, limit_s)
+        found = _export_here(client.job(job).spec, job, output, step, form, limit_s)
     for note in found.notes:
         _say(f"note: {note}")
     if as_json:
@@ -83,13 +92,13 @@ def export(
 
 
 def _export_here(
-    spec: dict[str, Any], job: str, output: Path, step: int | None, limit_s: float
+    spec: dict[str, Any], job: str, output: Path, step: int | None, form: str, limit_s: float
 ) -> ExportView:
     """Export with a worker's own code, in a process of its own."""
     uri = stored(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
-    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()))
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), form)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.weights"],
