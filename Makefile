@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-resume bench-checkpoints system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -24,6 +24,8 @@ help:
 	@echo "make bench-planned  steps and memory of five jobs as planned, beside what was measured"
 	@echo "make bench-models   public models in three layouts, beside training them plainly (20 minutes)"
 	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"
+	@echo "make bench-resume   checkpoints of five layouts resumed on the others: the next step's differences (5 minutes)"
+	@echo "make bench-checkpoints  what a save costs training: waited for, and written while it goes on"
 
 setup: $(READY)
 
@@ -83,6 +85,12 @@ bench-models: $(VENV)/models/.ready
 
 bench-queues: setup
 	$(BIN)/python -m tests.benchmarks.queues
+
+bench-resume: setup
+	$(BIN)/python -m tests.benchmarks.resuming
+
+bench-checkpoints: setup
+	$(BIN)/python -m tests.benchmarks.checkpoints
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

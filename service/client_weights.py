@@ -30,13 +30,15 @@ class WeightsCalls:
         job_id: str,
         *,
         step: int | None = None,
+        format: str = "safetensors",
         limit_s: float = EXPORT_LIMIT_S,
         waiting: Callable[[str], None] = lambda _: None,
     ) -> ExportView:
         """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones.
 
+        With the `format` "dcp" all of the checkpoint, as torch.distributed.checkpoint writes one.
         `waiting` hears of it once; ClientError after `limit_s`.
         """
-        call = {"params": {} if step is None else {"step": step}}
+        call = {"params": {"format": format} if step is None else {"format": format, "step": step}}
         path = f"/api/v1/jobs/{job_id}/export"
         return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)

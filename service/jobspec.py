@@ -185,6 +185,11 @@ class Checkpoint(_Part):
     uri: Text
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 50
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    asynchronous: bool = Field(
+        True,
+        description="Training goes on while a checkpoint is written from a copy of the state, where the memory of each "
+        "worker has room for that beside its plan; false: training waits",
+    )
 
 
 class Evaluation(_Part, EvaluationPolicy):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from worker import checkpoint, last_action
+from worker import last_action
 from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
@@ -37,6 +37,7 @@ from worker.program import program_from_json
 from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.running import run_options, told_as_failure
+from worker.saving import Saving
 from worker.sharing_matrices import check_matrices, share_matrices
 from worker.traced_model import JobModel
 from worker.training import (
@@ -44,12 +45,11 @@ from worker.training import (
     make_loss,
     make_optimizer,
     make_schedule,
-    without_implementation,
 )
 from worker.transport import ConnectError, Topology
 
 
-class Worker(Measuring):
+class Worker(Measuring, Saving):
     """One accelerator of one mesh. The driver calls the methods in the order in which they stand here."""
 
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
@@ -233,14 +233,6 @@ class Worker(Measuring):
             if self._evaluator is not None:
                 self._evaluator.start()
 
-    @attributed_to(Reason.CHECKPOINT_FAILED)
-    def restore(self, uri: str) -> int:
-        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
-        state, step = checkpoint.load(uri, names={*named_tensors(self._stages)})
-        state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
-        self._engine.load_state(state)
-        return step
-
     def tensor_names(self) -> list[str]:
         """What this worker's stages hold, by original name; a part of a matrix by which it is."""
         return list(self._held())
@@ -292,23 +284,6 @@ class Worker(Measuring):
         counts: losses, metrics and weights, one a microbatch, where the model's output is. Changes nothing else."""
         with self._told():
             return self._evaluator.run(batch)
-
-    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
-    def try_checkpoints(self, uri: str) -> None:
-        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
-        checkpoint.try_writing(uri)
-
-    @attributed_to(Reason.CHECKPOINT_FAILED)
-    def save(self, uri: str, step: int) -> list[str]:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same, or give it their
-        parts). The names of other shards that it wrote."""
-        if self._worker >= self._job.resources.tensor:
-            return []
-        state = self._engine.state()
-        if self._worker != 0:
-            return []
-        checkpoint.save_shard(uri, step=step, shard=self._mesh, state=state)
-        return self._model.save_rest(uri, step)
 
     def _use(self, microbatches: int | None) -> None:
         """Deal the batch in so many microbatches from now on; None keeps what is."""

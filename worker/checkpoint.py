@@ -15,6 +15,7 @@ import pickle
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import fsspec
@@ -26,6 +27,7 @@ from worker.checkpoint_files import (
     FORMAT,
     MANIFEST,
     CheckpointError,
+    SaveSeconds,
     check_size,
     check_sum,
     complete,
@@ -40,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "complete",
     "finish",
+    "is_whole",
     "load",
     "load_shard",
     "look",
@@ -55,6 +58,7 @@ log = logging.getLogger(__name__)
 # parameters; the others are the same on every mesh.
 _BY_NAME = ("parameters", "buffers", "optimizer")
 _GROUPS = "optimizer_groups"
+_PARTIAL = ".partial"
 
 
 def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> None:
@@ -66,12 +70,11 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
     files.makedirs(folder, exist_ok=True)
     with suppress(FileNotFoundError):
         files.rm_file(f"{folder}/{MANIFEST}")
-    content = io.BytesIO()
-    torch.save({"step": step, "shard": shard, "state": _own_memory(dict(state))}, content)
+    content = {"step": step, "shard": shard, "state": _own_memory(dict(state))}
+    sha256 = _write(files, shard_path(folder, shard), lambda file: torch.save(content, file))
     names = sorted({name for part in _BY_NAME for name in state.get(part) or ()})
-    told = {"names": names, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
-    _write(files, _names_path(folder, shard), json.dumps(told).encode())
-    _write(files, shard_path(folder, shard), content.getbuffer())
+    told = json.dumps({"names": names, "sha256": sha256}).encode()
+    _write(files, _names_path(folder, shard), lambda file: file.write(told))
 
 
 def finish(
@@ -82,9 +85,10 @@ def finish(
     keep: int,
     keep_also: int | None = None,
     notes: Mapping[str, Any] | None = None,
+    seconds: SaveSeconds | None = None,
 ) -> None:
     """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job and that of step
-    `keep_also`. `notes` (JSON) come back from `noted`.
+    `keep_also`. `notes` (JSON) come back from `noted`, `seconds` from `look`.
 
     Raises CheckpointError when a shard is missing. Older ones that cannot be removed stay, with a warning.
     """
@@ -103,8 +107,12 @@ def finish(
     told = {shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards}
     manifest["names"] = {shard: said["names"] for shard, said in told.items()}
     manifest["sha256"] = {shard: said["sha256"] for shard, said in told.items()}
-    _write(files, f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
+    if seconds is not None:
+        manifest["seconds"] = asdict(seconds)
+    written = json.dumps(manifest, indent=1).encode()
+    _write(files, f"{folder}/{MANIFEST}", lambda file: file.write(written))
     try:
+        _remove_partial(files, folder)
         _remove_old(files, folder, step, keep, keep_also)
     except Exception as error:  # the new checkpoint is whole: that is what matters
         log.warning("old checkpoints beside %s could not be removed: %s", uri, error)
@@ -122,7 +130,7 @@ def try_writing(uri: str) -> None:
         files, folder = fsspec.core.url_to_fs(uri)
         path = f"{folder.rstrip('/')}/.writable-{uuid.uuid4().hex}"
         files.makedirs(folder, exist_ok=True)
-        _write(files, path, b"")
+        _write(files, path, lambda file: file.write(b""))
         files.rm_file(path)
     except Exception as error:
         raise CheckpointError(
@@ -141,6 +149,17 @@ def shard_names(uri: str) -> dict[str, list[str]]:
             f"{uri} was saved by an older version, which did not write down what shards hold"
         )
     return names
+
+
+def is_whole(uri: str) -> bool:
+    """Whether a checkpoint of known format lies at `uri`, with all its files in their sizes; contents are not read."""
+    try:
+        files, folder = fsspec.core.url_to_fs(uri)
+        for shard, size in read_manifest(files, folder, uri)["shards"].items():
+            check_size(files, shard_path(folder, shard), size)
+    except CheckpointError:
+        return False
+    return True
 
 
 def load_shard(uri: str, shard: str) -> dict[str, Any]:
@@ -166,6 +185,8 @@ def load(
     """
     files, folder = fsspec.core.url_to_fs(uri)
     manifest = read_manifest(files, folder, uri)
+    for shard, size in manifest["shards"].items():
+        check_size(files, shard_path(folder, shard), size)  # of all: it is whole for every worker or for none
     whole: dict[str, Any] = {}
     for shard in _needed_shards(manifest, names):
         size = manifest["shards"][shard]
@@ -200,20 +221,41 @@ def _names_path(folder: str, shard: str) -> str:
     return f"{folder}/{shard}.names.json"
 
 
-def _write(files: AbstractFileSystem, path: str, content: bytes | memoryview) -> None:
-    """Write a file that appears at once: under another name first, then renamed."""
-    partial = f"{path}.{uuid.uuid4().hex}.partial"
+def _write(files: AbstractFileSystem, path: str, write: Callable[[Any], Any]) -> str:
+    """Write a file that appears at once: under another name first, then renamed. The SHA-256 of its content.
+
+    The content is never held as a whole beside what it is made of.
+    """
+    partial = f"{path}.{uuid.uuid4().hex}{_PARTIAL}"
     try:
         with files.open(partial, "wb") as file:
-            file.write(content)
+            summing = _Summing(file)
+            write(summing)
             if isinstance(files, LocalFileSystem):
                 file.flush()
                 os.fsync(file.fileno())
         files.mv(partial, path)
+        return summing.sha256.hexdigest()
     except BaseException:
         with suppress(Exception):
             files.rm_file(partial)
         raise
+
+
+class _Summing:
+    """A file to write to that also computes the checksum of what goes into it."""
+
+    def __init__(self, file: Any):
+        self._file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.sha256.update(content)
+        self._file.write(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """Its file is flushed when all is written."""
 
 
 def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | None) -> dict[str, Any]:
@@ -244,6 +286,14 @@ def _remove_old(files: AbstractFileSystem, folder: str, step: int, keep: int, ke
             with suppress(FileNotFoundError):
                 files.rm_file(f"{path}/{MANIFEST}")  # first, so that nobody takes what is left for whole
             files.rm(path, recursive=True)
+
+
+def _remove_partial(files: AbstractFileSystem, folder: str) -> None:
+    """What writers that were killed left in the folder; nobody writes there any more."""
+    for path in files.ls(folder, detail=False, refresh=True):
+        if path.endswith(_PARTIAL):
+            with suppress(FileNotFoundError):
+                files.rm_file(path)
 
 
 def _own_memory(value: Any) -> Any:

@@ -29,10 +29,20 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class SaveSeconds:
+    """How long a save took: training stood still for `blocking`, and the slowest worker's `writing`, which may have
+    gone on beside training."""
+
+    blocking: float
+    writing: float
+
+
+@dataclass(frozen=True)
 class FoundCheckpoint:
     """A step's folder as it lies there. `damage` says what is wrong with it, None where it is whole; `summed`: its
     checksums were compared too, not only sizes; not `finished`: it has no manifest, as while it is being written.
-    `saved_at` is the manifest's time, in Unix seconds."""
+    `saved_at` is the manifest's time, in Unix seconds, of one without that of its newest file; `seconds` None where an
+    older version saved it."""
 
     step: int
     uri: str
@@ -41,6 +51,7 @@ class FoundCheckpoint:
     damage: str | None = None
     summed: bool = False
     finished: bool = True
+    seconds: SaveSeconds | None = None
 
 
 def step_uri(uri: str, job: str, step: int) -> str:
@@ -106,23 +117,38 @@ def step_folders(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, 
         return []
     found = []
     for path in paths:
-        name = path.rstrip("/").rsplit("/", 1)[-1]
-        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit():
-            found.append((int(name.removeprefix(_PREFIX)), path))
+        step = _step_of(path)
+        if step is not None and folder_name(step) == path.rstrip("/").rsplit("/", 1)[-1]:
+            found.append((step, path))
     return sorted(found)
 
 
+def _step_of(folder: str) -> int | None:
+    """The step that a folder's name says, None for other names."""
+    name = folder.rstrip("/").rsplit("/", 1)[-1]
+    number = name.removeprefix(_PREFIX)
+    return int(number) if name.startswith(_PREFIX) and number.isdecimal() else None
+
+
 def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
-    """What the manifest says; CheckpointError where there is none, or none that can be read."""
+    """What the manifest says; CheckpointError where there is none, or none that can be read, or one of another step
+    than its folder's."""
     try:
         manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
     except ValueError as error:
         raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{MANIFEST} of {uri} is no manifest: it holds a {type(manifest).__name__}")
     if manifest.get("format") not in _READABLE:
         known = " and ".join(map(str, _READABLE))
         raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {known}")
+    shards, step = manifest.get("shards"), manifest.get("step")
+    if not isinstance(step, int) or not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{MANIFEST} of {uri} says no step or no shards: it is damaged")
+    if (said := _step_of(folder)) not in (None, step):
+        raise CheckpointError(f"{MANIFEST} of {uri} is of step {step}, its folder of step {said}")
     return manifest
 
 
@@ -152,9 +178,11 @@ def _look_at(
     files: AbstractFileSystem, folder: str, uri: str, step: int, latest: float | None
 ) -> FoundCheckpoint:
     """`latest`: until when checksums may be computed, None for none."""
-    size, saved_at, damage, summed = 0, None, None, False
+    size, saved_at, damage, summed, seconds = 0, None, None, False, None
     try:
         manifest = read_manifest(files, folder, uri)
+        if (told := manifest.get("seconds")) is not None:
+            seconds = SaveSeconds(told["blocking"], told["writing"])
         saved_at = _time_of(files, f"{folder}/{MANIFEST}")
         size = sum(manifest["shards"].values())
         for shard, expected in manifest["shards"].items():
@@ -174,8 +202,9 @@ def _look_at(
     if damage is not None:
         with suppress(Exception):
             finished = files.exists(f"{folder}/{MANIFEST}")
+            saved_at = saved_at or _newest_time(files, folder)
             size = size or _bytes_there(files, folder)
-    return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished)
+    return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished, seconds)
 
 
 def _digest(files: AbstractFileSystem, path: str, latest: float) -> str:
@@ -193,6 +222,11 @@ def _time_of(files: AbstractFileSystem, path: str) -> float | None:
         return files.modified(path).timestamp()
     except NotImplementedError:
         return None
+
+
+def _newest_time(files: AbstractFileSystem, folder: str) -> float | None:
+    there = [one["name"] for one in files.ls(folder, detail=True) if one["type"] == "file"]
+    return max((time for path in there if (time := _time_of(files, path)) is not None), default=None)
 
 
 def _bytes_there(files: AbstractFileSystem, folder: str) -> int:

@@ -121,11 +121,13 @@ class Resources:
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where checkpoints go, how often, and how many of them stay."""
+    """Where checkpoints go, how often, and how many of them stay; `asynchronous`: they are written beside training,
+    where a copy of the state fits."""
 
     uri: str
     every_steps: int = 50
     keep: int = 2
+    asynchronous: bool = True
 
 
 @dataclass(frozen=True)

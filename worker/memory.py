@@ -98,12 +98,19 @@ class PeakMemory:
         self._device = device
         self._before = 0 if device == "cuda" else _status("VmRSS")
         self._held = 0  # bytes
+        self._aside = 0
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """From now on, of all that is resident, only the bytes of `tensors` count."""
         if self._device != "cuda":
             self._held = sum(tensor.nbytes for tensor in tensors)
             self._before = _status("VmRSS") - self._held
+            self._aside = 0
+
+    def set_aside(self, size: int) -> None:
+        """So many bytes of the process are none of the training's: they do not count from now on."""
+        self._before += 0 if self._device == "cuda" else size - self._aside
+        self._aside = size
 
     def begin(self) -> None:
         if self._device == "cuda":

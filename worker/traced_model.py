@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker import checkpoint
 from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
 from worker.model import StageGraph, StageModule, TracedModel, trace
@@ -223,12 +222,10 @@ class JobModel:
         self._of_others = {}
         return graph
 
-    def save_rest(self, uri: str, step: int) -> list[str]:
-        """Write what of a checkpoint is no mesh's: see worker/weights/record.py. The names of the shards written."""
-        if self._rest is None:
-            return []
-        checkpoint.save_shard(uri, step=step, shard=SHARD, state=self._rest)
-        return [SHARD]
+    def rest(self) -> dict[str, Any]:
+        """The states by name of the shards of a checkpoint that are no mesh's, see worker/weights/record.py; they never
+        change, and only one worker has any."""
+        return {} if self._rest is None else {SHARD: self._rest}
 
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""

@@ -313,15 +313,21 @@ class Problem(BaseModel):
 
 
 class CheckpointFile(BaseModel):
-    """A step's folder as it lies there. `loss` is the training loss of its step; `best`: the lowest of whole ones."""
+    """A step's folder as it lies there. `loss` is the training loss of its step; `best`: the lowest of whole ones.
+
+    Without a manifest one is "unfinished", or "being written": its job runs, it is newer than the whole ones, and its
+    files changed in the last ten minutes.
+    """
 
     step: int
     uri: str
     saved_at: datetime | None
     size_bytes: int
-    state: Literal["complete", "damaged", "unfinished"]
+    state: Literal["complete", "being written", "damaged", "unfinished"]
     damage: str | None = Field(description="What is wrong with it")
     checked: Literal["sizes", "checksums"]
+    blocking_s: float | None = Field(None, description="So long training stood still for it")
+    writing_s: float | None = Field(None, description="So long the slowest worker wrote")
     loss: float | None
     latest: bool
     best: bool

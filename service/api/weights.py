@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
@@ -14,6 +15,7 @@ from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.manage import JobId, existing_job
 from service.api.schemas import CheckpointFile, CheckpointFiles, ExportedFile, ExportingView, ExportView
+from service.job_states import JobState
 from service.jobspec import stored
 from service.store.steps import losses_at
 from service.store.tables import Job
@@ -26,6 +28,7 @@ router = APIRouter(
 _LOOK_LIMIT_S = 20.0
 _SUMS_LIMIT_S = 40.0
 _AGAIN_S = "1"
+_WRITING_S = 600.0  # a driver waits no longer for a checkpoint
 # Not whatever a user names: calls to other hosts would be made by this process, from inside its network.
 _LOOKED_AT = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss")
 
@@ -72,7 +75,8 @@ async def checkpoints(
     async with service.database.read() as session:
         losses = await losses_at(session, job_id, [one.step for one in found])
     return CheckpointFiles(
-        uri=job_uri(uri, job_id), items=_views(found, losses, (job.best_checkpoint or {}).get("step"))
+        uri=job_uri(uri, job_id),
+        items=_views(found, losses, (job.best_checkpoint or {}).get("step"), ended=JobState(job.state).final),
     )
 
 
@@ -88,6 +92,10 @@ async def export(
     job_id: JobId,
     service: Current,
     step: Annotated[int | None, Query(ge=1, lt=2**31, description="The newest whole one if absent")] = None,
+    format: Annotated[
+        Literal["safetensors", "dcp"],
+        Query(description="dcp: all of the checkpoint, as torch.distributed.checkpoint writes one"),
+    ] = "safetensors",
 ) -> Response:
     """Write the job's weights beside its checkpoints, as safetensors with the model's own names and its configuration.
 
@@ -96,7 +104,7 @@ async def export(
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     try:
-        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step))
+        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step, None, format))
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
     if found is None:
@@ -133,9 +141,10 @@ def _place(job: Job) -> str:
 
 
 def _views(
-    found: list[FoundCheckpoint], losses: Mapping[int, float], best: int | None
+    found: list[FoundCheckpoint], losses: Mapping[int, float], best: int | None, *, ended: bool
 ) -> list[CheckpointFile]:
-    """`best`: the step after which the job's evaluations were best, if there are any; else its loss says."""
+    """`best`: the step after which the job's evaluations were best, if there are any; else its loss says. Of a job that
+    has `ended` nothing is being written."""
     whole = [one.step for one in found if one.damage is None]
     if best is None:
         best = min(
@@ -147,12 +156,24 @@ def _views(
             uri=one.uri,
             saved_at=None if one.saved_at is None else datetime.fromtimestamp(one.saved_at, UTC),
             size_bytes=one.size_bytes,
-            state="complete" if one.damage is None else "damaged" if one.finished else "unfinished",
+            state=_state(one, after=None if ended else max(whole, default=0)),
             damage=one.damage,
             checked="checksums" if one.summed else "sizes",
+            blocking_s=one.seconds and one.seconds.blocking,
+            writing_s=one.seconds and one.seconds.writing,
             loss=losses.get(one.step),
             latest=bool(whole) and one.step == whole[0],
             best=one.step == best,
         )
         for one in found
     ]
+
+
+def _state(one: FoundCheckpoint, after: int | None) -> str:
+    """`after`: only what is of a later step is being written, None for nothing is."""
+    if one.damage is None:
+        return "complete"
+    if one.finished:
+        return "damaged"
+    lately = one.saved_at is None or time.time() - one.saved_at < _WRITING_S
+    return "being written" if after is not None and one.step > after and lately else "unfinished"

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -19,6 +19,7 @@ from service.jobspec import stored
 from worker.weights.request import REQUEST_VARIABLE, ExportFailedError, ExportRequest, read_answer
 
 app = typer.Typer()
+Format = Literal["safetensors", "dcp"]
 
 
 @app.command()
@@ -29,7 +30,8 @@ def checkpoints(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """A job's checkpoints, newest first: step, time, size, whether they are whole, which is best and latest."""
+    """A job's checkpoints, newest first: step, time, size, for how long training stood still and it was written, whether
+    it is whole or being written, which is best and latest."""
     found = Client().checkpoints(job, sums=sums)
     if as_json:
         print_json(found.model_dump(mode="json"))
@@ -53,6 +55,12 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=1, help="After this step; else the newest whole one")
     ] = None,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format", help="Weights, or all of the checkpoint as torch.distributed.checkpoint has it"
+        ),
+    ] = "safetensors",
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="So long it may take, in seconds")
     ] = 3600.0,
@@ -64,9 +72,11 @@ def export(
     """
     client = Client()
     if output is None:
-        found = client.export(job, step=step, limit_s=limit_s, waiting=lambda text: _say(f"{text} …"))
+        found = client.export(
+            job, step=step, format=form, limit_s=limit_s, waiting=lambda text: _say(f"{text} …")
+        )
     else:
-        found = _export_here(client.job(job).spec, job, output, step, limit_s)
+        found = _export_here(client.job(job).spec, job, output, step, form, limit_s)
     for note in found.notes:
         _say(f"note: {note}")
     if as_json:
@@ -82,13 +92,13 @@ def export(
 
 
 def _export_here(
-    spec: dict[str, Any], job: str, output: Path, step: int | None, limit_s: float
+    spec: dict[str, Any], job: str, output: Path, step: int | None, form: str, limit_s: float
 ) -> ExportView:
     """Export with a worker's own code, in a process of its own."""
     uri = stored(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
-    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()))
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), form)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.weights"],
@@ -116,13 +126,14 @@ def _export_here(
 
 
 def _table(items: list[CheckpointFile]) -> Table:
-    table = Table("step", "saved", "size", "state", "checked", "loss", "")
+    table = Table("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", "")
     for one in items:
         marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
         saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         loss = "" if one.loss is None else f"{one.loss:.5g}"
+        took = ["" if found is None else f"{found:.3g} s" for found in (one.blocking_s, one.writing_s)]
         table.add_row(
-            str(one.step), saved, _size(one.size_bytes), one.state, one.checked, loss, ", ".join(marks)
+            str(one.step), saved, _size(one.size_bytes), *took, one.state, one.checked, loss, ", ".join(marks)
         )
     return table
 

@@ -1,8 +1,8 @@
 """A small training that saves after every step, in a process that is killed within one of its writes.
 
-`python killed_training.py FOLDER MOMENT ...` trains in FOLDER/unbroken without a kill, then in FOLDER/broken in one process
-after the other, which go on from each other's checkpoints: each is killed at its file operation of that number (0: not at
-all). Prints how they ended.
+`python killed_training.py FOLDER HOW MOMENT ...` trains in FOLDER/unbroken without a kill, then in FOLDER/broken in one
+process after the other, which go on from each other's checkpoints: each is killed at its file operation of that number (0:
+not at all). HOW is `waiting`, or `beside`: training goes on while a checkpoint is written. Prints how they ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from worker import checkpoint
 from worker.driver.saving import Checkpoints
 from worker.engine.update import ModelUpdate, UpdateSettings
 from worker.job import CheckpointPolicy
+from worker.saving import ShardSaver
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
 from worker.weights.record import SHARD, record_of, state_of
@@ -29,7 +30,7 @@ from worker.weights.record import SHARD, record_of, state_of
 STEPS = 8
 
 
-def train(folder: str, curve: str, kill_at: int) -> None:
+def train(folder: str, curve: str, kill_at: int, how: str) -> None:
     """Go on from the newest whole checkpoint to the last step; each step's number and loss becomes a line of `curve`.
 
     The process kills itself at its file operation number `kill_at`, half way through where that writes.
@@ -51,6 +52,8 @@ def train(folder: str, curve: str, kill_at: int) -> None:
         limit_s=60,
         interrupted=lambda: None,
     )
+    if how == "beside":
+        saving.write_beside_training()
     first = saving.restore(None) + 1
     if kill_at:
         _kill_at(kill_at)
@@ -67,6 +70,7 @@ def train(folder: str, curve: str, kill_at: int) -> None:
             worker.update.finish(step)
         with open(curve, "a") as file:
             file.write(json.dumps([step, loss.item()]) + "\n")
+        saving.ask_behind(step)
         saving.after(step, last=step == STEPS)
     torch.save(model.state_dict(), f"{curve}.final")
 
@@ -75,7 +79,7 @@ class _Worker:
     """One mesh with the engine's own update and state; the first also saves what is no mesh's."""
 
     def __init__(self, mesh: str, stage: nn.Module, whole: nn.Module | None):
-        self.mesh, self._record = mesh, None if whole is None else state_of(record_of(whole), {})
+        self.mesh = mesh
         stage.original_names = {name: f"{mesh}.{name}" for name, _ in stage.named_parameters()}
         self.update = ModelUpdate(
             stages={0: stage},
@@ -86,13 +90,8 @@ class _Worker:
             transport=LocalTransport.group(Topology((mesh,)))[mesh, 0],
             settings=UpdateSettings(clip_grad_norm=1.0, non_finite="stop"),
         )
-
-    def save(self, uri: str, step: int) -> list[str]:
-        checkpoint.save_shard(uri, step=step, shard=self.mesh, state=self.update.state())
-        if self._record is None:
-            return []
-        checkpoint.save_shard(uri, step=step, shard=SHARD, state=self._record)
-        return [SHARD]
+        rest = {} if whole is None else {SHARD: state_of(record_of(whole), {})}
+        self.saver = ShardSaver(mesh, self.update.state, rest)
 
     def restore(self, uri: str) -> int:
         state, step = checkpoint.load(uri, names=set(self.update.parameters))
@@ -105,7 +104,9 @@ class _Gang:
         self.meshes = [SimpleNamespace(name=worker.mesh) for worker in workers]
         self.workers = [
             SimpleNamespace(
-                save=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.save(*a)),
+                save=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.saver.save(*a)),
+                begin_save=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.saver.begin(*a)),
+                saved=SimpleNamespace(remote=lambda w=worker: w.saver.saved),
                 restore=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.restore(*a)),
             )
             for worker in workers
@@ -166,14 +167,14 @@ class _Halving:
         self._file.close()
 
 
-def attempts(folder: str, moments: list[int]) -> list[int]:
+def attempts(folder: str, how: str, moments: list[int]) -> list[int]:
     """The signals that ended the processes, 0 for those that came to their end; one import of torch is enough for all."""
     os.makedirs(folder)
     ended = []
     for moment in moments:
         if (child := os.fork()) == 0:
             try:
-                train(folder, f"{folder}/curve", moment)
+                train(folder, f"{folder}/curve", moment, how)
             except BaseException as error:
                 print(repr(error), file=sys.stderr)
                 os._exit(1)
@@ -193,9 +194,10 @@ def warm_up() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warm_up()
-    place = sys.argv[1]
+    place, how = sys.argv[1:3]
     print(
         json.dumps(
-            attempts(f"{place}/unbroken", [0]) + attempts(f"{place}/broken", [*map(int, sys.argv[2:]), 0])
+            attempts(f"{place}/unbroken", how, [0])
+            + attempts(f"{place}/broken", how, [*map(int, sys.argv[3:]), 0])
         )
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +23,13 @@ def curve(folder: Path) -> list[list[float]]:
     return list(map(json.loads, (folder / "curve").read_text().splitlines()))
 
 
-def test_ten_kills_within_a_save_change_no_loss_and_no_parameter(tmp_path):
+@pytest.mark.parametrize("how", ["waiting", "beside"])
+def test_ten_kills_within_a_save_change_no_loss_and_no_parameter(tmp_path, how):
+    """`beside`: the two workers write copies on threads of their own, and train on until the next save is due."""
     draw = random.Random(0)
     moments = [draw.randint(1, A_SAVE) for _ in range(KILLS)]
     done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "killed_training.py", tmp_path, *map(str, moments)],
+        [sys.executable, Path(__file__).parent / "killed_training.py", tmp_path, how, *map(str, moments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,

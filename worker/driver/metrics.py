@@ -118,7 +118,8 @@ class JobMetrics:
         )
         self._gauge(
             "checkpoint_duration_seconds",
-            "How long the last one took; operation: save or restore.",
+            "How long the last one took; operation: restore, save, of which training stood still for block, and the "
+            "slowest worker wrote for write.",
             "operation",
         )
         self._gauge("profiled_step", "The last profiled step.")
@@ -188,7 +189,7 @@ class JobMetrics:
         self._gauges["launch_phase_seconds"].labels(self.job, phase).set(seconds)
 
     def set_checkpoint(self, operation: str, seconds: float) -> None:
-        """Take in how long a checkpoint took to `save` or `restore`."""
+        """Take in how long a checkpoint took to `save` (of it `block` and `write`) or `restore`."""
         self._gauges["checkpoint_duration_seconds"].labels(self.job, operation).set(seconds)
 
     def set_planned_memory(self, peaks: Mapping[str, int]) -> None:

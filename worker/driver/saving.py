@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from worker import checkpoint
-from worker.driver.best import Course
+from worker.checkpoint_files import SaveSeconds
+from worker.driver.best import Best, Course
 from worker.driver.evaluation import Evaluations
+from worker.driver.flight import Flight, Landed
 from worker.driver.gang import Gang
 from worker.driver.report import Reporter
 from worker.failure import AttemptFailure, attributed_to
@@ -22,12 +25,27 @@ from worker.reasons import Reason
 log = logging.getLogger(__name__)
 
 _COURSE = "evaluation"  # its name in a manifest
+# So many checkpoints in a row that could not be written beside training end the attempt: the place can never be.
+_MOST_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A checkpoint to be made, and where evaluations stood after its step."""
+
+    step: int
+    uri: str
+    best: Best | None
+    course: Course | None
 
 
 class Checkpoints:
     """The checkpoints of one job. `policy` is the job's, None for none; `interrupted` is that of `Gang.call`; with
     `keeps_best` the best one by the job's evaluations stays too; `timed` is told how many seconds each save and
-    restore took."""
+    restore took, and of a save for how many training stood still ("block") and the slowest worker wrote ("write").
+
+    After `write_beside_training` the workers only copy their states while training waits. One checkpoint is on its way
+    at a time; one that cannot be written is told, and the next one tried when it is due."""
 
     def __init__(
         self,
@@ -50,6 +68,17 @@ class Checkpoints:
         self._interrupted = interrupted
         self._keeps_best = keeps_best
         self.course = Course()  # of the evaluations, as the checkpoint has it from which the attempt goes on
+        self._beside = False
+        self._flight: Flight | None = None
+        self._flying: tuple[_Save, float, float] | None = (
+            None  # since when, and how long training stood still
+        )
+        self._saved_step: int | None = None
+        self._failures = 0
+
+    def write_beside_training(self) -> None:
+        """From now on training goes on while checkpoints are written, but for the last."""
+        self._beside = True
 
     def try_place(self) -> None:
         """Have every worker write a file where checkpoints will go; AttemptFailure CHECKPOINT_UNWRITABLE."""
@@ -83,17 +112,33 @@ class Checkpoints:
                 self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
         return 0
 
+    def ask_behind(self, step: int) -> None:
+        """The workers were asked for `step`: have them say behind it how far a checkpoint on its way is."""
+        if self._flight is not None:
+            self._flight.ask_behind(step)
+
     def after(self, step: int, *, last: bool, evaluations: Evaluations | None = None) -> None:
         """Save when it is time to, or when the evaluation after this step is the best so far; the workers run nothing
-        meanwhile."""
-        if self._saves(step, last, evaluations):
-            self._save(self._policy, step, evaluations)
+        meanwhile. After the last step all is saved when this returns."""
+        if self._flight is not None and (landed := self._flight.landed_after(step)) is not None:
+            self._take_in(landed)
+        if not self._saves(step, last, evaluations):
+            return
+        save = self._made(step, evaluations)
+        if self._beside and not last:
+            self._begin(save)
+        else:
+            self._end_flight()
+            self._save(save)
 
     def save(self, step: int, evaluations: Evaluations | None = None) -> bool:
-        """Save after this step unless `after` has; False where the job saves nothing."""
-        if self._policy is not None and not self._saves(step, False, evaluations):
-            self._save(self._policy, step, evaluations)
-        return self._policy is not None
+        """Have the state after this step saved when this returns; False where the job saves nothing."""
+        if self._policy is None:
+            return False
+        self._end_flight()
+        if self._saved_step != step:  # it was not due, or could not be written
+            self._save(self._made(step, evaluations))
+        return True
 
     def _saves(self, step: int, last: bool, evaluations: Evaluations | None) -> bool:
         best = None if evaluations is None else evaluations.best
@@ -121,23 +166,89 @@ class Checkpoints:
     def _uri(self, step: int) -> str:
         return checkpoint.step_uri(self._policy.uri, self._job_id, step) if self._policy else ""
 
-    def _save(self, policy: CheckpointPolicy, step: int, evaluations: Evaluations | None) -> None:
+    def _made(self, step: int, evaluations: Evaluations | None) -> _Save:
         best, course = (None, None) if evaluations is None else (evaluations.best, evaluations.course)
-        uri = checkpoint.step_uri(policy.uri, self._job_id, step)
+        return _Save(step, self._uri(step), best, course)
+
+    def _save(self, save: _Save) -> None:
+        """Save while training waits. Raises AttemptFailure CHECKPOINT_FAILED."""
         began = time.monotonic()
-        written = self._call(lambda w: w.save.remote(uri, step), f"checkpoint after step {step}")
-        shards = [mesh.name for mesh in self._gang.meshes]
-        shards += [name for names in written for name in names or ()]
+        written = self._call(
+            lambda w: w.save.remote(save.uri, save.step), f"checkpoint after step {save.step}"
+        )
+        seconds = time.monotonic() - began
         with attributed_to(Reason.CHECKPOINT_FAILED):
-            checkpoint.finish(
-                uri,
-                step=step,
-                shards=shards,
-                keep=policy.keep,
-                keep_also=best and best.step,
-                notes={} if course is None else {_COURSE: course.to_json()},
+            self._commit(
+                save, [name for names in written for name in names or ()], SaveSeconds(seconds, seconds)
             )
-        self._timed("save", time.monotonic() - began)
+        whole_s = time.monotonic() - began
+        self._told(save, whole_s, block_s=whole_s, write_s=seconds)
+
+    def _begin(self, save: _Save) -> None:
+        """Have every worker copy its state, and write the copy while training goes on."""
+        began = time.monotonic()
+        self._end_flight()
+        try:
+            self._call(
+                lambda w: w.begin_save.remote(save.uri, save.step),
+                f"copying the state after step {save.step} for a checkpoint",
+            )
+        except AttemptFailure as failure:
+            if failure.reason is not Reason.CHECKPOINT_FAILED:
+                raise
+            self._beside = False
+            self._reporter.event(
+                "checkpoint", f"{failure.message}; from now on training waits while checkpoints are written"
+            )
+            self._save(save)
+            return
+        block_s = time.monotonic() - began
+        self._flying = save, began, block_s
+        self._flight = Flight(
+            save.step,
+            gang=self._gang,
+            commit=lambda shards, write_s: self._commit(save, shards, SaveSeconds(block_s, write_s)),
+            limit_s=self._limit_s,
+            interrupted=self._interrupted,
+        )
+
+    def _end_flight(self) -> None:
+        """Wait for the checkpoint on its way, if there is one."""
+        if self._flight is not None:
+            self._take_in(self._flight.landed())
+
+    def _take_in(self, landed: Landed) -> None:
+        """The checkpoint on its way is there, or could not be written."""
+        (save, began, block_s), self._flying, self._flight = self._flying, None, None
+        if landed.error is None:
+            self._told(save, time.monotonic() - began, block_s=block_s, write_s=landed.write_s)
+            return
+        self._failures += 1
+        told = f"the checkpoint after step {save.step} could not be written: {landed.error}"
+        if self._failures >= _MOST_FAILURES:
+            raise AttemptFailure(
+                Reason.CHECKPOINT_FAILED, f"{told}; nor could the {self._failures - 1} before it"
+            )
+        log.warning("%s", told)
+        self._reporter.event("checkpoint", f"{told}; training goes on, and the next one is tried")
+
+    def _commit(self, save: _Save, others: Sequence[str], seconds: SaveSeconds) -> None:
+        """Make what all workers wrote a checkpoint. On any thread."""
+        checkpoint.finish(
+            save.uri,
+            step=save.step,
+            shards=[*(mesh.name for mesh in self._gang.meshes), *others],
+            keep=self._policy.keep,
+            keep_also=save.best and save.best.step,
+            notes={} if save.course is None else {_COURSE: save.course.to_json()},
+            seconds=seconds,
+        )
+
+    def _told(self, save: _Save, seconds: float, *, block_s: float, write_s: float) -> None:
+        self._failures, self._saved_step = 0, save.step
+        for operation, took_s in (("save", seconds), ("block", block_s), ("write", write_s)):
+            self._timed(operation, took_s)
+        step, uri, best = save.step, save.uri, save.best
         self._reporter.checkpoint(step, uri)
         if best is not None and best.step == step:
             self._reporter.best_checkpoint(

@@ -57,7 +57,7 @@ def run_steps(
         evaluations.before(first)
         if evaluations.ended and first <= last:
             return evaluations.ended
-    asker = _Asker(planned, gang, limits, interrupted)
+    asker = _Asker(planned, gang, limits, interrupted, checkpoints.ask_behind)
     clocks = _Clocks(gang)
     next_timeline, skipped, ended = 0.0, False, 0.0
     asked: _Asked | None = None
@@ -117,14 +117,23 @@ class _Asked:
 
 
 class _Asker:
-    """Asks all workers for a step, and waits for what they answer."""
+    """Asks all workers for a step, and waits for what they answer. `behind` may ask them for more, behind it."""
 
-    def __init__(self, planned: PlannedJob, gang: Gang, limits: Limits, interrupted: Callable[[], None]):
-        self._gang, self._interrupted = gang, interrupted
+    def __init__(
+        self,
+        planned: PlannedJob,
+        gang: Gang,
+        limits: Limits,
+        interrupted: Callable[[], None],
+        behind: Callable[[int], None],
+    ):
+        self._gang, self._interrupted, self._behind = gang, interrupted, behind
         self._limit_s = limits.step_s(planned.step_s)
 
     def ask(self, step: int) -> _Asked:
-        return _Asked(step, [worker.run_step.remote(step) for worker in self._gang.workers], time.monotonic())
+        refs = [worker.run_step.remote(step) for worker in self._gang.workers]
+        self._behind(step)
+        return _Asked(step, refs, time.monotonic())
 
     def results(self, asked: _Asked) -> list[Any]:
         return self._gang.call(

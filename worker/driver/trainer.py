@@ -21,6 +21,7 @@ from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
+from worker.driver.snapshot_room import why_no_copies
 from worker.driver.step_loop import run_steps
 from worker.driver.stopping import Cancelled, raise_if
 from worker.driver.versions import versions
@@ -91,6 +92,7 @@ class Trainer:
                 checkpoints.try_place()
                 planned = self._plan()
                 self._load(planned)
+                self._write_beside_training(checkpoints, planned)
                 done = checkpoints.restore(self._attempt.resume_uri)
                 self._launch.ended("restore")
                 self._check()
@@ -188,6 +190,22 @@ class Trainer:
             interrupted=self._raise_if_told_to_end,
         )
         self._launch.ended("load")
+
+    def _write_beside_training(self, checkpoints: Checkpoints, planned: PlannedJob) -> None:
+        """Have checkpoints written while training goes on, where the job wants that and there is room for it."""
+        if self._job.checkpoint is None or not self._job.checkpoint.asynchronous:
+            return
+        lack = why_no_copies(
+            planned,
+            gang=self._gang,
+            limits=self._limits,
+            interrupted=self._raise_if_told_to_end,
+            device=self._attempt.device,
+        )
+        if lack is None:
+            checkpoints.write_beside_training()
+        else:
+            self._reporter.event("checkpoint", f"training waits while checkpoints are written: {lack}")
 
     def _check(self) -> None:
         check_agreement(self._gang, limit_s=self._limits.prepare_s, interrupted=self._raise_if_told_to_end)

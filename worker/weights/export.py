@@ -21,6 +21,8 @@ from torch import Tensor
 
 from worker import checkpoint
 from worker.checkpoint_files import CheckpointError, folder_name, job_uri
+from worker.weights.dcp import write_dcp
+from worker.weights.dcp_source import METADATA
 from worker.weights.record import SHARD, Entry, ModelRecord, from_state
 from worker.weights.request import ExportRequest
 
@@ -29,6 +31,7 @@ FILE_BYTES = 5_000_000_000
 _METADATA = {"format": "pt"}  # without it transformers does not read them
 _ENDING = ".safetensors"
 _PARTIAL = ".partial"
+_DCP_ENDING = ".distcp"
 
 
 class ExportTargetError(ValueError):
@@ -88,6 +91,29 @@ def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
     return Exported(step, target, written, len(record.entries), _notes(record))
 
 
+def export_dcp(uri: str, target: str) -> Exported:
+    """Write all of the checkpoint at `uri` into the folder `target`, as torch.distributed.checkpoint writes one: model,
+    optimizer state and groups. Raises CheckpointError and ExportTargetError as `export` does."""
+    files, folder = fsspec.core.url_to_fs(target)
+    if not isinstance(files, LocalFileSystem):
+        raise ExportTargetError(
+            f"torch.distributed.checkpoint writes into folders, and {target} is none: give one (-o)"
+        )
+    there = [*files.glob(f"{folder}/*{_DCP_ENDING}"), f"{folder}/{METADATA}"]
+    _check_folder(files, folder, target, {path.rsplit("/", 1)[-1] for path in there})
+    for path in reversed(there):  # the description first: without it the folder is no checkpoint
+        with suppress(FileNotFoundError):
+            files.rm_file(path)
+    step, tensors = write_dcp(uri, folder)
+    written = sorted(files.ls(folder, detail=False, refresh=True))
+    return Exported(
+        step,
+        target,
+        tuple(WrittenFile(path.rsplit("/", 1)[-1], files.size(path)) for path in written),
+        tensors,
+    )
+
+
 def export_job(request: ExportRequest) -> Exported:
     """Write the weights of the checkpoint that is asked for, or of the newest that is whole; notes tell of newer ones
     that are damaged. Raises CheckpointError where there is none, ExportTargetError."""
@@ -101,11 +127,13 @@ def export_job(request: ExportRequest) -> Exported:
             )
     damages = []
     for one in found:
-        beside = f"{job_uri(request.uri, request.job)}/export-{folder_name(one.step)}"
+        kind = "export" if request.format == "safetensors" else f"export-{request.format}"
+        beside = f"{job_uri(request.uri, request.job)}/{kind}-{folder_name(one.step)}"
         try:
             if one.damage is not None:
                 raise CheckpointError(one.damage)
-            exported = export(one.uri, request.target or beside)
+            write = export_dcp if request.format == "dcp" else export
+            exported = write(one.uri, request.target or beside)
             return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
         except CheckpointError as error:
             damages.append(str(error))

@@ -14,6 +14,8 @@ from worker.marked import marked_answer
 
 REQUEST_VARIABLE = "SLOTLINE_EXPORT"
 ANSWER_MARK = "SLOTLINE_EXPORTED "
+FORMATS = ("safetensors", "dcp")
+"""Weights alone, for from_pretrained; all of a checkpoint, as torch.distributed.checkpoint writes one."""
 
 
 class ExportFailedError(ValueError):
@@ -22,12 +24,14 @@ class ExportFailedError(ValueError):
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints."""
+    """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; `format`
+    is one of FORMATS."""
 
     uri: str
     job: str
     step: int | None = None
     target: str | None = None
+    format: str = "safetensors"
 
     def to_json(self) -> str:
         """For the variable of the environment; `from_json` is its inverse."""

@@ -1,4 +1,5 @@
-"""Weights in files, read by name: safetensors (one file, several with an index, a folder) and torch checkpoints.
+"""Weights in files, read by name: safetensors (one file, several with an index, a folder), torch checkpoints and
+folders of torch.distributed.checkpoint.
 
 Opening reads names and shapes only; a tensor's values are read when it is asked for. Nothing in a file is run.
 """
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.model.errors import ModelError
+from worker.weights.dcp_source import METADATA, DcpFolder
 
 _SAFETENSORS = ".safetensors"
 _INDEX = ".safetensors.index.json"
@@ -41,15 +43,22 @@ class WeightFiles(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def close(self) -> None: ...
+
 
 @contextmanager
 def open_weights(path: str) -> Iterator[WeightFiles]:
-    """The weights at `path`: a .safetensors file, its .index.json, a torch checkpoint, or a folder with one of these.
+    """The weights at `path`: a .safetensors file, its .index.json, a torch checkpoint, or a folder with one of these, or
+    that torch.distributed.checkpoint wrote.
 
     Raises ModelError where there are none, and where a file cannot be read, with its name.
     """
-    files = _files_of(Path(path).expanduser())
-    opened = _Torch(files[0]) if files[0].name.endswith(_TORCH) else _Safetensors(files)
+    place = Path(path).expanduser()
+    if (place / METADATA).is_file():
+        opened: WeightFiles = _Dcp(place)
+    else:
+        files = _files_of(place)
+        opened = _Torch(files[0]) if files[0].name.endswith(_TORCH) else _Safetensors(files)
     try:
         yield opened
     finally:
@@ -147,6 +156,40 @@ class _Torch:
 
     def close(self) -> None:
         self._tensors = {}
+
+
+class _Dcp:
+    def __init__(self, folder: Path):
+        self._folder = DcpFolder(folder)
+        nested = {path[0] for path in self._folder.path_of.values() if len(path) == 2}
+        found = [key for key in _NESTED if key in nested]
+        if len(found) > 1:
+            raise ModelError(
+                f"{folder} has weights in {' and in '.join(map(repr, found))}: save them in one of these"
+            )
+        of_model = {
+            (path[1] if found else path[0]): name
+            for name, path in self._folder.path_of.items()
+            if (len(path) == 2 and path[0] in found if found else len(path) == 1)
+        }
+        if not of_model:
+            held = ", ".join(map(repr, list(self._folder.path_of)[:8])) or "no tensors"
+            raise ModelError(
+                f"{folder} has the tensors of a model neither by their own names nor in one of "
+                f"{', '.join(map(repr, _NESTED))} (it holds {held}): save model.state_dict() so"
+            )
+        self._name_of = of_model
+        self.shapes = {
+            own: Shape(self._folder.shape(name), dtype.is_floating_point or dtype.is_complex)
+            for own, name in of_model.items()
+            for dtype in (self._folder.dtype(name),)
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._folder.read(self._name_of[name])
+
+    def close(self) -> None:
+        self._name_of = {}
 
 
 def _loaded(file: Path) -> Any:

@@ -14,6 +14,7 @@ from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served, until
 from worker import checkpoint
+from worker.checkpoint_files import SaveSeconds
 from worker.weights.record import SHARD, record_of, state_of
 from worker.weights.request import ANSWER_MARK
 
@@ -31,7 +32,8 @@ def trained(run: Run, served: Served, tmp_path: Path) -> tuple[str, torch.nn.Mod
         state = {"parameters": {name: p.detach() * step for name, p in model.named_parameters()}}
         checkpoint.save_shard(uri, step=step, shard="m0", state=state)
         checkpoint.save_shard(uri, step=step, shard=SHARD, state=state_of(record_of(model), {}))
-        checkpoint.finish(uri, step=step, shards=["m0", SHARD], keep=3)
+        seconds = SaveSeconds(0.25, 1.5)
+        checkpoint.finish(uri, step=step, shards=["m0", SHARD], keep=3, seconds=seconds)
     return job_id, model
 
 
@@ -39,6 +41,7 @@ def test_checkpoints_are_shown_and_weights_exported_on_this_machine(run: Run, se
     job_id, model = trained(run, served, tmp_path)
     shown = run("checkpoints", job_id, "--sums")
     assert shown.code == 0 and "latest" in shown.out and "checksums" in shown.out
+    assert "0.25 s" in shown.out and "1.5 s" in shown.out
     assert [one["step"] for one in run("checkpoints", job_id, "--json").json["items"]] == [4, 2]
     out = tmp_path / "out"
     result = run("export", job_id, "-o", out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +16,39 @@ from worker.driver.saving import Checkpoints
 from worker.failure import AttemptFailure, attributed_to
 from worker.job import CheckpointPolicy
 from worker.reasons import Reason
+from worker.saving import ShardSaver
 
 
 class Worker:
-    """Saves its mesh's name and the step; remembers what it restored."""
+    """Saves its mesh's name and the step; remembers what it restored. Copies are written when `writes` is set."""
 
     def __init__(self, mesh):
         self.mesh = mesh
         self.restored = []
+        self.step = None
+        self.writes = threading.Event()
+        self.writes.set()
+        self.saver = ShardSaver(mesh, self.state, {})
+
+    def state(self):
+        return {"parameters": {"p": torch.ones(self.step)}}
+
+    def begin_save(self, uri, step):
+        self.step = step
+        write = self.saver._write
+
+        def held_back(*arguments):
+            assert self.writes.wait(60)
+            write(*arguments)
+
+        self.saver._write = held_back
+        try:
+            self.saver.begin(uri, step)
+        finally:
+            del self.saver._write
+
+    def saved(self):
+        return self.saver.saved()
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri, step):
@@ -45,7 +71,7 @@ class Gang:
             SimpleNamespace(
                 **{
                     name: SimpleNamespace(remote=lambda *a, w=worker, n=name: lambda: getattr(w, n)(*a))
-                    for name in ("save", "restore")
+                    for name in ("save", "restore", "begin_save", "saved")
                 }
             )
             for worker in self.plain
@@ -54,6 +80,9 @@ class Gang:
     def call(self, refs, *, what, limit_s, interrupted):
         interrupted()
         return [ref() for ref in refs]
+
+    def name(self, index):
+        return f"worker 0 of mesh m{index}"
 
 
 class Reports:
@@ -104,7 +133,7 @@ def test_it_is_told_how_long_saving_and_restoring_took(tmp_path):
     assert kept.restore(None) == 0
     train(kept, 5)
     assert kept.restore(None) == 5
-    assert [operation for operation, _ in told] == ["save", "save", "save", "restore"]
+    assert [operation for operation, _ in told] == [*["save", "block", "write"] * 3, "restore"]
     assert all(0 < seconds < 60 for _, seconds in told)
 
 

@@ -1,0 +1,151 @@
+"""`make bench-checkpoints`: what a save costs training, waited for beside written while training goes on, in one run.
+
+One worker with the engine, the saver and the driver's own code (worker/driver/saving.py), without Ray: a GPT with AdamW
+whose state is some hundred MB, and a folder on this machine's disk. Saves of the two kinds take turns; the delay of one is
+how much longer all took from its step to the step in which it is known to be written, than so many undisturbed steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
+
+from test_actor import job
+from workers import Workers
+
+from worker.driver.saving import Checkpoints
+from worker.job import CheckpointPolicy
+
+QUIET = 4
+"""Undisturbed steps before each save."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one save, in seconds: training stood still, was later by, and the writing itself."""
+
+    block_s: float
+    delay_s: float
+    write_s: float
+
+
+class Saver:
+    """The driver's part of saving, on workers of this process."""
+
+    def __init__(self, run: Workers, folder: str):
+        self.seconds: dict[str, float] = {}
+        self.beside = False
+
+        def call(refs, **_):
+            return [ref() for ref in refs]
+
+        def asked(worker, name):
+            return SimpleNamespace(remote=lambda *given: lambda: getattr(worker, name)(*given))
+
+        names = ("save", "begin_save", "saved")
+        workers = [SimpleNamespace(**{name: asked(one, name) for name in names}) for one in run.workers]
+        meshes = [SimpleNamespace(name=name) for name in dict.fromkeys(one.mesh for one in run.workers)]
+        self.kept = Checkpoints(
+            CheckpointPolicy(folder, every_steps=1, keep=1),
+            "job",
+            gang=SimpleNamespace(workers=workers, meshes=meshes, call=call, name=str),
+            reporter=SimpleNamespace(event=lambda *_: None, checkpoint=lambda *_: None),
+            limit_s=600.0,
+            interrupted=lambda: None,
+            timed=lambda operation, seconds: self.seconds.__setitem__(operation, seconds),
+        )
+
+    def begin(self, step: int, *, beside: bool) -> None:
+        self.seconds.clear()
+        self.kept._beside = beside
+        self.kept.after(step, last=False)
+
+    def look(self, step: int) -> bool:
+        """Whether the save is known to be written, after one more step."""
+        if self.kept._flight is not None:
+            self.kept.ask_behind(step)
+            landed = self.kept._flight.landed_after(step)
+            if landed is not None:
+                self.kept._take_in(landed)
+        return bool(self.seconds)
+
+
+def measure(spec: dict, rounds: int, folder: str) -> tuple[float, int, dict[bool, list[Cost]]]:
+    """The length of an undisturbed step, the bytes of a checkpoint, and the costs of saves, by whether beside."""
+    quiet, found, step = [], {False: [], True: []}, 0
+    with Workers(spec) as run:
+        saver = Saver(run, folder)
+
+        def timed_step() -> float:
+            nonlocal step
+            step += 1
+            began = time.monotonic()
+            run.step(step)
+            return time.monotonic() - began
+
+        for _ in range(2):
+            timed_step()
+        for turn in range(2 * rounds):
+            around = [timed_step() for _ in range(QUIET)]
+            quiet += around
+            began, steps = time.monotonic(), 1
+            saver.begin(step, beside=bool(turn % 2))
+            timed_step()
+            while not saver.look(step):
+                timed_step()
+                steps += 1
+            delay_s = time.monotonic() - began - steps * statistics.median(around)
+            seconds = saver.seconds
+            found[bool(turn % 2)].append(Cost(seconds["block"], delay_s, seconds["write"]))
+        size = sum(path.stat().st_size for path in sorted(Path(folder).glob("job/*"))[-1].glob("*.pt"))
+    return statistics.median(quiet), size, found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--layers", type=int, default=8)
+    arguments.add_argument("--width", type=int, default=512)
+    given = arguments.parse_args()
+    spec = job(stages=1, meshes=1)
+    sizes = {"layers": given.layers, "width": given.width, "heads": 8, "length": 64, "tied": True}
+    spec["model"] = {**spec["model"], "args": sizes}
+    spec["data"] = {**spec["data"], "args": {"length": 64}}
+    spec["training"] |= {"steps": 10**6, "check_trace": False}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("SLOTLINE_BENCH_DIR")) as folder:
+        step_s, size, costs = measure(spec, given.rounds, folder)
+    print(
+        f"state {size / 1e6:.0f} MB, an undisturbed step {step_s:.2f} s, {given.rounds} saves of each kind, medians"
+    )
+    print(f"load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores\n")
+    print("| checkpoint | training stands still | training is later by | of a step | written in |")
+    print("|---|---|---|---|---|")
+    middle = {}
+    for beside, name in ((False, "waited for"), (True, "beside training")):
+        one = middle[beside] = Cost(
+            *(
+                statistics.median(getattr(cost, what) for cost in costs[beside])
+                for what in ("block_s", "delay_s", "write_s")
+            )
+        )
+        print(
+            f"| {name} | {one.block_s:.3f} s | {one.delay_s:.2f} s | {one.delay_s / step_s:.2f} | {one.write_s:.2f} s |"
+        )
+    waiting, beside = middle[False], middle[True]
+    print(
+        f"\nBeside training it stands still for {beside.block_s / waiting.block_s:.1%} of the time, and is later by "
+        f"{beside.delay_s / waiting.delay_s:.1%} of it."
+    )
+
+
+if __name__ == "__main__":
+    main()
