@@ -14,6 +14,7 @@ from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
 from service.job_meshes import check_listed, check_shared, short_form
+from service.job_precision import Precision
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
@@ -135,14 +136,13 @@ class Optimizer(Factory):
     )
 
 
-class Training(_Part):
+class Training(_Part, Precision):
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     global_batch: Count = 32
     microbatches: AutoCount = Field(
         default=8, description="auto: planning chooses a divisor of the batch, for the shortest planned step"
     )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
     transfers: Literal["auto", "bf16"] = Field(
         default="auto",
         description="How tensors travel between meshes: auto as they are, bf16 rounds fp32 ones to half their bytes",

@@ -264,6 +264,8 @@ class Worker(Measuring):
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
             "skipped": result.skipped,
+            "loss_scale": result.loss_scale,
+            "overflowed": result.overflowed,
             "started_s": result.started_s,
             "ended_s": result.ended_s,
             "slots": result.slots,

@@ -10,6 +10,7 @@ from worker.engine_failure import engine_failure, out_of_memory
 from worker.failure import AttemptFailure, as_failure
 from worker.job import Job
 from worker.memory import PeakMemory
+from worker.precision import LossScaling
 from worker.reasons import Reason
 from worker.training import ignored_target
 
@@ -24,6 +25,7 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         non_finite=training.non_finite,
         ignored_target=ignored_target(job),
         seed=training.seed,
+        loss_scaling=training.loss_scaling or LossScaling(),
         limits=limits,
         device=device,
     )

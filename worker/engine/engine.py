@@ -21,6 +21,7 @@ from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.exchange import Exchange
 from worker.engine.lanes import Action, Lanes
+from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slot
 from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
@@ -96,6 +97,7 @@ class Engine:
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
             settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
+            scaler=scaler_of(self._options) if self._training else None,
         )
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
@@ -261,13 +263,14 @@ class Engine:
             training=self._training,
             microbatches=self._microbatches,
             loss=loss,
-            autocast_dtype=torch.bfloat16 if self._options.precision == "bf16" else None,
+            autocast_dtype=self._options.autocast_dtype,
             seed=self._options.seed,
             worker=self._worker,
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
             weights=None if self._options.ignored_target is None else self._weights,
             keeps_random=self._options.keeps_random,
+            scaler=self._update.scaler,
         )
 
     def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -392,4 +395,6 @@ class Engine:
             skipped=self._updated.skipped,
             started_s=started,
             ended_s=time.monotonic(),
+            loss_scale=self._updated.loss_scale,
+            overflowed=self._updated.overflowed,
         )

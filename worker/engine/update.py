@@ -16,6 +16,7 @@ from torch import nn
 from worker.engine.buckets import Gradient
 from worker.engine.errors import NonFiniteError
 from worker.engine.lanes import Finish, followed_by
+from worker.engine.loss_scaler import LossScaler, by_dtype
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
 from worker.engine.stage_run import drop_casts
 from worker.transport.base import Topology, Transport, finish
@@ -37,10 +38,13 @@ class UpdateSettings:
 
 @dataclass
 class UpdateResult:
-    """What a step's REDUCE and STEP found."""
+    """What a step's REDUCE and STEP found; `loss_scale` is that of the step, where there is one, and `overflowed` says
+    that it was too large."""
 
     grad_norm: float | None = None
     skipped: bool = False
+    loss_scale: float | None = None
+    overflowed: bool = False
 
 
 def reduce_groups(
@@ -85,8 +89,10 @@ class ModelUpdate:
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None,
         transport: Transport,
         settings: UpdateSettings,
+        scaler: LossScaler | None = None,
     ):
         self.transport = transport
+        self.scaler = scaler
         self._settings = settings
         self._stages = stages
         self.parameters = _named_parameters(stages)
@@ -149,12 +155,14 @@ class ModelUpdate:
             and (self._alike or name not in self._tied_groups)
         ]
         if self._workers_group in self._groups:
-            for parameters in _by_dtype(late).values():
+            for parameters in by_dtype(late).values():
                 finish(self._average(parameters))
         elif self._shares > 1:
             for parameter in late:
                 if parameter.grad is not None:
                     parameter.grad /= self._shares
+        if self.scaler is not None:
+            self.scaler.unscale(p.grad for p in self.parameters.values() if p.grad is not None)
         self._norm = self._global_norm(losses)
         if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
             self._norm = torch.ones_like(self._norm)
@@ -217,16 +225,17 @@ class ModelUpdate:
         if self._norm is None:
             return UpdateResult()
         value = float(self._norm)
+        scale, overflowed = (None, False) if self.scaler is None else self.scaler.ended(step)
         if not math.isfinite(value):
-            if self._settings.non_finite == "stop":
+            if self._settings.non_finite == "stop" and not overflowed:
                 raise NonFiniteError(
                     f"step {step}: the loss or the gradient norm is not finite (norm {value}): "
                     "lower the learning rate, or check the data"
                 )
-            return UpdateResult(value, skipped=True)
+            return UpdateResult(value, True, scale, overflowed)
         if self.lr_schedule is not None:
             self.lr_schedule.step()
-        return UpdateResult(value)
+        return UpdateResult(value, loss_scale=scale)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by original name."""
@@ -242,6 +251,7 @@ class ModelUpdate:
             if self.optimizer is None
             else save_groups(self.optimizer, self._name_of(), self.lr_schedule),
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            "loss_scale": None if self.scaler is None else self.scaler.state(),
         }
 
     @torch.no_grad()
@@ -252,6 +262,8 @@ class ModelUpdate:
                 if name not in state[kind]:
                     raise KeyError(f"the state has no {kind[:-1]} {name!r}")
                 tensor.copy_(state[kind][name])
+        if self.scaler is not None and state.get("loss_scale"):
+            self.scaler.load_state(state["loss_scale"])
         if self.optimizer is None:
             return
         taken = load_groups(self.optimizer, self._name_of(), state.get("optimizer_groups") or [])
@@ -319,8 +331,11 @@ class ModelUpdate:
             if self._workers_group in self._groups and self._alike:
                 self.transport.all_reduce(self._workers_group, finite)
             total += finite
+        sums = total if self.scaler is None else torch.stack([total, self.scaler.found])
         if self._meshes_group in self._groups:
-            self.transport.all_reduce(self._meshes_group, total)
+            self.transport.all_reduce(self._meshes_group, sums)
+        if self.scaler is not None:
+            total, self.scaler.found = sums.unbind()
         return total.sqrt()
 
 
@@ -349,13 +364,6 @@ def tie_local_parameters(stages: Mapping[int, nn.Module], tied: Mapping[str, Seq
                     first = holder._parameters[attribute]
                 else:
                     holder._parameters[attribute] = first
-
-
-def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return found
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

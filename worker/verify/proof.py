@@ -174,6 +174,7 @@ class _Run:
         if expected.finite:
             compared.check_gradients()
         compared.check_skipped()
+        compared.check_scale()
         compared.check_rate()
         if not pipeline.skipped:
             plain.update(self._shared(pipeline.gradients))
@@ -212,6 +213,7 @@ class _Run:
             skipped=any(result["skipped"] for result in results),
             gradients=[given.gradients() for given in self._given],
             record=record,
+            loss_scales=[result["loss_scale"] for result in results if result["loss_scale"] is not None],
         )
 
     def _shared(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -37,6 +37,14 @@ def in_bf16():
     return spec
 
 
+def in_fp16():
+    """Its first step overflows."""
+    spec = gpt(dropout=0.1)
+    scaling = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30}
+    spec["training"] |= {"precision": "fp16", "loss_scaling": scaling}
+    return spec
+
+
 def with_bf16_transfers():
     spec = pictures()
     spec["training"]["transfers"] = "bf16"
@@ -57,6 +65,7 @@ JOBS = {
     "unet": unet,
     "UNet2DModel": diffusers,
     "bf16": in_bf16,
+    "fp16": in_fp16,
     "bf16 transfers": with_bf16_transfers,
     "recomputed": recomputed,
 }
