@@ -171,10 +171,10 @@ class _Run:
         )
         compared.check_transfers()
         compared.check_losses()
+        compared.check_scale()
         if expected.finite:
             compared.check_gradients()
         compared.check_skipped()
-        compared.check_scale()
         compared.check_rate()
         if not pipeline.skipped:
             plain.update(self._shared(pipeline.gradients))
