@@ -33,6 +33,10 @@ class Precision(BaseModel):
     loss_scaling: LossScaling | None = Field(
         default=None, description="Of precision fp16; null: as torch.amp.GradScaler scales by default"
     )
+    sync_batch_norm: bool = Field(
+        default=False,
+        description="BatchNorm normalises by the rows of all workers of a mesh, not by each worker's own",
+    )
 
     @model_validator(mode="after")
     def _only_fp16_scales(self) -> Self:

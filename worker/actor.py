@@ -28,6 +28,7 @@ from worker.job import Job
 from worker.measuring import Measuring
 from worker.memory import PeakMemory
 from worker.model import resolve
+from worker.model.batch_norms import batch_norm_notes
 from worker.model.evaluating import EvaluationEdge
 from worker.model.shipping import Values
 from worker.node import WorkerAddress, own_node_address
@@ -110,10 +111,10 @@ class Worker(Measuring):
         """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
         self._use(microbatches)
         inputs, target = self._batches.sample
-        self._model.traced(inputs)
+        notes = batch_norm_notes(self._model.traced(inputs), self._job)
         if not self._job.training.check_trace:
-            return []
-        return self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
+            return notes
+        return notes + self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
 
     def graph(self, workers: int | None = None) -> bytes:
         """The traced model for the other workers, without its parameters; for those of a mesh of `workers`."""

@@ -76,7 +76,7 @@ class Training:
     """`precision` is fp32, bf16 or fp16 (with `loss_scaling`; None is GradScaler's defaults), `transfers` auto (tensors
     travel as they are) or bf16 (rounded, half the bytes); `non_finite` stop or skip: what a step does whose loss is no
     number. `check_trace`: compare the traced model with the model itself before the first step. `loss_reduction` mean
-    (microbatches count alike) or tokens.
+    (microbatches count alike) or tokens. `sync_batch_norm`: BatchNorm normalises over all workers of a mesh.
 
     `microbatches` is a number, or auto: planning chooses it (worker/choices.py).
     """
@@ -92,6 +92,7 @@ class Training:
     check_trace: bool = True
     loss_reduction: str = "mean"
     loss_scaling: LossScaling | None = None
+    sync_batch_norm: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         non_finite=training.non_finite,
         ignored_target=ignored_target(job),
         seed=training.seed,
+        sync_batch_norm=training.sync_batch_norm,
         loss_scaling=training.loss_scaling or LossScaling(),
         limits=limits,
         device=device,

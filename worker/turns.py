@@ -7,7 +7,9 @@ holds GENERATORS while user code of its own may seed them and draw, so that neit
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 
 class Turns:
@@ -16,13 +18,33 @@ class Turns:
     def __init__(self) -> None:
         self._next = threading.Lock()
         self._lock = threading.Lock()
+        self._holder: int | None = None
 
     def __enter__(self) -> None:
         with self._next:  # who waits here is the next, whatever the holder does after its turn
             self._lock.acquire()
+        self._holder = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        self._holder = None
         self._lock.release()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has its turn."""
+        return self._holder == threading.get_ident()
+
+    @contextlib.contextmanager
+    def free(self) -> Iterator[None]:
+        """In the body it is anybody's turn; where it was this thread's, it is again afterwards."""
+        if not self.mine:
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 GENERATORS = Turns()

@@ -28,6 +28,7 @@ from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtyp
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
+from worker.engine.sync_norm import synchronise
 from worker.engine.token_weights import token_weights
 from worker.engine.update import ModelUpdate, UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.warmup import Kept, Silent, on_device
@@ -99,6 +100,8 @@ class Engine:
             settings=UpdateSettings(self._options.clip_grad_norm, self._options.non_finite, self._device),
             scaler=scaler_of(self._options) if self._training else None,
         )
+        norms = stages if self._training and self._options.sync_batch_norm else None
+        self._groups = self._update.groups | synchronise(norms, transport, lambda: self._update.transport)
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
@@ -158,7 +161,7 @@ class Engine:
         """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
         try:
             pairs = tuple(sorted({*self.pairs, *more}))
-            self._transport.connect(self._update.groups, pairs + self._reshardings.lanes())
+            self._transport.connect(self._groups, pairs + self._reshardings.lanes())
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
@@ -268,13 +271,12 @@ class Engine:
             worker=self._worker,
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
-            weights=None if self._options.ignored_target is None else self._weights,
+            weights=None
+            if (ignored := self._options.ignored_target) is None
+            else lambda targets: token_weights(targets, ignored, self._update.transport),
             keeps_random=self._options.keeps_random,
             scaler=self._update.scaler,
         )
-
-    def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        return token_weights(targets, self._options.ignored_target, self._update.transport)
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
         return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
@@ -379,17 +381,15 @@ class Engine:
             raise ValueError(f"run_step needs {self._microbatches} targets where the model's output is")
 
     def _result(self, step: int, started: float) -> StepResult:
-        losses = self._exchange.losses
-        outputs = self._exchange.outputs
         slots = [
             measured_slot(self._mesh, self._routes, instruction, start, end)
             for instruction, (start, end) in zip(self._program, self._lanes.measured(), strict=True)
         ]
         return StepResult(
             step=step,
-            losses=torch.stack([losses[m] for m in sorted(losses)]).tolist() if losses else [],
+            losses=self._exchange.losses_in_order(),
             metrics=self._exchange.metrics_by_name(),
-            outputs=[outputs[m] for m in sorted(outputs)],
+            outputs=self._exchange.outputs_in_order(),
             slots=slots,
             grad_norm=self._updated.grad_norm,
             skipped=self._updated.skipped,

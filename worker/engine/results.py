@@ -75,7 +75,8 @@ class RunOptions:
     `loss_scaling`); `transfers`: see `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a
     NaN or infinite loss or gradient norm does, "stop" or "skip" the step; `keeps_random`: a program without backward
     draws by `seed` too, and the process's random generators stand afterwards where they stood. With an `ignored_target`
-    microbatches count by how many of their targets are another, not all alike.
+    microbatches count by how many of their targets are another, not all alike. `sync_batch_norm`: see
+    sync_norm.py.
     """
 
     precision: str = "fp32"
@@ -86,6 +87,7 @@ class RunOptions:
     ignored_target: int | None = None
     keeps_random: bool = False
     loss_scaling: LossScaling = field(default_factory=LossScaling)
+    sync_batch_norm: bool = False
     limits: SlotLimits = field(default_factory=SlotLimits)
     device: str = "cpu"
     priorities: StreamPriorities = field(default_factory=StreamPriorities)

@@ -81,6 +81,11 @@ def prove(
             f"verify compares meshes of one size, and these have {', '.join(map(str, job.mesh_sizes))} workers: a mesh of "
             "each size has other parts of a microbatch; verify the job with equal sizes"
         )
+    if job.training.sync_batch_norm and job.resources.workers_per_mesh > 1:
+        raise ValueError(
+            "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
+            f"those of all {job.resources.workers_per_mesh} at once: verify the job with resources.workers_per_mesh 1"
+        )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
         proof.notes.append(
