@@ -37,6 +37,11 @@ class Precision(BaseModel):
         default=False,
         description="BatchNorm normalises by the rows of all workers of a mesh, not by each worker's own",
     )
+    tf32: bool | None = Field(
+        default=None,
+        description="Whether products of fp32 numbers may round to TF32 on CUDA; null: as torch does by default (matrix "
+        "products do not, cuDNN's convolutions do)",
+    )
 
     @model_validator(mode="after")
     def _only_fp16_scales(self) -> Self:

@@ -37,6 +37,7 @@ from worker.program import program_from_json
 from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.running import run_options, told_as_failure
+from worker.tf32 import tf32_notes, use_tf32
 from worker.traced_model import JobModel
 from worker.training import (
     learning_rate,
@@ -53,6 +54,7 @@ class Worker(Measuring):
 
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
         torch.set_num_threads(1)
+        use_tf32(job.training.tf32)
         self._job = job
         self._mesh = mesh
         self._worker = worker
@@ -111,7 +113,7 @@ class Worker(Measuring):
         """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
         self._use(microbatches)
         inputs, target = self._batches.sample
-        notes = batch_norm_notes(self._model.traced(inputs), self._job)
+        notes = batch_norm_notes(self._model.traced(inputs), self._job) + tf32_notes(self._job, self._device)
         if not self._job.training.check_trace:
             return notes
         return notes + self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
