@@ -14,6 +14,7 @@ from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
 from service.job_meshes import check_shard, check_shared
+from service.job_precision import Precision
 from service.job_resources import Resources
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 from service.job_values import Part as _Part
@@ -112,14 +113,13 @@ class Optimizer(Factory):
     )
 
 
-class Training(_Part):
+class Training(_Part, Precision):
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     global_batch: Count = 32
     microbatches: AutoCount = Field(
         default=8, description="auto: planning chooses a divisor of the batch, for the shortest planned step"
     )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
     transfers: Literal["auto", "bf16"] = Field(
         default="auto",
         description="How tensors travel between meshes: auto as they are, bf16 rounds fp32 ones to half their bytes",
@@ -315,6 +315,11 @@ class JobSpec(_Part):
             raise ValueError(
                 f"resources.meshes {meshes} is more than {what} {stages}: "
                 f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
+            )
+        if self.training.sync_batch_norm and self.resources.tensor > 1:
+            raise ValueError(
+                f"training.sync_batch_norm sums over the workers of a mesh, of which resources.tensor "
+                f"{self.resources.tensor} have the same rows: set tensor to 1, or leave sync_batch_norm out"
             )
         check_shard(self.resources.shard, self.resources.meshes, self.optimizer.factory)
         count = self.training.microbatches

@@ -87,6 +87,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.jobspec",
         "service.job_environment",
         "service.job_evaluation",
+        "service.job_precision",
         "service.job_meshes",
         "service.job_resources",
         "service.job_states",

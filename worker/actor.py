@@ -29,6 +29,7 @@ from worker.job import Job
 from worker.measuring import Measuring
 from worker.memory import PeakMemory
 from worker.model import resolve
+from worker.model.batch_norms import batch_norm_notes
 from worker.model.evaluating import EvaluationEdge
 from worker.model.shipping import Values
 from worker.node import WorkerAddress, own_node_address
@@ -39,6 +40,7 @@ from worker.reasons import Reason
 from worker.running import run_options, told_as_failure
 from worker.saving import Saving
 from worker.sharing_matrices import check_matrices, share_matrices
+from worker.tf32 import tf32_notes, use_tf32
 from worker.traced_model import JobModel
 from worker.training import (
     learning_rate,
@@ -54,6 +56,7 @@ class Worker(Measuring, Saving):
 
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
         torch.set_num_threads(1)
+        use_tf32(job.training.tf32)
         self._job = job
         self._mesh = mesh
         self._worker = worker
@@ -114,9 +117,10 @@ class Worker(Measuring, Saving):
         traced, resources = self._model.traced(inputs), self._job.resources
         if resources.tensor > 1:
             check_matrices(traced, resources.tensor_plan, resources.tensor)
+        notes = batch_norm_notes(traced, self._job) + tf32_notes(self._job, self._device)
         if not self._job.training.check_trace:
-            return []
-        return self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
+            return notes
+        return notes + self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
 
     def graph(self, workers: int | None = None) -> bytes:
         """The traced model for the other workers, without its parameters; for those of a mesh of `workers`."""
@@ -268,6 +272,8 @@ class Worker(Measuring, Saving):
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
             "skipped": result.skipped,
+            "loss_scale": result.loss_scale,
+            "overflowed": result.overflowed,
             "started_s": result.started_s,
             "ended_s": result.ended_s,
             "slots": result.slots,

@@ -16,7 +16,7 @@ from torch import nn
 
 from worker.data.evaluation import EvaluationBatches
 from worker.engine import Engine, SlotLimits
-from worker.engine.update import workers_group
+from worker.engine.groups import workers_group
 from worker.job import Job
 from worker.job_loss import JobLoss, Metrics
 from worker.model.evaluating import EvaluationStages

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from worker.precision import LossScaling
+
 Part = TypeVar("Part")
 AUTO = "auto"
 
@@ -71,9 +73,11 @@ class Optimizer(Factory):
 
 @dataclass(frozen=True)
 class Training:
-    """`precision` is fp32 or bf16, `transfers` auto (tensors travel as they are) or bf16 (rounded, half the bytes);
-    `non_finite` stop or skip: what a step does whose loss is no number. `check_trace`: compare the
-    traced model with the model itself before the first step. `loss_reduction` mean (microbatches count alike) or tokens.
+    """`precision` is fp32, bf16 or fp16 (with `loss_scaling`; None is GradScaler's defaults), `transfers` auto (tensors
+    travel as they are) or bf16 (rounded, half the bytes); `non_finite` stop or skip: what a step does whose loss is no
+    number. `check_trace`: compare the traced model with the model itself before the first step. `loss_reduction` mean
+    (microbatches count alike) or tokens. `sync_batch_norm`: BatchNorm normalises over all workers of a mesh. `tf32`: whether
+    products may round so on CUDA; None is torch's choice.
 
     `microbatches` is a number, or auto: planning chooses it (worker/choices.py).
     """
@@ -88,6 +92,9 @@ class Training:
     non_finite: str = "stop"
     check_trace: bool = True
     loss_reduction: str = "mean"
+    loss_scaling: LossScaling | None = None
+    sync_batch_norm: bool = False
+    tf32: bool | None = None
 
 
 @dataclass(frozen=True)

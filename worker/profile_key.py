@@ -25,7 +25,7 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
         "loss": job.loss and asdict(job.loss),
         "keywords": batches.keywords,
         "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
-        "precision": [job.training.precision, job.training.transfers],
+        "precision": [job.training.precision, job.training.transfers, *_set(job.training.tf32)],
         "device": device,
         "device_name": device_kind(device),
         "workers": workers if device == "cpu" else 1,
@@ -35,3 +35,8 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
     if job.resources.tensor > 1:
         parts["tensor"] = [job.resources.tensor, job.resources.tensor_plan]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _set(value: bool | None) -> list[bool]:
+    """Nothing where a setting is left alone: what was measured before there was one keeps its key."""
+    return [] if value is None else [value]

@@ -10,6 +10,7 @@ from worker.engine_failure import engine_failure, out_of_memory
 from worker.failure import AttemptFailure, as_failure
 from worker.job import Job
 from worker.memory import PeakMemory
+from worker.precision import LossScaling
 from worker.reasons import Reason
 from worker.training import ignored_target
 
@@ -25,6 +26,8 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         ignored_target=ignored_target(job),
         seed=training.seed,
         tensor=job.resources.tensor,
+        sync_batch_norm=training.sync_batch_norm,
+        loss_scaling=training.loss_scaling or LossScaling(),
         limits=limits,
         device=device,
         sharded=job.sharded,

@@ -36,7 +36,7 @@ def others_turn() -> Iterator[None]:
     if not GENERATORS.mine:
         yield
         return
-    with _kept(), GENERATORS.left():
+    with _kept(), GENERATORS.free():
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.engine.results import autocast_dtype
 from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
 from worker.model import StageGraph, StageModule, TracedModel, trace
@@ -30,6 +31,7 @@ from worker.model.evaluating import (
 from worker.model.interface import adapt
 from worker.model.share_check import Samples, check_shares
 from worker.model.shipping import Values, fill, pack_all, unpack_all, values_of
+from worker.precision import FP16
 from worker.reasons import Reason
 from worker.training import make_loss
 from worker.weights.building import build_job_model
@@ -62,6 +64,7 @@ class JobModel:
             if self._built is None:
                 built = build_job_model(self._job)
                 self._built, self._record = built.model, built.record
+                _check_scalable(self._built, self._job.training.precision)
                 adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
             self._traced = self._trace(sample)
         return self._traced
@@ -72,8 +75,11 @@ class JobModel:
     @property
     def _as_it_runs(self) -> dict[str, Any]:
         training = self._job.training
-        autocast = torch.bfloat16 if training.precision == "bf16" else None
-        return {"autocast": autocast, "device": self._device, "transfers": training.transfers}
+        return {
+            "autocast": autocast_dtype(training.precision),
+            "device": self._device,
+            "transfers": training.transfers,
+        }
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _evaluated(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
@@ -230,3 +236,13 @@ class JobModel:
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""
         self._traced, self._evaluation, self._taken, self._of_others = None, None, False, {}
+
+
+def _check_scalable(model: nn.Module, precision: str) -> None:
+    """Refuse parameters whose gradients have no room for a loss scale, as torch's GradScaler does."""
+    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if precision == FP16 and half:
+        raise ModelError(
+            f"training.precision is fp16, and parameter {half[0]!r} ({len(half)} in all) is float16 itself, whose "
+            "gradient cannot be scaled: build the model in float32 (autocast computes in float16), or freeze it"
+        )

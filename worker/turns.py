@@ -31,12 +31,15 @@ class Turns:
 
     @property
     def mine(self) -> bool:
-        """Whether it is this thread's turn."""
+        """Whether this thread has its turn."""
         return self._holder == threading.get_ident()
 
     @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """In the body it is others' turn; afterwards this thread's again."""
+    def free(self) -> Iterator[None]:
+        """In the body it is anybody's turn; where it was this thread's, it is again afterwards."""
+        if not self.mine:
+            yield
+            return
         self.__exit__()
         try:
             yield

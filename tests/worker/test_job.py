@@ -9,9 +9,11 @@ from dataclasses import MISSING, asdict, fields
 import pytest
 from pydantic_core import PydanticUndefined
 
+from service import job_precision
 from service import jobspec as jobs
 from worker import job as parsed
 from worker.job import CheckpointPolicy, Job, Model, Optimizer
+from worker.precision import LossScaling
 
 SMALLEST = {
     "model": {"factory": "worker.model.gpt:build"},
@@ -53,6 +55,7 @@ WHOLE = {
         (parsed.Model, jobs.Model),
         (parsed.Optimizer, jobs.Optimizer),
         (parsed.Training, jobs.Training),
+        (LossScaling, job_precision.LossScaling),
         (parsed.Pipeline, jobs.Pipeline),
         (parsed.Resources, jobs.Resources),
         (parsed.CheckpointPolicy, jobs.Checkpoint),

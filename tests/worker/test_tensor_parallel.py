@@ -162,3 +162,26 @@ def test_an_evaluation_uses_the_shared_matrices(layout):
             losses = workers.losses(range(1, 3))
             found.append([before, *losses, workers.evaluate().loss, *workers.losses(range(3, 4))])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("sharing", [{"tensor": 2}, {"shard": "optimizer"}], ids=str)
+def test_fp16_finds_an_overflow_of_anybodys_part(sharing):
+    """The scale goes down and the step is left out everywhere, as where nobody shares anything."""
+    spec = job()
+    scaling = {"init_scale": 2.0**22, "growth_interval": 3}
+    spec["training"] |= {"precision": "fp16", "loss_scaling": scaling, "steps": 12}
+    found = []
+    for resources in (
+        {"workers_per_mesh": 1 if "tensor" in sharing else 2},
+        {"workers_per_mesh": 2, **sharing},
+    ):
+        data = {**spec, "resources": {"meshes": 2, "device": "cpu", **resources}}
+        data["resources"] = JobSpec.model_validate(data).model_dump(mode="json")["resources"]
+        with Workers(data) as workers:
+            steps = [workers.step(number) for number in range(1, 11)]
+        assert all(len({(one["loss_scale"], one["skipped"]) for one in step}) == 1 for step in steps)
+        found.append([(step[0]["loss_scale"], step[0]["skipped"]) for step in steps])
+        losses = [sum(loss for one in step for loss in one["losses"]) for step in steps]
+    assert found[0] == found[1]
+    assert {skipped for _, skipped in found[0]} == {False, True}
+    assert losses[-1] < losses[0]

@@ -23,6 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import start_wsgi_server
 
+from worker.driver.scaling import StepScaling
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, snapshot, text
 from worker.driver.usage import StepUsage
 from worker.program import COMPUTE_LANE
@@ -88,6 +89,10 @@ class JobMetrics:
         self._counter(
             "idle_accelerator_seconds", "Seconds in which accelerators of the job computed nothing.", "reason"
         )
+        self._counter(
+            "skipped_steps", "Steps that left out their update, as numbers were not finite.", "reason"
+        )
+        self._gauge("loss_scale", "Loss scale of the last finished step, in precision fp16.")
         self._gauge("step", "The last finished step.")
         self._gauge("train_loss", "Loss of the last finished step.")
         self._gauge("job_metric", "A metric that the loss returned in the last finished step.", "name")
@@ -179,6 +184,12 @@ class JobMetrics:
         self._counters["samples"].labels(self.job).inc(usage.samples)
         if usage.tokens is not None:
             self._counters["tokens"].labels(self.job).inc(usage.tokens)
+
+    def observe_scaling(self, scaling: StepScaling) -> None:
+        """Take in the loss scale of a finished step, and whether it left out its update."""
+        self._set("loss_scale", scaling.loss_scale)
+        for reason, skipped in (("overflow", scaling.overflowed), ("not_finite", scaling.not_finite)):
+            self._counters["skipped_steps"].labels(self.job, reason).inc(skipped)
 
     def set_nodes(self, mesh: str, nodes: Iterable[str]) -> None:
         """Take in on which nodes the workers of a mesh run."""

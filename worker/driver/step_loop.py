@@ -90,7 +90,9 @@ def run_steps(
         if keep_timeline and step > first:
             next_timeline = time.monotonic() + limits.profile_every_s
         _publish(record, reporter, metrics, keep_timeline)
-        skipped_before, skipped = skipped, any(result["skipped"] for result in results)
+        if record.scaling.overflowed:
+            reporter.event("loss_scale_lowered", record.scaling.told(step))
+        skipped_before, skipped = skipped, record.scaling.not_finite
         if skipped and not skipped_before:
             reporter.event(
                 "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
@@ -145,6 +147,7 @@ def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_t
     reporter.step(record.report)
     metrics.observe_step(record.report)
     metrics.observe_usage(record.usage)
+    metrics.observe_scaling(record.scaling)
     if keep_timeline:
         reporter.timeline(record.timeline)
         metrics.set_timeline(record.timeline)

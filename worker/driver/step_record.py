@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.driver.metric_values import mean_metrics
+from worker.driver.scaling import StepScaling, step_scaling
 from worker.driver.timeline import summarise
 from worker.driver.timing import ClockOffset, rendezvous_times, to_driver_clock
 from worker.driver.usage import StepUsage, step_usage
@@ -17,12 +18,13 @@ from worker.driver.usage import StepUsage, step_usage
 
 @dataclass(frozen=True)
 class StepRecord:
-    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage` is for
-    Prometheus."""
+    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage` and `scaling`
+    are for Prometheus."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
     usage: StepUsage
+    scaling: StepScaling
 
 
 def record_step(
@@ -95,6 +97,7 @@ def record_step(
             samples=samples,
             tokens=None if length is None else samples * length,
         ),
+        scaling=step_scaling(results),
     )
 
 

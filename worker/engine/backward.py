@@ -158,9 +158,8 @@ def _reaching(tops: Sequence[Node], targets: set[Node]) -> set[Node]:
 def _border_parameters(path: set[Node]) -> dict[Node, set[torch.Tensor]]:
     """Border nodes of `path`, each with the parameters that its side branches reach."""
     border = {}
-    for node in sorted(
-        path, key=lambda node: node._sequence_nr()
-    ):  # in one order on all workers: W may sum over them
+    # in one order on all workers of a mesh, which may sum over each other within W
+    for node in sorted(path, key=lambda node: node._sequence_nr(), reverse=True):
         sides = [below for below, _ in node.next_functions if below is not None and below not in path]
         if sides and (parameters := _parameters_below(sides)):
             border[node] = parameters

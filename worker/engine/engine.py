@@ -22,6 +22,7 @@ from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.exchange import Exchange
 from worker.engine.given import check_batch, check_stages
 from worker.engine.lanes import Action, Lanes
+from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slot
 from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans
@@ -30,6 +31,7 @@ from worker.engine.routes import Edge, Route, directed_pairs, find_routes, trans
 from worker.engine.sent import release_sent
 from worker.engine.sharded_update import make_update
 from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
+from worker.engine.sync_norm import synchronise
 from worker.engine.tensor_share import TensorShare
 from worker.engine.token_weights import token_weights
 from worker.engine.update import UpdateResult, UpdateSettings
@@ -101,10 +103,13 @@ class Engine:
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
             settings=UpdateSettings.of(self._options, self._device),
+            scaler=scaler_of(self._options) if self._training else None,
             share=tensor,
         )
         if tensor is not None:
             tensor.connect(lambda one: self._update.transport.all_reduce(self._update.tensor_group, one))
+        norms = stages if self._training and self._options.sync_batch_norm else None
+        self._groups = self._update.groups | synchronise(norms, transport, lambda: self._update.transport)
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
@@ -164,7 +169,7 @@ class Engine:
         """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
         try:
             pairs = tuple(sorted({*self.pairs, *more}))
-            self._transport.connect(self._update.groups, pairs + self._reshardings.lanes())
+            self._transport.connect(self._groups, pairs + self._reshardings.lanes())
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
@@ -264,18 +269,19 @@ class Engine:
             training=self._training,
             microbatches=self._microbatches,
             loss=loss,
-            autocast_dtype=torch.bfloat16 if self._options.precision == "bf16" else None,
+            autocast_dtype=self._options.autocast_dtype,
             seed=self._options.seed,
             worker=self._worker // self._options.tensor,
             transfer_dtype=self._transfer_dtype,
             is_pooled=self._buffers.hold,
-            weights=None if self._options.ignored_target is None else self._weights,
+            weights=None
+            if (ignored := self._options.ignored_target) is None
+            else lambda targets: token_weights(
+                targets, ignored, self._update.transport, self._options.tensor
+            ),
             keeps_random=self._options.keeps_random,
+            scaler=self._update.scaler,
         )
-
-    def _weights(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        options = self._options
-        return token_weights(targets, options.ignored_target, self._update.transport, options.tensor)
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
         return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
@@ -372,20 +378,20 @@ class Engine:
     # Results
 
     def _result(self, step: int, started: float) -> StepResult:
-        losses = self._exchange.losses
-        outputs = self._exchange.outputs
         slots = [
             measured_slot(self._mesh, self._routes, instruction, start, end)
             for instruction, (start, end) in zip(self._program, self._lanes.measured(), strict=True)
         ]
         return StepResult(
             step=step,
-            losses=torch.stack([losses[m] for m in sorted(losses)]).tolist() if losses else [],
+            losses=self._exchange.losses_in_order(),
             metrics=self._exchange.metrics_by_name(),
-            outputs=[outputs[m] for m in sorted(outputs)],
+            outputs=self._exchange.outputs_in_order(),
             slots=slots,
             grad_norm=self._updated.grad_norm,
             skipped=self._updated.skipped,
             started_s=started,
             ended_s=time.monotonic(),
+            loss_scale=self._updated.loss_scale,
+            overflowed=self._updated.overflowed,
         )

@@ -53,6 +53,14 @@ class Exchange:
         ):
             left.clear()
 
+    def losses_in_order(self) -> list[float]:
+        """One a microbatch; on CUDA the host waits, once for all."""
+        return torch.stack([self.losses[m] for m in sorted(self.losses)]).tolist() if self.losses else []
+
+    def outputs_in_order(self) -> list[torch.Tensor]:
+        """One a microbatch."""
+        return [self.outputs[m] for m in sorted(self.outputs)]
+
     def metrics_by_name(self) -> dict[str, list[float]]:
         """The metrics of the losses, one number a microbatch; on CUDA the host waits, once for all."""
         if not any(self.metrics.values()):

@@ -6,15 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from worker.precision import AUTOCAST, LossScaling
 from worker.program import COMPUTE_LANE, TRANSFER_OPS, Program
 from worker.slots import MeasuredSlot
 
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = ("fp32", "bf16")
 NON_FINITE = ("stop", "skip")
 TRANSFERS = ("auto", "bf16")
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The type to which autocast casts; None where modules compute in their own."""
+    import torch
+
+    name = AUTOCAST[precision]
+    return None if name is None else getattr(torch, name)
 
 
 def wire_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:
@@ -63,12 +71,13 @@ class StreamPriorities:
 class RunOptions:
     """How a mesh computes.
 
-    `precision`: "fp32" (the modules' own dtypes) or "bf16" (autocast, fp32 parameters); `transfers`: see
-    `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a NaN or infinite loss or
-    gradient norm does, "stop" or "skip" the step; `keeps_random`: a program without backward draws by `seed` too, and
-    the process's random generators stand afterwards where they stood. With an `ignored_target` microbatches count by
-    how many of their targets are another, not all alike. The workers of the meshes `sharded` share the optimizer's state;
-    `tensor` workers next to each other share matrices.
+    `precision`: "fp32" (the modules' own dtypes), "bf16" or "fp16" (autocast, fp32 parameters; fp16 with
+    `loss_scaling`); `transfers`: see `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a
+    NaN or infinite loss or gradient norm does, "stop" or "skip" the step; `keeps_random`: a program without backward
+    draws by `seed` too, and the process's random generators stand afterwards where they stood. With an `ignored_target`
+    microbatches count by how many of their targets are another, not all alike. `sync_batch_norm`: see
+    sync_norm.py. The workers of the meshes `sharded` share the optimizer's state; `tensor` workers next to each other share
+    matrices.
     """
 
     precision: str = "fp32"
@@ -80,13 +89,15 @@ class RunOptions:
     tensor: int = 1
     keeps_random: bool = False
     sharded: tuple[str, ...] = ()
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
+    sync_batch_norm: bool = False
     limits: SlotLimits = field(default_factory=SlotLimits)
     device: str = "cpu"
     priorities: StreamPriorities = field(default_factory=StreamPriorities)
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision {self.precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+        if self.precision not in AUTOCAST:
+            raise ValueError(f"precision {self.precision!r} is unknown: use one of {', '.join(AUTOCAST)}")
         if self.transfers not in TRANSFERS:
             raise ValueError(f"transfers {self.transfers!r} is unknown: use one of {', '.join(TRANSFERS)}")
         if self.non_finite not in NON_FINITE:
@@ -94,11 +105,16 @@ class RunOptions:
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; give a positive norm or none")
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return autocast_dtype(self.precision)
+
 
 @dataclass
 class StepResult:
     """One step of one worker. `losses`: one a microbatch, only where the model's output is, not divided by their number;
-    so are the `metrics` by name; `outputs`: the model's outputs, only there and only of a program without backward."""
+    so are the `metrics` by name; `outputs`: the model's outputs, only there and only of a program without backward.
+    `loss_scale` and `overflowed`: see UpdateResult."""
 
     step: int
     losses: list[float]
@@ -109,3 +125,5 @@ class StepResult:
     skipped: bool
     started_s: float
     ended_s: float
+    loss_scale: float | None = None
+    overflowed: bool = False

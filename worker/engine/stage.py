@@ -18,6 +18,7 @@ from torch import nn
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.errors import StageError
 from worker.engine.exchange import Exchange
+from worker.engine.loss_scaler import LossScaler
 from worker.engine.random_state import RandomState, restart_at_operations
 from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
@@ -76,6 +77,7 @@ class ComputeSettings:
     is_pooled: Callable[[torch.Tensor], bool]
     weights: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
     keeps_random: bool = False
+    scaler: LossScaler | None = None
 
 
 class StageRunner:
@@ -265,7 +267,7 @@ class StageRunner:
         roots, gradients = [], []
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
-            gradients.append(torch.full_like(saved.loss, 1.0 / self._settings.microbatches))
+            gradients.append(self._loss_gradient(saved.loss))
         for wiring in self._wiring.outputs:
             if wiring.tensor not in saved.outputs:
                 continue
@@ -283,6 +285,12 @@ class StageRunner:
                 gradients.append(gradient)
             exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
         return roots, gradients
+
+    def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        scaler, microbatches = self._settings.scaler, self._settings.microbatches
+        if scaler is None:
+            return torch.full_like(loss, 1.0 / microbatches)
+        return scaler.gradient(loss) / microbatches
 
     def _received_gradient(self, route: Route, microbatch: int) -> torch.Tensor:
         received = self._exchange.received_gradients.pop((route.index, microbatch))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.engine.update import workers_group
+from worker.engine.groups import workers_group
 from worker.transport.base import Transport
 
 

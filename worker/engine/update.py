@@ -15,18 +15,15 @@ from torch import nn
 
 from worker.buckets import Gradient
 from worker.engine.errors import NonFiniteError
+from worker.engine.groups import ALL_MESHES, EVERYBODY, reduce_groups, tensor_group, workers_group
 from worker.engine.lanes import Finish, followed_by
+from worker.engine.loss_scaler import LossScaler, by_dtype
 from worker.engine.optimizer_state import load_groups, load_schedule, save_groups
 from worker.engine.parameters import named_buffers, named_parameters
 from worker.engine.results import RunOptions
 from worker.engine.stage_run import drop_casts
 from worker.engine.tensor_share import TensorShare
-from worker.transport.base import Topology, Transport, finish
-
-ALL_MESHES = "meshes"
-ALL_WORKERS = "workers"
-EVERYBODY = "everybody"
-TENSOR = "tensor"
+from worker.transport.base import Transport, finish
 
 
 @dataclass(frozen=True)
@@ -49,55 +46,13 @@ class UpdateSettings:
 
 @dataclass
 class UpdateResult:
-    """What a step's REDUCE and STEP found."""
+    """What a step's REDUCE and STEP found; `loss_scale` is that of the step, where there is one, and `overflowed` says
+    that it was too large."""
 
     grad_norm: float | None = None
     skipped: bool = False
-
-
-def reduce_groups(
-    topology: Topology,
-    tied: Mapping[str, Sequence[int]],
-    mesh_of_stage: Sequence[str],
-    sharded: bool = False,
-    tensor: int = 1,
-) -> dict[str, tuple[int, ...]]:
-    """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
-    the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
-    in place of the same ones. Where some are `sharded`, no worker of which knows the norm of its mesh, there are all
-    workers too. Of the workers of a mesh `tensor` next to each other share matrices: these are a group, and those that
-    have the same part. The same mapping on every worker."""
-    groups: dict[str, tuple[int, ...]] = {}
-    shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
-    shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
-    for mesh, size in zip(topology.meshes, topology.sizes, strict=True):
-        ranks = [topology.rank(mesh, w) for w in range(size)]
-        for part in range(tensor):
-            groups[workers_group(mesh, part, tensor)] = tuple(ranks[part::tensor])
-        for first in range(0, size, tensor):
-            groups[f"{TENSOR}/{mesh}/{first // tensor}"] = tuple(ranks[first : first + tensor])
-    if sharded or not topology.alike:
-        groups[EVERYBODY] = tuple(range(topology.size))
-    if not topology.alike:
-        for name, holders in shared.items():
-            groups[f"tied/{name}"] = tuple(
-                topology.rank(mesh, w)
-                for mesh in topology.meshes
-                if mesh in holders
-                for w in range(topology.workers(mesh))
-            )
-        return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
-    for w in range(max(topology.sizes)):
-        groups[f"{ALL_MESHES}/{w}"] = tuple(topology.rank(mesh, w) for mesh in topology.meshes)
-        for name, holders in shared.items():
-            ranks = (topology.rank(mesh, w) for mesh in topology.meshes if mesh in holders)
-            groups[f"tied/{name}/{w}"] = tuple(ranks)
-    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
-
-
-def workers_group(mesh: str, worker: int, tensor: int) -> str:
-    """The workers of `mesh` that sum their gradients with worker `worker`."""
-    return f"{ALL_WORKERS}/{mesh}" if tensor == 1 else f"{ALL_WORKERS}/{mesh}/{worker % tensor}"
+    loss_scale: float | None = None
+    overflowed: bool = False
 
 
 class ModelUpdate:
@@ -113,9 +68,11 @@ class ModelUpdate:
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None,
         transport: Transport,
         settings: UpdateSettings,
+        scaler: LossScaler | None = None,
         share: TensorShare | None = None,
     ):
         self.transport = transport
+        self.scaler = scaler
         self._share = share
         self._settings = settings
         self._stages = stages
@@ -126,7 +83,7 @@ class ModelUpdate:
             transport.topology, tied, mesh_of_stage, bool(settings.sharded), settings.tensor
         )
         self._workers_group = workers_group(mesh, worker, settings.tensor)
-        self.tensor_group = f"{TENSOR}/{mesh}/{worker // settings.tensor}"
+        self.tensor_group = tensor_group(mesh, worker, settings.tensor)
         self._alike = transport.topology.alike
         self._asks_all = not self._alike or bool(settings.sharded)
         self._meshes_group = EVERYBODY if self._asks_all else f"{ALL_MESHES}/{worker}"
@@ -185,12 +142,14 @@ class ModelUpdate:
             and (self._alike or name not in self._tied_groups)
         ]
         if self._workers_group in self._groups:
-            for parameters in _by_dtype(late).values():
+            for parameters in by_dtype(late).values():
                 finish(self._average(parameters))
         elif self._shares > 1:
             for parameter in late:
                 if parameter.grad is not None:
                     parameter.grad /= self._shares
+        if self.scaler is not None:
+            self.scaler.unscale(p.grad for p in self.parameters.values() if p.grad is not None)
         self._norm = self._global_norm(losses)
         if self.rehearsing:  # of zeros it may be no number, and STEP would do nothing
             self._norm = torch.ones_like(self._norm)
@@ -256,16 +215,17 @@ class ModelUpdate:
         if self._norm is None:
             return UpdateResult()
         value = float(self._norm)
+        scale, overflowed = (None, False) if self.scaler is None else self.scaler.ended(step)
         if not math.isfinite(value):
-            if self._settings.non_finite == "stop":
+            if self._settings.non_finite == "stop" and not overflowed:
                 raise NonFiniteError(
                     f"step {step}: the loss or the gradient norm is not finite (norm {value}): "
                     "lower the learning rate, or check the data"
                 )
-            return UpdateResult(value, skipped=True)
+            return UpdateResult(value, True, scale, overflowed)
         if self.lr_schedule is not None:
             self.lr_schedule.step()
-        return UpdateResult(value)
+        return UpdateResult(value, loss_scale=scale)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by original name. Where workers share matrices these are whole, and
@@ -282,6 +242,7 @@ class ModelUpdate:
             if self.optimizer is None
             else save_groups(self.optimizer, self._name_of(), self.lr_schedule),
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            "loss_scale": None if self.scaler is None else self.scaler.state(),
         }
         return own if self._share is None else self._share.whole_state(own)
 
@@ -295,6 +256,8 @@ class ModelUpdate:
                 if name not in state[kind]:
                     raise KeyError(f"the state has no {kind[:-1]} {name!r}")
                 tensor.copy_(state[kind][name])
+        if self.scaler is not None and state.get("loss_scale"):
+            self.scaler.load_state(state["loss_scale"])
         if self.optimizer is None:
             return
         taken = load_groups(self.optimizer, self._name_of(), state.get("optimizer_groups") or [])
@@ -357,13 +320,18 @@ class ModelUpdate:
             total += torch.stack(norms).double().square().sum()
         if self._share is not None:
             self._share.sum(total)
+            if self.scaler is not None:
+                self._share.sum(self.scaler.found)
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
             if self._workers_group in self._groups and not self._asks_all:
                 self.transport.all_reduce(self._workers_group, finite)
             total += finite
+        sums = total if self.scaler is None else torch.stack([total, self.scaler.found])
         if self._meshes_group in self._groups:
-            self.transport.all_reduce(self._meshes_group, total)
+            self.transport.all_reduce(self._meshes_group, sums)
+        if self.scaler is not None:
+            total, self.scaler.found = sums.unbind()
         return total.sqrt()
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
@@ -380,13 +348,6 @@ def skips_by_itself(optimizer: torch.optim.Optimizer | None) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups)
-
-
-def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return found
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -55,7 +55,8 @@ class Holder:
 @dataclass(frozen=True)
 class PipelineStep:
     """One step of the pipeline: its losses by worker and microbatch, the norm and the learning rates that it tells,
-    whether it left the update out, and the gradients that each holder's optimizer was given, by holder and name."""
+    whether it left the update out, the gradients that each holder's optimizer was given, by holder and name, and in fp16
+    the loss scale that each worker tells."""
 
     losses: Mapping[tuple[int, int], float]
     norm: float | None
@@ -63,6 +64,7 @@ class PipelineStep:
     skipped: bool
     gradients: Sequence[Mapping[str, Tensor]]
     record: StepRecord
+    loss_scales: Sequence[float] = ()
 
 
 def compare_initial(
@@ -214,6 +216,13 @@ class StepComparison:
                 f"the pipeline {did}, and the plain model's losses and gradients are "
                 f"{'finite' if self._plain.finite else 'not finite'}"
             )
+
+    def check_scale(self) -> None:
+        for holder, scale in zip(self._holders, self._pipeline.loss_scales, strict=False):
+            if scale != self._plain.loss_scale:
+                raise self._different(
+                    f"the loss scale is {scale:g} on {holder} and {self._plain.loss_scale:g} in the plain model"
+                )
 
     def _different(self, message: str) -> Different:
         return Different(f"step {self._step}: {message}")

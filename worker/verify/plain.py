@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from worker.data.sampler import BatchSampler, collate, input_names, read_sample
-from worker.job import Job
+from worker.job import Job, Training
 from worker.last_action import doing
 from worker.model import call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
 from worker.model.random_calls import RandomCall, drawn_as
+from worker.precision import AUTOCAST, FP16, LossScaling
 from worker.seeding import seeded
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
 from worker.verify.record import Probes
@@ -31,8 +32,8 @@ from worker.weights.start import fill_model
 @dataclass(frozen=True)
 class PlainStep:
     """One step before its update: of each worker and microbatch the loss and the probes of what it added to each
-    gradient; the gradients, averaged over workers and not clipped; their norm; the learning rate; the
-    model's parameters in `order`."""
+    gradient (in fp16 that of the scaled loss); the gradients, averaged over workers and not clipped; their norm; the
+    learning rate; the model's parameters in `order`; in fp16 the loss scale."""
 
     losses: Mapping[tuple[int, int], float]
     added: Mapping[tuple[int, int], Mapping[str, Tensor]]
@@ -40,6 +41,7 @@ class PlainStep:
     norm: float
     learning_rate: float
     order: Sequence[str]
+    loss_scale: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -69,6 +71,7 @@ class PlainModel:
         self.optimizer = make_optimizer(job.optimizer, list(self.trained.values()), list(self.trained))
         schedule = job.optimizer.schedule
         self._schedule = make_schedule(schedule, self.optimizer) if schedule else None
+        self._scaler = _scaler(training)
         self.buffers = [
             {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             for _ in range(self._workers)
@@ -81,7 +84,8 @@ class PlainModel:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        return torch.bfloat16 if self._job.training.precision == "bf16" else None
+        name = AUTOCAST[self._job.training.precision]
+        return None if name is None else getattr(torch, name)
 
     def forward_and_backward(self, step: int) -> PlainStep:
         """Losses and gradients of a step; parameters stay, buffers are updated."""
@@ -94,6 +98,7 @@ class PlainModel:
             for worker in range(self._workers)
             for microbatch in range(self._microbatches)
         }
+        scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
         shares = self._shares({at: target for at, (_, target) in rows.items()})
         before = dict.fromkeys(self.trained, self._probes.of(None))
         for worker in range(self._workers):
@@ -102,12 +107,14 @@ class PlainModel:
                 at = (worker, microbatch)
                 loss = self._run(step, at, *rows[at], shares[at])
                 if loss.requires_grad:
-                    (loss / self._microbatches).backward()
+                    self._scaler.scale(loss / self._microbatches).backward()
                 losses[at] = float(loss.detach())
                 now = {name: self._probes.of(p.grad) for name, p in self.trained.items()}
                 added[at] = {name: now[name] - before[name] for name in now}
                 before = now
             self.buffers[worker] = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        self._scaler.unscale_(self.optimizer)
+        self._scaler.update()
         gradients = {
             name: p.grad.detach() / self._workers for name, p in self.trained.items() if p.grad is not None
         }
@@ -115,7 +122,7 @@ class PlainModel:
         norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
         doing("")
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters))
+        return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters), scale)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """The optimizer's step, and its schedule's, by these gradients, which are clipped already."""
@@ -162,3 +169,16 @@ class PlainModel:
         own = self.buffers[worker]
         for name, buffer in self.model.named_buffers():
             buffer.copy_(own[name])
+
+
+def _scaler(training: Training) -> torch.amp.GradScaler:
+    """torch's own; one that does nothing where losses are not scaled."""
+    scaling = training.loss_scaling or LossScaling()
+    return torch.amp.GradScaler(
+        "cpu",
+        init_scale=scaling.init_scale,
+        growth_factor=scaling.growth_factor,
+        backoff_factor=scaling.backoff_factor,
+        growth_interval=scaling.growth_interval,
+        enabled=training.precision == FP16,
+    )

@@ -86,6 +86,11 @@ def prove(
             f"verify compares whole tensors, and each of resources.tensor {job.resources.tensor} workers has a part; verify "
             "the job with tensor 1"
         )
+    if job.training.sync_batch_norm and job.resources.workers_per_mesh > 1:
+        raise ValueError(
+            "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
+            f"those of all {job.resources.workers_per_mesh} at once: verify the job with resources.workers_per_mesh 1"
+        )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
         proof.notes.append(
@@ -176,6 +181,7 @@ class _Run:
         )
         compared.check_transfers()
         compared.check_losses()
+        compared.check_scale()
         if expected.finite:
             compared.check_gradients()
         compared.check_skipped()
@@ -217,6 +223,7 @@ class _Run:
             skipped=any(result["skipped"] for result in results),
             gradients=[given.gradients() for given in self._given],
             record=record,
+            loss_scales=[result["loss_scale"] for result in results if result["loss_scale"] is not None],
         )
 
     def _shared(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

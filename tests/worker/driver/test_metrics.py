@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from worker.driver.metrics import JobMetrics
+from worker.driver.scaling import StepScaling
 from worker.driver.slot_metrics import MAX_SLOTS
 from worker.driver.usage import StepUsage
 
@@ -205,6 +206,18 @@ def test_what_was_idle_and_trained_on_adds_up(metrics):
     assert named(got, "tokens_total") == {}, "no tokens is not 0 tokens"
     metrics.observe_usage(StepUsage(8.0, {}, samples=16, tokens=512))
     assert value(scrape(endpoint), "tokens_total") == 512
+
+
+def test_a_loss_scale_is_shown_and_skipped_steps_are_counted_by_reason(metrics):
+    endpoint = metrics.serve()
+    metrics.observe_scaling(StepScaling(None, overflowed=False, not_finite=True))
+    assert named(scrape(endpoint), "loss_scale") == {}, "no loss scale is not 0"
+    metrics.observe_scaling(StepScaling(1024.0, overflowed=True, not_finite=False))
+    metrics.observe_scaling(StepScaling(512.0, overflowed=False, not_finite=False))
+    got = scrape(endpoint)
+    assert value(got, "loss_scale") == 512
+    assert value(got, "skipped_steps_total", reason="overflow") == 1
+    assert value(got, "skipped_steps_total", reason="not_finite") == 1
 
 
 def test_where_a_mesh_runs_and_how_long_starting_and_saving_took(metrics):

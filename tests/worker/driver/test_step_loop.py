@@ -93,6 +93,7 @@ class Heard:
     log: list
     steps: list = field(default_factory=list)
     timelines: list = field(default_factory=list)
+    events: list = field(default_factory=list)
 
     def step(self, report):
         self.log.append(("report", report["step"]))
@@ -104,10 +105,13 @@ class Heard:
     def checkpoint(self, step, uri):
         self.log.append(("saved", step))
 
-    def event(self, *_):
+    def event(self, kind, message):
+        self.events.append((kind, message))
+
+    def observe_step(self, *_):
         pass
 
-    observe_step = observe_usage = set_timeline = event
+    observe_usage = observe_scaling = set_timeline = observe_step
 
 
 def train(
@@ -170,6 +174,17 @@ def test_the_next_step_is_asked_for_before_one_is_reported_and_never_more_than_o
     for step in range(1, 5):
         assert found[step][2] < found[step + 2][0], f"step {step + 2} is asked for before {step} is reported"
     assert max(step for what, step in heard.log if what == "ask run_step") == 6
+
+
+def test_a_step_that_overflows_in_fp16_is_told_as_that_with_its_loss_scale():
+    spec = job()
+    scaling = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30}
+    spec["training"] |= {"precision": "fp16", "loss_scaling": scaling}
+    heard = train(spec, 3)
+    told = "gradients overflowed in fp16 with loss scale"
+    assert [(kind, f"{told} 1.09951e+12" in message) for kind, message in heard.events] == [
+        ("loss_scale_lowered", True)
+    ]
 
 
 def late(save_shard, log):

@@ -4,8 +4,8 @@ import torch
 from engine_support import LocalPipeline, serial_programs, tied_chain
 from torch import nn
 
+from worker.engine.groups import reduce_groups
 from worker.engine.parameters import tie_local_parameters
-from worker.engine.update import reduce_groups
 from worker.transport import Topology
 
 

@@ -8,6 +8,8 @@ import test_raw_models
 import test_split_images
 from proving import gpt, pictures, proof_of
 
+from worker.engine.loss_scaler import LossScaler
+
 
 def raw(name, **dropout):
     """A raw model of transformers with its own loss, by AdamW, on three meshes."""
@@ -34,6 +36,14 @@ def diffusers():
 def in_bf16():
     spec = gpt(dropout=0.1)
     spec["training"]["precision"] = "bf16"
+    return spec
+
+
+def in_fp16():
+    """Its first step overflows."""
+    spec = gpt(dropout=0.1)
+    scaling = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30}
+    spec["training"] |= {"precision": "fp16", "loss_scaling": scaling}
     return spec
 
 
@@ -72,3 +82,25 @@ def test_a_model_that_trains_as_it_should_is_found_equal(name):
     assert proof.difference is None
     counted = {kind: count for kind, (count, _, _) in proof.worst.kinds.items()}
     assert counted["transfers"] > 0 and counted["gradients"] == 2 * counted["initial parameters"]
+
+
+def test_a_job_in_fp16_is_found_equal_also_where_a_step_overflows():
+    proof = proof_of(in_fp16(), steps=3)
+    assert proof.difference is None
+    counted = {kind: count for kind, (count, _, _) in proof.worst.kinds.items()}
+    assert counted["gradients"] == 2 * counted["initial parameters"], "the first step overflows"
+
+
+def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
+    ended = LossScaler.ended
+
+    def keeps(self, step):
+        scale = self.scale
+        found = ended(self, step)
+        self.scale = scale
+        return found
+
+    monkeypatch.setattr(LossScaler, "ended", keeps)
+    assert (
+        "step 2: the loss scale is 1.09951e+12 on m0 and 1024 in" in proof_of(in_fp16(), steps=2).difference
+    )

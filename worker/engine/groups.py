@@ -1,0 +1,62 @@
+"""Which workers sum together, by name of their group: the same on every worker. Names and ranks only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from worker.transport.base import Topology
+
+ALL_MESHES = "meshes"
+ALL_WORKERS = "workers"
+EVERYBODY = "everybody"
+TENSOR = "tensor"
+
+
+def reduce_groups(
+    topology: Topology,
+    tied: Mapping[str, Sequence[int]],
+    mesh_of_stage: Sequence[str],
+    sharded: bool = False,
+    tensor: int = 1,
+) -> dict[str, tuple[int, ...]]:
+    """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
+    the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
+    in place of the same ones. Where some are `sharded`, no worker of which knows the norm of its mesh, there are all
+    workers too. Of the workers of a mesh `tensor` next to each other share matrices: these are a group, and those that
+    have the same part. The same mapping on every worker."""
+    groups: dict[str, tuple[int, ...]] = {}
+    shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
+    shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
+    for mesh, size in zip(topology.meshes, topology.sizes, strict=True):
+        ranks = [topology.rank(mesh, w) for w in range(size)]
+        for part in range(tensor):
+            groups[workers_group(mesh, part, tensor)] = tuple(ranks[part::tensor])
+        for first in range(0, size, tensor):
+            groups[tensor_group(mesh, first, tensor)] = tuple(ranks[first : first + tensor])
+    if sharded or not topology.alike:
+        groups[EVERYBODY] = tuple(range(topology.size))
+    if not topology.alike:
+        for name, holders in shared.items():
+            groups[f"tied/{name}"] = tuple(
+                topology.rank(mesh, w)
+                for mesh in topology.meshes
+                if mesh in holders
+                for w in range(topology.workers(mesh))
+            )
+        return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    for w in range(max(topology.sizes)):
+        groups[f"{ALL_MESHES}/{w}"] = tuple(topology.rank(mesh, w) for mesh in topology.meshes)
+        for name, holders in shared.items():
+            ranks = (topology.rank(mesh, w) for mesh in topology.meshes if mesh in holders)
+            groups[f"tied/{name}/{w}"] = tuple(ranks)
+    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+
+
+def workers_group(mesh: str, worker: int, tensor: int) -> str:
+    """The workers of `mesh` that sum their gradients with worker `worker`."""
+    return f"{ALL_WORKERS}/{mesh}" if tensor == 1 else f"{ALL_WORKERS}/{mesh}/{worker % tensor}"
+
+
+def tensor_group(mesh: str, worker: int, tensor: int) -> str:
+    """The workers of `mesh` that share matrices with worker `worker`."""
+    return f"{TENSOR}/{mesh}/{worker // tensor}"
