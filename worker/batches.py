@@ -128,7 +128,7 @@ class Batches:
 
     @property
     def _dataset(self) -> Any:
-        return self._source.dataset
+        return getattr(self._source, "dataset", None)  # a stream has none that is alike for all
 
     def _first_samples(self, *, again: bool) -> str:
         order, source = self._made.order, self._source
