@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
+from service.job_data import DataReading
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
@@ -90,13 +91,10 @@ class Model(Factory):
     )
 
 
-class Data(Factory):
-    """A data set, and how far ahead its samples are read."""
+class Data(Factory, DataReading):
+    """A data set or a stream, how its samples are put together (`collate`, called with a list of them), and read."""
 
-    prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
-        default=2,
-        description="Steps whose samples are read while an earlier one runs; 0 reads them when they are needed",
-    )
+    collate: Factory | None = None
 
 
 class Optimizer(Factory):

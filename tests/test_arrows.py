@@ -85,6 +85,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.client",
         "service.client_weights",
         "service.jobspec",
+        "service.job_data",
         "service.job_environment",
         "service.job_evaluation",
         "service.job_precision",

@@ -186,7 +186,6 @@ class Worker(Measuring, Saving):
                 stages,
                 self._batches,
                 device=self._device,
-                ahead=self._job.data.prefetch,
                 last=training.steps,
                 limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
             )
@@ -243,21 +242,27 @@ class Worker(Measuring, Saving):
 
     @attributed_to(Reason.DATA_FAILED)
     def fingerprint(self, names: Sequence[str]) -> Fingerprint:
-        """Checksums of those of the tensors `names` that are here, and of sample 0."""
+        """Checksums of those of the tensors `names` that are here, and of the first samples."""
         own = self._held()
-        first, again = (checksum(self._batches.first_row()) for _ in range(2))
-        return Fingerprint({name: checksum(own[name]) for name in names if name in own}, (first, again))
+        sample = self._batches.checksums()
+        return Fingerprint({name: checksum(own[name]) for name in names if name in own}, sample)
 
     def _held(self) -> dict[str, torch.Tensor]:
         found = named_tensors(self._stages)
         return found if self._share is None else {self._share.told(name): t for name, t in found.items()}
 
     def warm_up(self, step: int) -> None:
-        """On CUDA, load and try all kernels on the samples of the first step, before anybody waits for this mesh."""
+        """Have the samples of the first step, and on CUDA load and try all kernels on them, before anybody waits for this
+        mesh."""
+        self._reader.ready(step)
         if self._device != "cuda":
             return
         with self._told():
-            self._engine.warm_up(step, *self._reader.take(step))
+            self._engine.warm_up(step, *self._reader.take(step, first=True))
+
+    def has_data(self, step: int) -> bool | None:
+        """Whether the data goes on as far as this step; None on workers that read none."""
+        return self._reader.has(step)
 
     def run_step(self, step: int) -> dict[str, Any]:
         """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""

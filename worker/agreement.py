@@ -19,7 +19,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of one worker: checksums of tensors by original name, and of sample 0, read twice."""
+    """Of one worker: checksums of tensors by original name, and of the first samples, read twice."""
 
     tensors: Mapping[str, str]
     sample: tuple[str, str]
@@ -74,7 +74,7 @@ def different_tensors(workers: Sequence[str], found: Sequence[Fingerprint]) -> s
 
 
 def different_samples(workers: Sequence[str], found: Sequence[Fingerprint]) -> str | None:
-    """A sentence that says where sample 0 is not the same, from worker to worker or from one reading to the
+    """A sentence that says where the first samples are not the same, from worker to worker or from one reading to the
     next; or None."""
     way = (
         "draw random numbers from random, numpy.random or torch, which are seeded for every sample, not from a "
@@ -82,10 +82,10 @@ def different_samples(workers: Sequence[str], found: Sequence[Fingerprint]) -> s
     )
     moody = [worker for worker, one in zip(workers, found, strict=True) if one.sample[0] != one.sample[1]]
     if moody:
-        return f"sample 0 of the data set is another each time that {', '.join(moody)} reads it: {way}"
+        return f"the first samples of the data set are others each time that {', '.join(moody)} reads them: {way}"
     holders = [(worker, one.sample[0]) for worker, one in zip(workers, found, strict=True)]
     if len({value for _, value in holders}) > 1:
-        return f"workers read different samples 0 of the data set ({_grouped(holders)}): {way}"
+        return f"workers read different first samples of the data set ({_grouped(holders)}): {way}"
     return None
 
 

@@ -61,7 +61,6 @@ class Evaluator:
             stages.stages,
             batches,
             device=device,
-            ahead=job.evaluation.data.prefetch,
             last=batches.size.batches - 1,
             limit_s=limits.limit_s(max(planned.planned_s, default=0.0)),
         )

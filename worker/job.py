@@ -40,10 +40,32 @@ class Model(Factory):
 
 
 @dataclass(frozen=True)
+class Loader:
+    """Processes of torch's DataLoader that read for one worker (0: a thread of the worker), how many microbatches each
+    reads ahead, and how long it may be silent."""
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = True
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
 class Data(Factory):
-    """A data set, and how many steps' samples are read ahead of the one that runs (0: none)."""
+    """A data set or a stream, and how many steps' samples are read ahead of the one that runs (0: none).
+
+    `split` is one of several data sets by name; `columns` are fields of samples that are dicts, or {name in the model:
+    field}. `at_end` of a stream: repeat or stop. `collate` None: samples are stacked.
+    """
 
     prefetch: int = 2
+    split: str | None = None
+    columns: tuple[str, ...] | Mapping[str, Any] | None = None
+    shuffle: bool = True
+    at_end: str = "repeat"
+    skip_limit_s: float = 600.0
+    loader: Loader = Loader()
+    collate: Factory | None = None
 
 
 @dataclass(frozen=True)

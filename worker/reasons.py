@@ -84,7 +84,11 @@ class Reason(StrEnum):
     PREEMPTED = "PREEMPTED", Cause.PREEMPTION, "the accelerators were taken for something else"
 
     # Nothing failed.
-    STOPPED_EARLY = "STOPPED_EARLY", None, "evaluations got no better for as long as evaluation.patience says"
+    STOPPED_EARLY = (
+        "STOPPED_EARLY",
+        None,
+        "the job ended before its last step, as evaluation.patience or data.at_end says",
+    )
     CANCELLED_BY_USER = "CANCELLED_BY_USER", None, "somebody asked for the end"
     BACKING_OFF = "BACKING_OFF", None, "a pause before the next attempt"
     WAITS_FOR_ACCELERATORS = "WAITS_FOR_ACCELERATORS", None, "too few accelerators are free"

@@ -23,6 +23,7 @@ from worker.failure import AttemptFailure, attributed_to
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit
 from worker.model.profile import OptimizerState
+from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.snapshot import Snapshots
 from worker.traced_model import JobModel
@@ -44,7 +45,7 @@ class Saved:
 
 
 class ShardSaver:
-    """Writes the shard `mesh` of `state()`, and those of `rest`, which never change.
+    """Writes the shard `mesh` of `state(step)`, and those of `rest`, which never change.
 
     `held` is told the bytes that copies take, whenever that may have changed.
     """
@@ -52,7 +53,7 @@ class ShardSaver:
     def __init__(
         self,
         mesh: str,
-        state: Callable[[], State],
+        state: Callable[[int], State],
         rest: Mapping[str, State],
         *,
         device: str = "cpu",
@@ -65,13 +66,13 @@ class ShardSaver:
     def save(self, uri: str, step: int) -> list[str]:
         """Write now; the names of shards beside the mesh's."""
         self._end_before()
-        self._write(uri, step, self._state())
+        self._write(uri, step, self._state(step))
         return list(self._rest)
 
     def begin(self, uri: str, step: int) -> None:
         """Copy the state and have a thread write it; see `saved`."""
         self._end_before()
-        copied = self._snapshots.take(self._state())
+        copied = self._snapshots.take(self._state(step))
         self._told(self._snapshots.held_bytes)
         self._writing = Task(functools.partial(self._write, uri, step, copied), "slotline-checkpoint")
 
@@ -131,6 +132,7 @@ class Saving:
     _model: JobModel
     _memory: PeakMemory
     _engine: Engine | None
+    _reader: StageReader | None
     _saver: ShardSaver | None = None
 
     def optimizer_state(self) -> OptimizerState:
@@ -145,6 +147,7 @@ class Saving:
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
         state, step = checkpoint.load(uri, names={*named_tensors(self._stages)})
+        self._reader.load_state(step, state)
         state["optimizer_groups"] = without_implementation(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step
@@ -190,7 +193,7 @@ class Saving:
         if self._saver is None:
             self._saver = ShardSaver(
                 self._mesh,
-                self._engine.state,
+                lambda step: {**self._engine.state(), **self._reader.state(step)},
                 self._model.rest(),
                 device=self._device,
                 held=self._memory.set_aside,

@@ -91,7 +91,7 @@ class _Worker:
             settings=UpdateSettings(clip_grad_norm=1.0, non_finite="stop"),
         )
         rest = {} if whole is None else {SHARD: state_of(record_of(whole), {})}
-        self.saver = ShardSaver(mesh, self.update.state, rest)
+        self.saver = ShardSaver(mesh, lambda step: self.update.state(), rest)
 
     def restore(self, uri: str) -> int:
         state, step = checkpoint.load(uri, names=set(self.update.parameters))

@@ -286,7 +286,7 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
     [
         ({"data": {"factory": "builtins:iter", "args": {}}}, Reason.DATA_FAILED, "iter expected|takes"),
         ({"data": {"factory": "builtins:object"}}, Reason.DATA_FAILED, "cannot tell how many samples"),
-        ({"data": {"factory": "builtins:set"}}, Reason.DATA_FAILED, "cannot tell a sample by its index"),
+        ({"data": {"factory": "builtins:set"}}, Reason.DATA_FAILED, "builtins:set is empty"),
         ({"data": {"factory": "builtins:list"}}, Reason.DATA_FAILED, "the data set is empty"),
         (
             {

@@ -108,7 +108,8 @@ def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
     ("data", "told"),
     [
         ({"factory": "odd_jobs:ShuffledOnce", "args": {"length": 8, "unseeded": True}}, r"\(m0/0 \| m1/0\)"),
-        ({"factory": "odd_jobs:OwnGenerator", "args": {"length": 8}}, "another each time that m0/0, m1/0"),
+        ({"factory": "odd_jobs:OwnGenerator", "args": {"length": 8}}, "others each time that m0/0, m1/0"),
+        ({"factory": "stream_data:FromEntropy", "args": {"length": 99}}, "others each time that m0/0, m1/0"),
     ],
 )
 def test_data_that_is_not_the_same_on_all_workers_is_refused(data, told):
@@ -117,8 +118,9 @@ def test_data_that_is_not_the_same_on_all_workers_is_refused(data, told):
     assert caught.value.reason is Reason.DATA_FAILED
 
 
-def test_data_that_is_shuffled_by_a_seeded_generator_is_the_same_on_all():
-    with Workers(job(data={"factory": "odd_jobs:ShuffledOnce", "args": {"length": 8}})) as run:
+@pytest.mark.parametrize("factory", ["odd_jobs:ShuffledOnce", "stream_data:Masked"])
+def test_data_that_is_shuffled_by_a_seeded_generator_is_the_same_on_all(factory):
+    with Workers(job(data={"factory": factory, "args": {"length": 8}})) as run:
         check(run)
 
 

@@ -92,11 +92,18 @@ def test_inputs_by_name_come_in_the_order_of_their_names():
     assert batches(job(length=30)).keywords == ()
 
 
-def test_samples_with_other_fields_than_earlier_ones_are_refused():
-    order = [n for m in range(3) for n in BatchSampler(30, 12, 3, seed=5).indices(0, m)]
-    one = batches(job("Named", length=30, odd=order[4]))
-    with pytest.raises(AttemptFailure, match=r"has the inputs a, b, c, an\s+earlier one a, b: return"):
-        one.microbatch(0, 1)
+@pytest.mark.parametrize(
+    ("microbatches", "says"),
+    [
+        (3, "has the inputs a, b, another a, b, c: return"),
+        (12, "has the inputs a, b, c, an earlier one a, b: return"),
+    ],
+)
+def test_samples_with_other_fields_than_earlier_ones_are_refused(microbatches, says):
+    order = BatchSampler(30, 12, 1, seed=5).indices(0, 0)
+    one = batches(job("Named", length=30, odd=order[4]), microbatches=microbatches)
+    with pytest.raises(AttemptFailure, match=says):
+        one.microbatch(0, 4 * microbatches // 12)
 
 
 @pytest.mark.parametrize(

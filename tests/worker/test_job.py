@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 
 import pytest
 from pydantic_core import PydanticUndefined
 
 from service import job_precision
 from service import jobspec as jobs
+from service.job_data import Loader
 from worker import job as parsed
 from worker.job import CheckpointPolicy, Job, Model, Optimizer
 from worker.precision import LossScaling
@@ -22,6 +23,18 @@ SMALLEST = {
 }
 WHOLE = {
     **SMALLEST,
+    "data": {
+        "factory": "datasets:load_from_disk",
+        "args": {"dataset_path": "/data/text"},
+        "prefetch": 3,
+        "split": "train",
+        "columns": {"input_ids": "tokens", "labels": "tokens"},
+        "shuffle": False,
+        "at_end": "stop",
+        "skip_limit_s": 60.0,
+        "loader": {"workers": 2, "prefetch": 4, "pin_memory": False, "timeout_s": 30.0},
+        "collate": {"factory": "transformers:default_data_collator"},
+    },
     "name": "gpt",
     "model": {"factory": "a:b", "weights": "/weights/gpt", "freeze": ["wte.*"]},
     "optimizer": {
@@ -53,6 +66,8 @@ WHOLE = {
     [
         (parsed.Factory, jobs.Factory),
         (parsed.Model, jobs.Model),
+        (parsed.Data, jobs.Data),
+        (parsed.Loader, Loader),
         (parsed.Optimizer, jobs.Optimizer),
         (parsed.Training, jobs.Training),
         (LossScaling, job_precision.LossScaling),
@@ -72,7 +87,9 @@ def test_fields_and_defaults_are_those_of_the_control_plane(ours, theirs):
         for name, one in theirs.model_fields.items()
     }
     as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-    assert as_lists == expected
+    parts = {name: asdict(value) for name, value in as_lists.items() if is_dataclass(value)}
+    expected |= {name: expected[name].model_dump() for name in parts}
+    assert as_lists | parts == expected
 
 
 @pytest.mark.parametrize("given", [SMALLEST, WHOLE])

@@ -35,10 +35,19 @@ class ReadAhead(Generic[Batch]):
     `take` and ends with `close`, or with the process.
     """
 
-    def __init__(self, read: Callable[[int], Batch], *, steps: int, last: int, limit_s: float):
+    def __init__(
+        self,
+        read: Callable[[int], Batch],
+        *,
+        steps: int,
+        last: int,
+        limit_s: float,
+        reading: Callable[[], str] = lambda: "the data set",
+    ):
         if steps < 0:
             raise ValueError(f"{steps} steps cannot be read ahead: give 0 (off) or more")
         self._read, self._steps, self._last, self._limit_s = read, steps, last, limit_s
+        self._who = reading  # who reads, for messages
         self._changed = threading.Condition()
         self._ready: deque[_Read[Batch]] = deque()
         self._wanted: int | None = None  # who waits, for which step
@@ -50,25 +59,27 @@ class ReadAhead(Generic[Batch]):
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def take(self, step: int) -> Batch:
-        """What `read(step)` returns, or raises. ReadTooSlowError after `limit_s`.
+    def take(self, step: int, *, keep: bool = False, limit_s: float | None = None) -> Batch:
+        """What `read(step)` returns, or raises. ReadTooSlowError after `limit_s`, that of all calls where it is None.
 
-        Whatever was read for other steps is dropped when they are not asked for in order.
+        Whatever was read for other steps is dropped when they are not asked for in order. With `keep` the next call
+        has the same again.
         """
         if self._steps == 0:
             return self._read(step)
-        deadline = time.monotonic() + self._limit_s
+        limit_s = self._limit_s if limit_s is None else limit_s
+        deadline = time.monotonic() + limit_s
         with self._changed:
             self._expect(step)
             while not (self._ready and self._ready[0].step == step):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise ReadTooSlowError(
-                        f"the samples of step {step} were not there within {self._limit_s:.0f} s: the data set is "
-                        "slow, or stuck"
+                        f"the samples of step {step} were not there within {limit_s:.0f} s: {self._who()} is slow, or "
+                        "stuck"
                     )
                 self._changed.wait(left_s)
-            found = self._ready.popleft()
+            found = self._ready[0] if keep else self._ready.popleft()
             self._wanted = None
             self._changed.notify_all()
         if found.error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from worker.batches import Batches, Rows
-from worker.data.sampler import InOrder
+from worker.data.source import Order
 from worker.failure import attributed_to
 from worker.job import Job
 from worker.reasons import Reason
@@ -36,12 +36,16 @@ class EvaluationBatches(Batches):
     @property
     def whole(self) -> int:
         """How many microbatches are evaluated."""
-        whole = self._sampler.samples // self._samples_of_a_microbatch
-        return whole if self._limit is None else min(whole, self._limit * self.microbatches)
+        wanted = None if self._limit is None else self._limit * self.microbatches
+        if self._source.samples is None:
+            return wanted
+        whole = self._source.samples // self._samples_of_a_microbatch
+        return whole if wanted is None else min(whole, wanted)
 
     @property
     def size(self) -> EvaluationSize:
-        wanted, done = self._sampler.samples, self.whole * self._samples_of_a_microbatch
+        done = self.whole * self._samples_of_a_microbatch
+        wanted = done if self._source.samples is None else self._source.samples
         if self._limit is not None:
             wanted = min(wanted, self._limit * self._job.training.global_batch)
         batches = -(-self.whole // self.microbatches)  # microbatches of the last one may count for nothing
@@ -69,14 +73,25 @@ class EvaluationBatches(Batches):
         """How many of a batch's microbatches count."""
         return min(self.microbatches, self.whole - batch * self.microbatches)
 
-    def _make_sampler(self, microbatches: int) -> InOrder:
-        samples, size = len(self._dataset), self._job.training.global_batch // microbatches
-        if samples < size:
+    def _deal(self, microbatches: int) -> None:
+        super()._deal(microbatches)
+        samples, size = self._source.samples, self._samples_of_a_microbatch
+        if samples is None and self._limit is None:
+            raise ValueError(
+                f"evaluation.data {self._job.data.factory!r} is a stream, of which nobody knows the end: give "
+                "evaluation.steps, the batches that are evaluated"
+            )
+        if samples is not None and samples < size:
             raise ValueError(
                 f"evaluation.data {self._job.data.factory!r} has {samples} samples, a microbatch {size}: give it at least "
                 "as many, or train with more microbatches"
             )
-        return InOrder(samples, self._job.training.global_batch, microbatches)
+
+    def _order(self, microbatches: int) -> Order:
+        return replace(super()._order(microbatches), first_step=0, once=True)
+
+    def _last_step(self) -> int:
+        return self.size.batches - 1
 
 
 def _shapes(rows: Rows) -> str:

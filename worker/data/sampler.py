@@ -25,11 +25,14 @@ TARGETS = ("labels", "label", "target", "targets")
 class BatchSampler:
     """Deals a data set's samples to microbatches: every epoch a new permutation, no sample left out.
 
-    Step s and microbatch m can be asked for in any order. Raises ValueError for an empty data set
-    or a batch that `microbatches` does not divide.
+    Step s and microbatch m can be asked for in any order; `first_step` has the first samples of the first epoch, and a
+    step before it, which only shows what samples are like, the same. Raises ValueError for an empty data set or a batch
+    that `microbatches` does not divide.
     """
 
-    def __init__(self, samples: int, global_batch: int, microbatches: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, samples: int, global_batch: int, microbatches: int, *, seed: int = 0, first_step: int = 1
+    ) -> None:
         if samples < 1:
             raise ValueError("the data set is empty: give it at least one sample")
         if global_batch < 1 or microbatches < 1 or global_batch % microbatches:
@@ -40,13 +43,14 @@ class BatchSampler:
         self.global_batch = global_batch
         self.microbatches = microbatches
         self.seed = seed
+        self.first_step = first_step
 
     def indices(self, step: int, microbatch: int) -> list[int]:
         """The samples of one microbatch, in order; global_batch / microbatches of them."""
-        if step < 0 or not 0 <= microbatch < self.microbatches:
+        if step < self.first_step - 1 or not 0 <= microbatch < self.microbatches:
             raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
         size = self.global_batch // self.microbatches
-        first = step * self.global_batch + microbatch * size
+        first = max(0, step - self.first_step) * self.global_batch + microbatch * size
         return [self._sample(position) for position in range(first, first + size)]
 
     def _sample(self, position: int) -> int:
@@ -89,7 +93,7 @@ def collate(samples: Sequence[Any], *, own_loss: bool = False) -> tuple[tuple[Te
                 f"a sample of the data set has the inputs {', '.join(found) or 'by position'}, another "
                 f"{', '.join(names) or 'by position'}: return the same fields for every index"
             )
-        rows.append(_row(sample, names, own_loss))
+        rows.append(row_of(sample, names, own_loss))
     *inputs, targets = (default_collate(list(column)) for column in zip(*rows, strict=True))
     shown = [f"input {name}" for name in names] or [f"input {k}" for k in range(len(inputs))]
     for what, value in zip([*shown, "target"], [*inputs, targets], strict=True):
@@ -131,7 +135,7 @@ def _target_name(sample: Mapping[str, Any]) -> str:
     return found[0]
 
 
-def _row(sample: Any, names: Sequence[str], own_loss: bool) -> tuple[Any, ...]:
+def row_of(sample: Any, names: Sequence[str], own_loss: bool) -> tuple[Any, ...]:
     """The inputs, and the target."""
     if isinstance(sample, Mapping):
         target = 0.0 if own_loss else _tensor(sample[_target_name(sample)])

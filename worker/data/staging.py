@@ -23,12 +23,15 @@ def read_steps(
     ahead: int,
     last: int,
     limit_s: float,
+    reading: Callable[[], str] = lambda: "the data set",
+    pinned: bool = True,
 ) -> ReadAhead[Samples]:
     """Reads whole steps, made of `microbatch(step, m)`, `ahead` of the one that is taken; see ReadAhead.
 
-    What is read ahead is on the device when it is taken. Raises AttemptFailure DATA_FAILED.
+    What is read ahead is on the device when it is taken, over `pinned` memory. `reading` names who reads.
+    Raises AttemptFailure DATA_FAILED.
     """
-    staging = Staging() if device == "cuda" and ahead else None
+    staging = Staging(pins=pinned) if device == "cuda" and ahead else None
 
     @attributed_to(Reason.DATA_FAILED)
     def read(step: int) -> Samples:
@@ -36,18 +39,18 @@ def read_steps(
         inputs, targets = [inputs for inputs, _ in pairs], [target for _, target in pairs]
         return staging(inputs, targets) if staging else (inputs, targets)
 
-    return ReadAhead(read, steps=ahead, last=last, limit_s=limit_s)
+    return ReadAhead(read, steps=ahead, last=last, limit_s=limit_s, reading=reading)
 
 
 class Staging:
-    """Copies samples to the current CUDA device from pinned memory, on a stream beside those of the step.
+    """Copies samples to the current CUDA device, from pinned memory where it `pins`, on a stream beside those of the step.
 
     Made on the thread that chose the device, used on the one that reads. `cuda` is torch.cuda unless a test
     brings its own.
     """
 
-    def __init__(self, cuda: Any = torch.cuda):
-        self._cuda = cuda
+    def __init__(self, cuda: Any = torch.cuda, *, pins: bool = True):
+        self._cuda, self._pins = cuda, pins
         self._device = cuda.current_device()
         self._stream = cuda.Stream()
 
@@ -58,7 +61,8 @@ class Staging:
         the engine does that between steps, when nothing runs that reads them.
         """
         pinned = [
-            [t.pin_memory() for t in (*each, target)] for each, target in zip(inputs, targets, strict=True)
+            [t.pin_memory() if self._pins else t for t in (*each, target)]
+            for each, target in zip(inputs, targets, strict=True)
         ]
         with self._cuda.device(self._device), self._cuda.stream(self._stream):
             moved = [[t.to(f"cuda:{self._device}", non_blocking=True) for t in each] for each in pinned]

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from worker.driver.data_end import DataEnd
 from worker.driver.evaluation import Evaluations
 from worker.driver.gang import Gang, failure_of
 from worker.driver.limits import Limits
@@ -46,6 +47,7 @@ def run_steps(
     interrupted: Callable[[], None],
     stopping: Callable[[], bool] = lambda: False,
     evaluations: Evaluations | None = None,
+    data_end: DataEnd | None = None,
 ) -> str | None:
     """Run the steps `first` to `last`, report each, evaluate and save when it is time to; why it ended before, if so.
 
@@ -57,6 +59,8 @@ def run_steps(
         evaluations.before(first)
         if evaluations.ended and first <= last:
             return evaluations.ended
+    if data_end is not None and first <= last and (ended_early := data_end.reached(first)):
+        return ended_early
     asker = _Asker(planned, gang, limits, interrupted, checkpoints.ask_behind)
     clocks = _Clocks(gang)
     next_timeline, skipped, ended = 0.0, False, 0.0
@@ -71,6 +75,7 @@ def run_steps(
         # between, or wants their attention, goes before it.
         alone = step == last or checkpoints.due(step, last=False) or clocks.due() or stopping()
         alone = alone or (evaluations is not None and evaluations.due(step, last=False))
+        alone = alone or (data_end is not None and data_end.asked)
         following = None if alone else asker.ask(step + 1)
         results = asker.results(asked)
         ended, before = time.monotonic(), ended
@@ -100,6 +105,8 @@ def run_steps(
         if evaluations is not None:
             evaluations.after(step, last=step == last)
         ended_early = evaluations.ended if evaluations is not None else None
+        if data_end is not None and step < last:
+            ended_early = ended_early or data_end.reached(step + 1)
         checkpoints.after(step, last=step == last or ended_early is not None, evaluations=evaluations)
         if ended_early:
             return ended_early if step < last else None

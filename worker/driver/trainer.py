@@ -12,6 +12,7 @@ import ray
 from worker.actor import Worker
 from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane
+from worker.driver.data_end import DataEnd
 from worker.driver.evaluation import Evaluations, plan_evaluation
 from worker.driver.gang import Gang
 from worker.driver.launch import Launch
@@ -215,7 +216,7 @@ class Trainer:
         self._gang.call(
             [worker.warm_up.remote(step) for worker in self._gang.workers],
             what="the first run, without transfers",
-            limit_s=self._limits.prepare_s,
+            limit_s=self._limits.prepare_s + self._job.data.skip_limit_s + self._job.data.loader.timeout_s,
             interrupted=self._raise_if_told_to_end,
         )
         self._launch.ended("warm up")
@@ -245,6 +246,12 @@ class Trainer:
             interrupted=self._raise_if_cancelled,
             stopping=self._reporter.asked_to_stop.is_set,
             evaluations=evaluations,
+            data_end=DataEnd(
+                self._job,
+                gang=self._gang,
+                limit_s=self._limits.step_s(planned.step_s) + self._job.data.skip_limit_s,
+                interrupted=self._raise_if_cancelled,
+            ),
         )
         if ended_early is not None:
             self._reporter.event("stopped_early", ended_early)

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.data.sampler import BatchSampler, collate, input_names, read_sample
+from worker.data.microbatches import Microbatches, Part, Rows
+from worker.data.source import Order
 from worker.job import Job, Training
 from worker.last_action import doing
-from worker.model import call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
 from worker.model.random_calls import RandomCall, drawn_as
 from worker.precision import AUTOCAST, FP16, LossScaling
-from worker.seeding import seeded
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
 from worker.verify.record import Probes
 from worker.weights.building import build_job_model
@@ -55,15 +54,15 @@ class PlainModel:
         training = job.training
         self._job, self._calls, self._probes = job, calls, probes
         self._microbatches, self._workers = microbatches, job.resources.workers_per_mesh
-        with seeded(training.seed):
-            self._data = call_factory(job.data.factory, job.data.args)
-        self._sampler = BatchSampler(len(self._data), training.global_batch, microbatches, seed=training.seed)
+        own_loss = job.loss is None
+        order = Order(job.data, training.seed, training.global_batch, microbatches)
+        self._data = Microbatches(order, own_loss=own_loss)
         built = build_job_model(job)
         self.model = built.model
         if job.model.weights:
             fill_model(job.model.weights, self.model, built.record)
-        own_loss = job.loss is None
-        names = input_names(self._sample(0, 0), own_loss=own_loss)
+        self._whole: tuple[int, list[Rows]] | None = None
+        names = self._data.read(0, 0, Part(0, 1)).names
         adapt(self.model, names, output=job.model.output, own_loss=own_loss)
         self._loss = make_loss(job.loss)
         self.parameters = dict(self.model.named_parameters())
@@ -156,13 +155,13 @@ class PlainModel:
 
     def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """A worker's rows: a block of those of the microbatch."""
-        indices = self._sampler.indices(step, microbatch)
-        share = len(indices) // self._workers
-        own = indices[worker * share : (worker + 1) * share]
-        return collate([self._sample(step, index) for index in own], own_loss=self._job.loss is None)
-
-    def _sample(self, step: int, index: int) -> object:
-        return read_sample(self._data, index, seed=self._job.training.seed, step=step)
+        if self._whole is None or self._whole[0] != step:
+            read = [self._data.read(step, m, Part(0, 1)).rows for m in range(self._microbatches)]
+            self._whole = step, read
+        inputs, targets = self._whole[1][microbatch]
+        share = len(targets) // self._workers
+        own = slice(worker * share, (worker + 1) * share)
+        return tuple(tensor[own] for tensor in inputs), targets[own]
 
     @torch.no_grad()
     def _use_buffers(self, worker: int) -> None:

@@ -80,16 +80,16 @@ def test_noisy_digits_are_scikit_learns_images_with_repeatable_noise():
 def test_every_epoch_deals_each_sample_once(samples, microbatches, size, seed):
     sampler = BatchSampler(samples, microbatches * size, microbatches, seed=seed)
     steps = -(-3 * samples // (microbatches * size))
-    dealt = [i for step in range(steps) for m in range(microbatches) for i in sampler.indices(step, m)]
+    dealt = [i for step in range(1, steps + 1) for m in range(microbatches) for i in sampler.indices(step, m)]
     for epoch in range(3):
         assert sorted(dealt[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
 def test_a_step_can_be_asked_for_alone_so_that_a_resume_continues_exactly():
     first = BatchSampler(1000, 32, 4, seed=3)
-    history = [[first.indices(step, m) for m in range(4)] for step in range(60)]
+    history = [[first.indices(step, m) for m in range(4)] for step in range(61)]
     resumed = BatchSampler(1000, 32, 4, seed=3)
-    assert [[resumed.indices(step, m) for m in range(4)] for step in range(40, 60)] == history[40:]
+    assert [[resumed.indices(step, m) for m in range(4)] for step in range(40, 61)] == history[40:]
     assert history[0] != [BatchSampler(1000, 32, 4, seed=4).indices(0, m) for m in range(4)]
 
 

@@ -211,7 +211,11 @@ def test_an_attempt_whose_workers_read_different_data_ends_before_its_first_step
     assert plane.states == ["FAILED"] and plane.steps == []
     last = plane.reports[-1]
     assert last["reason"] == "DATA_FAILED"
-    assert "samples 0" in last["message"] and "m0/0" in last["message"] and "m1/0" in last["message"]
+    assert (
+        "different first samples" in last["message"]
+        and "m0/0" in last["message"]
+        and "m1/0" in last["message"]
+    )
     assert_nothing_held()
 
 

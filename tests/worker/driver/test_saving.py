@@ -28,7 +28,7 @@ class Worker:
         self.step = None
         self.writes = threading.Event()
         self.writes.set()
-        self.saver = ShardSaver(mesh, self.state, {})
+        self.saver = ShardSaver(mesh, lambda step: self.state(), {})
 
     def state(self):
         return {"parameters": {"p": torch.ones(self.step)}}

@@ -1,0 +1,83 @@
+"""A job that ends with its data: after its last whole batch, with a checkpoint, and by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from test_actor import job
+from test_step_loop import HERE, LIMIT_S, Gang, Heard
+from workers import Workers
+
+from worker import checkpoint
+from worker.driver import step_loop
+from worker.driver.data_end import DataEnd
+from worker.driver.limits import Limits
+from worker.driver.saving import Checkpoints
+from worker.failure import AttemptFailure
+from worker.job import CheckpointPolicy, Job
+from worker.reasons import Reason
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch):
+    monkeypatch.setattr(step_loop, "own_node_address", lambda: HERE)
+
+
+def stopping_job(at_end="stop"):
+    return job(data={"factory": "stream_data:Tokens", "args": {"length": 19}, "at_end": at_end})
+
+
+def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_path):
+    spec, log = stopping_job(), []
+    with Workers(spec) as run:
+        gang, heard = Gang(run.workers, log), Heard(log)
+        saving = Checkpoints(
+            CheckpointPolicy(str(tmp_path), every_steps=50),
+            "job",
+            gang=gang,
+            reporter=heard,
+            limit_s=LIMIT_S,
+            interrupted=lambda: None,
+        )
+        arguments = {
+            "samples": 8,
+            "planned": SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"]),
+            "gang": gang,
+            "reporter": heard,
+            "metrics": heard,
+            "checkpoints": saving,
+            "limits": Limits(),
+            "interrupted": lambda: None,
+            "data_end": DataEnd(Job.from_json(spec), gang=gang, limit_s=LIMIT_S, interrupted=lambda: None),
+        }
+        try:
+            said = step_loop.run_steps(1, 8, **arguments)
+            again = step_loop.run_steps(3, 8, **arguments)
+        finally:
+            for actor in gang.workers:
+                actor._queue.shutdown(wait=True, cancel_futures=True)
+    assert said == again == "data stream_data:Tokens ended after step 2 (data.at_end: stop)"
+    assert [report["step"] for report in heard.steps] == [1, 2]
+    assert [checkpoint.load(uri)[1] for uri in checkpoint.complete(str(tmp_path), "job")] == [2]
+
+
+def asked(*answers, at_end="stop"):
+    gang = SimpleNamespace(
+        workers=[SimpleNamespace(has_data=SimpleNamespace(remote=lambda step, a=a: a)) for a in answers],
+        call=lambda refs, **_: refs,
+        name=lambda at: f"worker {at}",
+    )
+    end = DataEnd(Job.from_json(stopping_job(at_end)), gang=gang, limit_s=1.0, interrupted=lambda: None)
+    return end.reached(3)
+
+
+def test_only_those_that_read_are_listened_to_and_they_must_agree():
+    assert asked(True, None, True) is None
+    assert "ended after step 2" in asked(False, None, False)
+    assert asked(False, None, False, at_end="repeat") is None
+    with pytest.raises(
+        AttemptFailure, match="ends before step 3 on worker 0, and goes on on worker 2"
+    ) as told:
+        asked(False, None, True)
+    assert told.value.reason is Reason.DATA_FAILED

@@ -1,0 +1,275 @@
+"""A data set without indices: its samples one after the other, epoch behind epoch, at a place that a resume finds again.
+
+Every sample has a place: the epoch, and how many of it came before. Who reads a stream reads all of it, and keeps what
+it needs: so the samples of a step depend on nothing but the stream, however many workers share them. Knows no steps.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker.data.fingerprint import checksum_of_sample
+from worker.engine.random_state import derive_seed
+from worker.failure import AttemptFailure
+from worker.reasons import Reason
+from worker.seeding import seeded
+from worker.turns import GENERATORS
+
+log = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 10.0
+
+
+class DataEndedError(AttemptFailure):
+    """The stream has no more samples, and the job does not begin it again."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stream stands: `position` samples were given in all, `within` of them in this epoch.
+
+    `state` is what the data set tells of itself (torch's convention `state_dict`), None where it tells nothing;
+    `following` a checksum of the next sample, None where there is none.
+    """
+
+    position: int
+    epoch: int
+    within: int
+    state: bytes | None = None
+    following: str | None = None
+
+    def to_state(self) -> dict[str, Any]:
+        """As a part of a checkpoint: numbers, texts and a tensor."""
+        state = torch.frombuffer(bytearray(self.state), dtype=torch.uint8) if self.state else None
+        return {
+            "position": self.position,
+            "epoch": self.epoch,
+            "within": self.within,
+            "state": state,
+            "following": self.following,
+        }
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any]) -> Place:
+        state = saved["state"]
+        return cls(
+            saved["position"],
+            saved["epoch"],
+            saved["within"],
+            None if state is None else state.numpy().tobytes(),
+            saved["following"],
+        )
+
+
+class Stream:
+    """The samples of what `make` returns: see `take`, `go_to` and `place`.
+
+    With `repeats` it begins again at its end (`set_epoch` is told, where the data set has it), else DataEndedError is
+    raised there. A stream that can be iterated once only is made anew for each epoch. What it draws from python's,
+    numpy's and torch's generators follows from `seed` and the sample's place.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        name: str,
+        seed: int,
+        repeats: bool,
+        skip_limit_s: float,
+        way_out: str = "set data.at_end to repeat",
+    ) -> None:
+        self._make, self._name, self._seed, self._way_out = make, name, seed, way_out
+        self._repeats, self._skip_limit_s = repeats, skip_limit_s
+        self._states_can_be_stored = True
+        self._begin_anew()
+
+    @property
+    def position(self) -> int:
+        """How many samples were taken."""
+        return self._position
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples. RuntimeError names the one that cannot be read."""
+        return [self._next() for _ in range(count)]
+
+    def place(self) -> Place:
+        """Where the stream stands; reads the next sample, which `take` gives then."""
+        if self._place is None or self._place.position != self._position:
+            where, state = (self._position, self._epoch, self._within), self._state()
+            self._place = Place(*where, state, self._following())
+        return self._place
+
+    def go_to(self, position: int, place: Place | None = None) -> None:
+        """Have `position` as the place of the next sample: by `place`, which was saved there, as the data set itself
+        goes to it; or by passing over samples. Raises AttemptFailure where that takes too long, or `place` was that of
+        other data."""
+        if place is not None and place.position == position:
+            if place.state is not None and self._go_by_state(place):
+                return
+            self._begin_anew()
+            if self.can_set_epoch:
+                self._epoch, self._position = place.epoch, position - place.within
+            self._pass_over(position)
+            self._check_following(place)
+            return
+        if position < self._position:
+            self._begin_anew()
+        self._pass_over(position)
+
+    @property
+    def can_set_epoch(self) -> bool:
+        """Whether an epoch's samples can be had without those of the epochs before."""
+        return hasattr(self._dataset, "set_epoch")
+
+    def _begin_anew(self) -> None:
+        self._dataset = self._make()
+        self._iterator: Iterator[Any] | None = None
+        self._fresh = True  # no sample was taken from this object
+        self._ahead: list[Any] = []  # the sample that was looked at
+        self._place: Place | None = None  # the last that was asked for
+        self._position = self._epoch = self._within = 0
+
+    def _following(self) -> str | None:
+        """A checksum of the next sample; None at the end."""
+        try:
+            self._peek()
+        except DataEndedError:
+            return None
+        return checksum_of_sample(self._ahead[0])
+
+    def _next(self) -> Any:
+        self._peek()
+        self._position, self._within = self._position + 1, self._within + 1
+        return self._ahead.pop()
+
+    def _peek(self) -> None:
+        while not self._ahead:
+            try:
+                with GENERATORS, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
+                    if self._iterator is None:
+                        self._iterator = self._open()
+                    self._ahead.append(next(self._iterator))
+                    self._fresh = False
+            except StopIteration:
+                self._end_epoch()
+            except AttemptFailure:
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{self._here()} raised {type(error).__name__}: {error}") from error
+
+    def _open(self) -> Iterator[Any]:
+        if self.can_set_epoch:
+            self._dataset.set_epoch(self._epoch)
+        return iter(self._dataset)
+
+    def _end_epoch(self) -> None:
+        if self._within == 0 and not self._fresh and isinstance(self._dataset, Iterator):
+            self._dataset, self._iterator, self._fresh = self._make(), None, True  # a generator runs once
+            return
+        if self._within == 0:
+            raise ValueError(
+                f"data {self._name} is empty: iterating it{' again' if self._epoch else ''} gave no sample"
+            ) from None
+        if not self._repeats:
+            raise DataEndedError(
+                Reason.DATA_FAILED,
+                f"data {self._name} ended after {self._position} samples: give more, or {self._way_out}",
+            ) from None
+        self._iterator = None
+        self._epoch, self._within = self._epoch + 1, 0
+
+    def _here(self) -> str:
+        return (
+            f"sample {self._position} of data {self._name} (epoch {self._epoch}, its number {self._within})"
+        )
+
+    def _state(self) -> bytes | None:
+        """What iterator or data set tell of where they stand; None where they tell nothing, or at the start."""
+        whose = next((name for name, one in self._tellers() if _has_state(one)), None)
+        if whose is None or self._iterator is None or self._ahead or not self._states_can_be_stored:
+            return None
+        content = io.BytesIO()
+        try:
+            torch.save({"of": whose, "state": dict(self._tellers())[whose].state_dict()}, content)
+            torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+        except Exception as error:
+            self._states_can_be_stored = False
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning(
+                "the state_dict() of data %s cannot be stored (%s): a resume will pass over its samples",
+                self._name,
+                reason,
+            )
+            return None
+        return content.getvalue()
+
+    def _tellers(self) -> tuple[tuple[str, Any], ...]:
+        """What may have a state, in torchdata's order."""
+        return ("iterator", self._iterator), ("data set", self._dataset)
+
+    def _go_by_state(self, place: Place) -> bool:
+        """Whether the data set went to `place`: whether the sample that it gives there is the one that followed."""
+        self._begin_anew()
+        self._position, self._epoch, self._within = place.position, place.epoch, place.within
+        try:
+            saved = torch.load(io.BytesIO(place.state), weights_only=True)
+            with GENERATORS, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
+                if saved["of"] == "data set":
+                    self._dataset.load_state_dict(saved["state"])
+                self._iterator = self._open()
+                if saved["of"] == "iterator":
+                    self._iterator.load_state_dict(saved["state"])
+            found = self._following()
+        except Exception as error:
+            log.warning(
+                "data %s did not take its own state (%s: %s): its samples are passed over instead",
+                self._name,
+                type(error).__name__,
+                error,
+            )
+            return False
+        if found != place.following:
+            log.warning(
+                "the state of data %s led to another sample than it had come to: its samples are passed over instead",
+                self._name,
+            )
+            return False
+        self._place = place
+        return True
+
+    def _check_following(self, place: Place) -> None:
+        if self._following() != place.following:
+            raise AttemptFailure(
+                Reason.DATA_FAILED,
+                f"sample {place.position} of data {self._name} is not the one that followed when the checkpoint was "
+                "saved: bring back the data as it was, or start a new job from the weights (model.weights)",
+            )
+
+    def _pass_over(self, position: int) -> None:
+        began = told = time.monotonic()
+        first = self._position
+        while self._position < position:
+            self._next()
+            now = time.monotonic()
+            done, of = self._position - first, position - first
+            if now - began > self._skip_limit_s:
+                raise AttemptFailure(
+                    Reason.DATA_FAILED,
+                    f"{done} of {of} samples of data {self._name} were passed over in {self._skip_limit_s:.0f} s: raise "
+                    "data.skip_limit_s, or give the data set state_dict() and load_state_dict()",
+                )
+            if now - told > _TELL_EVERY_S:
+                told = now
+                log.warning("data %s: %d of %d samples passed over", self._name, done, of)
+
+
+def _has_state(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
