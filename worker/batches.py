@@ -13,14 +13,16 @@ import torch
 from worker.data.sampler import BatchSampler, collate, input_names, read_sample
 from worker.failure import attributed_to
 from worker.job import AUTO, Job
+from worker.job_loss import takes_inputs
 from worker.model import call_factory
 from worker.model.errors import FactoryError
+from worker.nests import Target
 from worker.reasons import Reason
 from worker.seeding import seeded
 from worker.turns import GENERATORS
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32)
-Rows = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+Rows = tuple[tuple[torch.Tensor, ...], Target]
 
 
 class Batches:
@@ -41,6 +43,7 @@ class Batches:
                     f"({method}): return a map-style data set"
                 )
         self._names: tuple[str, ...] | None = None
+        self._with_inputs = takes_inputs(job.loss)
         self._deal(microbatches)
 
     @property
@@ -98,7 +101,7 @@ class Batches:
                 f"earlier one {', '.join(self._names) or 'by position'}: return the same fields for every index"
             )
         self._names = names
-        return collate(samples, own_loss=own_loss)
+        return collate(samples, own_loss=own_loss, with_inputs=self._with_inputs)
 
     def _deal(self, microbatches: int) -> None:
         training = self._job.training

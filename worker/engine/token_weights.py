@@ -8,16 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from worker.engine.update import ALL_WORKERS
+from worker.nests import Target, tokens_of
 from worker.transport.base import Transport
 
 
 @torch.no_grad()
-def token_weights(targets: Sequence[torch.Tensor], ignored: int, transport: Transport) -> torch.Tensor:
+def token_weights(targets: Sequence[Target], ignored: int, transport: Transport) -> torch.Tensor:
     """The weight of each microbatch of this worker; over those of all workers of the mesh they are 1 on average.
 
     Every worker of the mesh calls this at the same place of its program.
     """
-    tokens = torch.stack([(target != ignored).sum() for target in targets]).double()
+    tokens = torch.stack([tokens_of(target, ignored) for target in targets]).double()
     total, workers = tokens.sum(), transport.topology.workers(transport.mesh)
     if workers > 1:
         transport.all_reduce(f"{ALL_WORKERS}/{transport.mesh}", total)

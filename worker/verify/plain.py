@@ -16,11 +16,13 @@ from torch import Tensor
 
 from worker.data.sampler import BatchSampler, collate, input_names, read_sample
 from worker.job import Job
+from worker.job_loss import takes_inputs
 from worker.last_action import doing
 from worker.model import call_factory
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
 from worker.model.random_calls import RandomCall, drawn_as
+from worker.nests import Target, no_loss, tokens_of
 from worker.seeding import seeded
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
 from worker.verify.record import Probes
@@ -62,8 +64,8 @@ class PlainModel:
             fill_model(job.model.weights, self.model, built.record)
         own_loss = job.loss is None
         names = input_names(self._sample(0, 0), own_loss=own_loss)
-        adapt(self.model, names, output=job.model.output, own_loss=own_loss)
-        self._loss = make_loss(job.loss)
+        self._interface = adapt(self.model, names, output=job.model.output, own_loss=own_loss)
+        self._loss, self._with_inputs = make_loss(job.loss), takes_inputs(job.loss)
         self.parameters = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(job.optimizer, list(self.trained.values()), list(self.trained))
@@ -126,16 +128,16 @@ class PlainModel:
         if self._schedule is not None:
             self._schedule.step()
 
-    def _shares(self, targets: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], float]:
+    def _shares(self, targets: Mapping[tuple[int, int], Target]) -> dict[tuple[int, int], float]:
         """What each microbatch counts: 1, or where tokens count alike, how many times its part of them it has."""
         ignored = ignored_target(self._job)
         if ignored is None:
             return dict.fromkeys(targets, 1.0)
-        tokens = {at: int((target != ignored).sum()) for at, target in targets.items()}
+        tokens = {at: int(tokens_of(target, ignored)) for at, target in targets.items()}
         return {at: count * len(tokens) / max(sum(tokens.values()), 1) for at, count in tokens.items()}
 
     def _run(
-        self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Tensor, share: float
+        self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Target, share: float
     ) -> Tensor:
         worker, microbatch = at
         where = {"seed": self._job.training.seed, "worker": worker, "step": step, "microbatch": microbatch}
@@ -145,14 +147,16 @@ class PlainModel:
         with autocast, regions_marked():
             with drawn_as(self.model, self._calls, **where):
                 output = self.model(*inputs)
-            return self._loss(output, target) * share if share else output.sum() * 0.0
+            loss = self._loss.reading(self._interface.form)
+            return loss(output, target) * share if share else no_loss(output)
 
-    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Target]:
         """A worker's rows: a block of those of the microbatch."""
         indices = self._sampler.indices(step, microbatch)
         share = len(indices) // self._workers
         own = indices[worker * share : (worker + 1) * share]
-        return collate([self._sample(step, index) for index in own], own_loss=self._job.loss is None)
+        samples = [self._sample(step, index) for index in own]
+        return collate(samples, own_loss=self._job.loss is None, with_inputs=self._with_inputs)
 
     def _sample(self, step: int, index: int) -> object:
         return read_sample(self._data, index, seed=self._job.training.seed, step=step)
