@@ -75,7 +75,7 @@ class JobModel:
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         traced = trace(self._built, sample, **self._as_it_runs)
-        traced.form = self._interface.form
+        traced.form, traced.notes = self._interface.form, (*self._interface.notes, *traced.notes)
         return traced
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from worker.model.errors import TraceError
+from worker.model.experts import run_all_experts
 from worker.nests import Form, described, parts_of, taken_apart, tensors_of
 
 LOSS = "loss"
@@ -22,9 +23,11 @@ ALL = "*"
 
 
 class Interface:
-    """How a model was adapted; `form` is that of the result of its last call, None where it is one tensor."""
+    """How a model was adapted; `form` is that of the result of its last call, None where it is one tensor; `notes` are what
+    to tell of it."""
 
     form: Form | None = None
+    notes: Sequence[str] = ()
 
 
 def adapt(
@@ -41,8 +44,9 @@ def adapt(
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
-    original = model.forward
     interface, running = Interface(), False
+    interface.notes = run_all_experts(model)
+    original = model.forward
 
     @functools.wraps(original)
     def forward(*inputs: Any, **named: Any) -> Any:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from worker.model.checkpointing import is_checkpointed, regions_marked
+from worker.model.conversions import needless_left_out
 from worker.model.cuda_autocast import cuda_casts
 from worker.model.errors import CutError, TraceError
 from worker.model.guards import FiniteAssumed
@@ -211,6 +212,7 @@ def _export(
             torch.enable_grad(),
             cast.entered(),
             regions_marked(),
+            needless_left_out(),
         ):
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
