@@ -30,13 +30,16 @@ class WeightsCalls:
         job_id: str,
         *,
         step: int | None = None,
+        merged: bool = False,
         limit_s: float = EXPORT_LIMIT_S,
         waiting: Callable[[str], None] = lambda _: None,
     ) -> ExportView:
-        """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones.
+        """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones;
+        of a model of peft the adapters, or `merged` the whole model with them.
 
         `waiting` hears of it once; ClientError after `limit_s`.
         """
-        call = {"params": {} if step is None else {"step": step}}
+        asked = {"step": step, "merged": merged or None}
+        call = {"params": {name: value for name, value in asked.items() if value is not None}}
         path = f"/api/v1/jobs/{job_id}/export"
         return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)

@@ -88,6 +88,12 @@ async def export(
     job_id: JobId,
     service: Current,
     step: Annotated[int | None, Query(ge=1, lt=2**31, description="The newest whole one if absent")] = None,
+    merged: Annotated[
+        bool,
+        Query(
+            description="Of a model of peft: not the adapters, but the whole model with them in its weights"
+        ),
+    ] = False,
 ) -> Response:
     """Write the job's weights beside its checkpoints, as safetensors with the model's own names and its configuration.
 
@@ -96,7 +102,7 @@ async def export(
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     try:
-        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step))
+        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step, merged=merged))
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
     if found is None:

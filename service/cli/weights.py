@@ -53,20 +53,29 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=1, help="After this step; else the newest whole one")
     ] = None,
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged", help="Of a model of peft: the whole model, with the adapters in its weights"
+        ),
+    ] = False,
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="So long it may take, in seconds")
     ] = 3600.0,
     as_json: Json = False,
 ) -> None:
-    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained.
+    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained; of a model
+    of peft the adapters, for PeftModel.from_pretrained.
 
     Without -o a process of the cluster writes them beside the checkpoints; with -o this machine reads these itself.
     """
     client = Client()
     if output is None:
-        found = client.export(job, step=step, limit_s=limit_s, waiting=lambda text: _say(f"{text} …"))
+        found = client.export(
+            job, step=step, merged=merged, limit_s=limit_s, waiting=lambda text: _say(f"{text} …")
+        )
     else:
-        found = _export_here(client.job(job).spec, job, output, step, limit_s)
+        found = _export_here(client.job(job).spec, job, output, step, merged, limit_s)
     for note in found.notes:
         _say(f"note: {note}")
     if as_json:
@@ -82,13 +91,13 @@ def export(
 
 
 def _export_here(
-    spec: dict[str, Any], job: str, output: Path, step: int | None, limit_s: float
+    spec: dict[str, Any], job: str, output: Path, step: int | None, merged: bool, limit_s: float
 ) -> ExportView:
     """Export with a worker's own code, in a process of its own."""
     uri = stored(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
-    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()))
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), merged)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.weights"],

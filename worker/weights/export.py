@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -21,7 +22,10 @@ from torch import Tensor
 
 from worker import checkpoint
 from worker.checkpoint_files import CheckpointError, folder_name, job_uri
-from worker.weights.record import SHARD, Entry, ModelRecord, from_state
+from worker.weights.adapters import STEM as ADAPTERS
+from worker.weights.adapters import Delta
+from worker.weights.entry import Entry
+from worker.weights.record import SHARD, ModelRecord, from_state
 from worker.weights.request import ExportRequest
 
 FILE_BYTES = 5_000_000_000
@@ -52,10 +56,29 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
+@dataclass(frozen=True)
+class _Content:
+    """What of a model is written: entries, the files beside them, how their files are called, and what is added to
+    tensors."""
+
+    entries: tuple[Entry, ...]
+    files: Mapping[str, str]
+    stem: str
+    file_bytes: int
+    deltas: Mapping[str, Delta] = field(default_factory=dict)
+
+    def tensors(self, entries: Sequence[Entry]) -> set[str]:
+        """The names of the tensors that these entries are made of."""
+        found = {entry.tensor for entry in entries}
+        deltas = [self.deltas[name] for name in found if name in self.deltas]
+        return found | {name for delta in deltas for name in (delta.a, delta.b)}
+
+
+def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES, merged: bool = False) -> Exported:
     """Write the weights of the checkpoint at `uri` into the folder `target` (both any fsspec URI).
 
-    Files of the same names are replaced; with other files in it the folder is refused. Raises CheckpointError for a
+    Of a model of peft these are the adapters, or `merged` the model below with them. Files of the same names are
+    replaced; with other files in it the folder is refused. Raises CheckpointError for a
     checkpoint that is damaged, or too old to say what its model's names are, and ExportTargetError.
     """
     held = checkpoint.shard_names(uri)
@@ -66,10 +89,11 @@ def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
         )
     record = from_state(checkpoint.load_shard(uri, SHARD))
     _check_exportable(uri, record, {name for names in held.values() for name in names})
-    parts = _parts(record.entries, file_bytes)
-    names = _file_names(record.stem, len(parts))
-    index = f"{record.stem}{_ENDING}.index.json"
-    beside = dict(record.files)
+    content = _content(record, merged, file_bytes)
+    parts = _parts(content.entries, content.file_bytes)
+    names = _file_names(content.stem, len(parts))
+    index = f"{content.stem}{_ENDING}.index.json"
+    beside = dict(content.files)
     if len(parts) > 1:
         beside[index] = _index(parts, names)
     files, folder = fsspec.core.url_to_fs(target)
@@ -78,14 +102,29 @@ def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
         _write(files, f"{folder}/{name}", text.encode())
     step = 0
     for name, entries in zip(names, parts, strict=True):
-        state, step = checkpoint.load(
-            uri, names={entry.tensor for entry in entries}, parts=("parameters", "buffers")
-        )
+        state, step = checkpoint.load(uri, names=content.tensors(entries), parts=("parameters", "buffers"))
         tensors = {**state.get("parameters", {}), **state.get("buffers", {})}
         taken: set[str] = set()
-        _write(files, f"{folder}/{name}", {entry.name: _own(tensors, entry, taken) for entry in entries})
+        made = {entry.name: _own(tensors, entry, taken, content.deltas) for entry in entries}
+        _write(files, f"{folder}/{name}", made)
     written = tuple(WrittenFile(name, files.size(f"{folder}/{name}")) for name in [*names, *beside])
-    return Exported(step, target, written, len(record.entries), _notes(record))
+    return Exported(step, target, written, len(content.entries), _notes(record))
+
+
+def _content(record: ModelRecord, merged: bool, file_bytes: int) -> _Content:
+    adapters = record.adapters
+    if adapters is None:
+        if merged:
+            raise ExportTargetError("the model has no adapters of peft to be merged: leave out `merged`")
+        return _Content(record.entries, record.files, record.stem, file_bytes)
+    if not merged:  # in one file, which is all that peft reads
+        return _Content(adapters.entries, adapters.files, ADAPTERS, sys.maxsize)
+    if adapters.unmergeable:
+        raise ExportTargetError(
+            f"the adapters cannot be merged here: {adapters.unmergeable}; leave out `merged`, and merge what is written "
+            "with peft: PeftModel.from_pretrained(model, folder).merge_and_unload()"
+        )
+    return _Content(adapters.base, adapters.base_files, adapters.base_stem, file_bytes, adapters.deltas)
 
 
 def export_job(request: ExportRequest) -> Exported:
@@ -101,11 +140,12 @@ def export_job(request: ExportRequest) -> Exported:
             )
     damages = []
     for one in found:
-        beside = f"{job_uri(request.uri, request.job)}/export-{folder_name(one.step)}"
+        kind = "merged" if request.merged else "export"
+        beside = f"{job_uri(request.uri, request.job)}/{kind}-{folder_name(one.step)}"
         try:
             if one.damage is not None:
                 raise CheckpointError(one.damage)
-            exported = export(one.uri, request.target or beside)
+            exported = export(one.uri, request.target or beside, merged=request.merged)
             return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
         except CheckpointError as error:
             damages.append(str(error))
@@ -164,9 +204,11 @@ def _check_folder(files: AbstractFileSystem, folder: str, target: str, ours: set
     files.makedirs(folder, exist_ok=True)
 
 
-def _own(tensors: dict[str, Tensor], entry: Entry, taken: set[str]) -> Tensor:
+def _own(tensors: dict[str, Tensor], entry: Entry, taken: set[str], deltas: Mapping[str, Delta]) -> Tensor:
     """A tensor in one piece, of its own for every name, since the format has no aliases."""
     tensor = tensors[entry.tensor].contiguous()
+    if entry.tensor in deltas:
+        return deltas[entry.tensor].added(tensor, tensors).contiguous()
     if entry.tensor in taken:
         tensor = tensor.clone()
     taken.add(entry.tensor)
