@@ -31,14 +31,17 @@ class WeightsCalls:
         *,
         step: int | None = None,
         format: str = "safetensors",
+        merged: bool = False,
         limit_s: float = EXPORT_LIMIT_S,
         waiting: Callable[[str], None] = lambda _: None,
     ) -> ExportView:
-        """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones.
+        """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones;
+        of a model of peft the adapters, or `merged` the whole model with them.
 
         With the `format` "dcp" all of the checkpoint, as torch.distributed.checkpoint writes one.
         `waiting` hears of it once; ClientError after `limit_s`.
         """
-        call = {"params": {"format": format} if step is None else {"format": format, "step": step}}
+        asked = {"format": format, "step": step, "merged": merged or None}
+        call = {"params": {name: value for name, value in asked.items() if value is not None}}
         path = f"/api/v1/jobs/{job_id}/export"
         return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)

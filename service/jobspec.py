@@ -74,10 +74,10 @@ class Factory(_Part):
 class Model(Factory):
     """A model, and what of its result is used."""
 
-    output: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=500)] | None = Field(
+    output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
         default=None,
-        description="The tensor that the loss takes where the model returns several, e.g. logits, or 0.hidden; null: "
-        "the only one, or the model's own loss",
+        description="What the loss takes of the model's result, e.g. logits, or 0.hidden, or * for all of it as it is; "
+        "null: the only tensor, or of several all as they are; without a loss the model's own",
     )
     weights: Text | None = Field(
         default=None,

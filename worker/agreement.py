@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.nests import Targets
+
 _SHOWN = 8
 
 
@@ -102,6 +104,9 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(f"{len(value)}[".encode())
         for part in value:
             _feed(digest, part)
+        return
+    if isinstance(value, Targets):
+        _feed(digest, value.tensors)
         return
     tensor = value.detach().cpu().contiguous()
     digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

@@ -16,7 +16,9 @@ from worker.data.microbatches import Microbatches, Part, Read, Rows
 from worker.data.source import IndexedSource, Order, StreamSource
 from worker.failure import attributed_to
 from worker.job import AUTO, Data, Job
+from worker.job_loss import takes_inputs
 from worker.model.errors import FactoryError
+from worker.nests import all_tensors
 from worker.reasons import Reason
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32)
@@ -35,6 +37,7 @@ class Batches:
         self._names: tuple[str, ...] | None = None
         self._loader: LoaderProcesses | None = None
         self._made: Microbatches | None = None
+        self._with_inputs = takes_inputs(job.loss)
         self._deal(microbatches)
 
     @property
@@ -158,13 +161,17 @@ class Batches:
         if self.sample is None:
             return
         (inputs, target), (first, first_target) = rows, self.sample
-        names = [*(f"input {name}" for name in self._names or range(len(first))), "target"]
+        mine_all, first_all = (
+            (*one, *all_tensors(wanted)) for one, wanted in ((inputs, target), (first, first_target))
+        )
+        names = [f"input {name}" for name in self._names or range(len(first))]
+        names += ["target"] * (len(first_all) - len(first))
         if len(inputs) != len(first):
             raise ValueError(
                 f"a sample of data {self.data.factory!r} in step {step} has {len(inputs)} inputs, one of the first "
                 f"microbatch {len(first)}: return equally many for every index"
             )
-        for name, mine, other in zip(names, (*inputs, target), (*first, first_target), strict=True):
+        for name, mine, other in zip(names, mine_all, first_all, strict=True):
             if mine.shape != other.shape or mine.dtype != other.dtype:
                 raise ValueError(
                     f"{name} of data {self.data.factory!r} is {list(mine.shape)} of {mine.dtype} in step {step}, "
@@ -181,7 +188,7 @@ class Batches:
         self.close()
         dataset = self._dataset if self._made and isinstance(self._source, IndexedSource) else None
         order, own_loss = self._order(microbatches), self._job.loss is None
-        self._made = Microbatches(order, own_loss=own_loss, dataset=dataset)
+        self._made = Microbatches(order, own_loss=own_loss, with_inputs=self._with_inputs, dataset=dataset)
         self.sample = None
         if self.data.loader.workers:
             self._loader = self._processes()
@@ -196,6 +203,7 @@ class Batches:
         return LoaderProcesses(
             self._made.order,
             own_loss=self._job.loss is None,
+            with_inputs=self._with_inputs,
             last=self._last_step(),
             is_stream=isinstance(self._source, StreamSource),
         )

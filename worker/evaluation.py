@@ -20,6 +20,7 @@ from worker.engine.groups import workers_group
 from worker.job import Job
 from worker.job_loss import JobLoss, Metrics
 from worker.model.evaluating import EvaluationStages
+from worker.nests import Target, tokens_of
 from worker.program import program_from_json
 from worker.reading import StageReader
 from worker.running import run_options
@@ -54,7 +55,7 @@ class Evaluator:
         limits: SlotLimits,
         device: str,
     ):
-        self._stages, self._batches, self._loss = stages, batches, loss
+        self._stages, self._batches, self._loss = stages, batches, loss.reading(stages.form)
         self._transport, self._device = transport, device
         self._ignored, self._tensor = ignored_target(job), job.resources.tensor
         self._reader = StageReader(
@@ -125,10 +126,10 @@ class Evaluator:
         if self._device == "cuda":  # lanes are other streams
             torch.cuda.synchronize()
 
-    def _weight(self, target: torch.Tensor) -> float:
-        return 1.0 if self._ignored is None else float((target != self._ignored).sum())
+    def _weight(self, target: Target) -> float:
+        return 1.0 if self._ignored is None else float(tokens_of(target, self._ignored))
 
-    def _undisturbed_loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _undisturbed_loss(self, output: Any, target: Target) -> tuple[torch.Tensor, Metrics]:
         with undisturbed(self._loss.target):
             return self._loss.with_metrics(output, target)
 

@@ -1,20 +1,54 @@
-"""What a job's loss returns: one number, and with it, where the user wants, metrics by name.
+"""What a job's loss takes and returns.
 
-Names and numbers are checked here, once, so that everybody behind takes them as they are. Knows torch; nothing of jobs,
-stages or engines.
+It takes what the model returns and the target, each as the user made it (stages and data know tensors only), and the
+model's inputs where it asks for them; it returns one number, and with it, where the user wants, metrics by name. Names and
+numbers are checked here, once, so that everybody behind takes them as they are. Knows nothing of stages or engines.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from worker.job import Factory
+from worker.model.factory import resolve
+from worker.nests import Form, Target, Targets
 
 MAX_METRICS = 32
 METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 Metrics = dict[str, torch.Tensor | float]
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def takes_inputs(spec: Factory | None) -> bool:
+    """Whether a job's loss has a parameter `inputs` beside the output and the target, which are its first two.
+
+    What is wrong with the loss itself is said where it is made.
+    """
+    try:
+        target = resolve(spec.factory) if spec is not None else None
+        if isinstance(target, type):
+            target = target.forward if issubclass(target, nn.Module) else target.__call__
+            own = 3  # and itself
+        else:
+            own = 2
+        parameters = list(inspect.signature(target).parameters.values()) if target is not None else []
+    except Exception:
+        return False
+    bound = {} if own == 3 or spec is None else spec.args
+    return any(
+        one.name == "inputs"
+        and one.name not in bound
+        and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        and (one.kind is one.KEYWORD_ONLY or at >= own)
+        for at, one in enumerate(parameters)
+    )
 
 
 class JobLoss:
@@ -23,17 +57,24 @@ class JobLoss:
     def __init__(self, path: str, target: Callable[..., Any]):
         self._path, self.target = path, target
         self._names: tuple[str, ...] | None = None
+        self._form: Form | None = None
 
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def reading(self, form: Form | None) -> JobLoss:
+        """This loss, for outputs that are the tensors of a nest of this form."""
+        other = copy.copy(self)
+        other._form = form
+        return other
+
+    def __call__(self, output: Output, target: Target) -> torch.Tensor:
         """The loss alone."""
         return self.with_metrics(output, target)[0]
 
-    def with_metrics(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def with_metrics(self, output: Output, target: Target) -> tuple[torch.Tensor, Metrics]:
         """The loss, and its metrics by name: the same names in every call.
 
         Raises TypeError for what is no number, ValueError for names that are none or that change.
         """
-        value, metrics = self.target(output, target), {}
+        value, metrics = self._called(output, target), {}
         if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], Mapping):
             value, metrics = value[0], self._checked(value[1])
         if isinstance(value, torch.Tensor) and value.dim() == 0:
@@ -46,6 +87,26 @@ class JobLoss:
             f"loss {self._path!r} returned {found}, not one number: return the mean over the samples, alone or as "
             "(loss, {name: metric})"
         )
+
+    def _called(self, output: Output, target: Target) -> Any:
+        several = isinstance(target, Targets)
+        taken = {"inputs": target.inputs} if several and target.inputs is not None else {}
+        wanted = target.target if several else target
+        if self._form is None:
+            return self.target(output, wanted, **taken)
+        tensors = output if isinstance(output, tuple) else (output,)
+        try:
+            return self.target(self._form.filled(tensors), wanted, **taken)
+        except (TypeError, AttributeError) as error:  # as of a loss that wants a tensor
+            raise TypeError(
+                f"loss {self._path!r} raised {type(error).__name__}: {error}. It was called with what the model returns, "
+                f"{self._form.describe(tensors)}: have it take that, or name what it takes in model.output"
+                + (", or leave out `loss`, since the model returns its own" if self._own_loss else "")
+            ) from error
+
+    @property
+    def _own_loss(self) -> bool:
+        return "loss" in self._form.names
 
     def _checked(self, metrics: Mapping[Any, Any]) -> Metrics:
         if len(metrics) > MAX_METRICS:

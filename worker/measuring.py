@@ -109,10 +109,11 @@ class Measuring:
     def profile(self, microbatches: int | None = None) -> dict[str, Any]:
         """Measure every layer on this device, for the batch in so many microbatches; JSON of a LayerProfile."""
         self._use(microbatches)
+        traced = self._model.traced(self._batches.sample[0])
         resources = self._job.resources
         profile = measure_layers(
-            self._model.traced(self._batches.sample[0]),
-            self._loss,
+            traced,
+            self._loss.reading(traced.form),
             self._batches.sample[1],
             device=self._device,
             repeats=PROFILE_REPEATS,

@@ -12,6 +12,7 @@ from worker.batches import Batches
 from worker.device import device_kind
 from worker.job import Job
 from worker.model.profile import PROFILE_FORMAT
+from worker.nests import all_tensors
 
 
 def profile_key(job: Job, device: str, batches: Batches, microbatches: int, workers: int) -> str:
@@ -24,7 +25,7 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
         "code": asdict(job.code),
         "loss": job.loss and asdict(job.loss),
         "keywords": batches.keywords,
-        "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, target)],
+        "shapes": [[[rows, *t.shape[1:]], str(t.dtype)] for t in (*inputs, *all_tensors(target))],
         "precision": [job.training.precision, job.training.transfers, *_set(job.training.tf32)],
         "device": device,
         "device_name": device_kind(device),

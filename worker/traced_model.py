@@ -16,6 +16,7 @@ from torch import nn
 from worker.engine.results import autocast_dtype
 from worker.failure import as_failure, attributed_to, is_out_of_memory
 from worker.job import Job
+from worker.job_loss import JobLoss
 from worker.model import StageGraph, StageModule, TracedModel, trace
 from worker.model.check import check_trace, needed_bytes
 from worker.model.distance import tolerance_of
@@ -28,9 +29,10 @@ from worker.model.evaluating import (
     evaluation_stages,
     trace_in_eval_mode,
 )
-from worker.model.interface import adapt
+from worker.model.interface import Interface, adapt
 from worker.model.share_check import Samples, check_shares
 from worker.model.shipping import Values, fill, pack_all, unpack_all, values_of
+from worker.nests import Form, Target
 from worker.precision import FP16
 from worker.reasons import Reason
 from worker.training import make_loss
@@ -53,7 +55,9 @@ class JobModel:
         self._of_others: dict[int, TracedModel] = {}
         self._leads = True  # until another worker's graph is taken
         self._record: ModelRecord | None = None
+        self._interface = Interface()
         self._rest: dict[str, Any] | None = None  # on the worker that leads, once it is cut
+        self.form: Form | None = None  # of what the model returns, once it is cut
         self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
@@ -65,12 +69,16 @@ class JobModel:
                 built = build_job_model(self._job)
                 self._built, self._record = built.model, built.record
                 _check_scalable(self._built, self._job.training.precision)
-                adapt(self._built, self.keywords, output=model.output, own_loss=self._job.loss is None)
+                self._interface = adapt(
+                    self._built, self.keywords, output=model.output, own_loss=self._job.loss is None
+                )
             self._traced = self._trace(sample)
         return self._traced
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
-        return trace(self._built, sample, **self._as_it_runs)
+        traced = trace(self._built, sample, **self._as_it_runs)
+        traced.form, traced.notes = self._interface.form, (*self._interface.notes, *traced.notes)
+        return traced
 
     @property
     def _as_it_runs(self) -> dict[str, Any]:
@@ -87,6 +95,7 @@ class JobModel:
         if self._evaluation is None:
             self.traced(sample)
             self._evaluation = trace_in_eval_mode(self._built, sample, **self._as_it_runs)
+            self._evaluation.form = self._interface.form
         return self._evaluation
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -123,7 +132,7 @@ class JobModel:
 
     @attributed_to(Reason.USER_CODE_RAISED)
     def check(
-        self, sample: tuple[torch.Tensor, ...], target: torch.Tensor, *, device: str, free_bytes: int | None
+        self, sample: tuple[torch.Tensor, ...], target: Target, *, device: str, free_bytes: int | None
     ) -> list[str]:
         """Refuse a model whose graph computes something else than it does itself; what to tell of the check.
 
@@ -138,7 +147,7 @@ class JobModel:
                 f"the traced model was not compared with the model itself: both would take about {needed:,} bytes, "
                 f"and {free_bytes:,} are free"
             ]
-        loss = functools.partial(make_loss, self._job.loss, device)
+        loss = functools.partial(self._make_loss, device)
         try:
             return check_trace(self._built, traced, loss, target, device=device)
         except ModelError as error:
@@ -151,6 +160,9 @@ class JobModel:
                 "it has no room for both" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             )
         return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
+
+    def _make_loss(self, device: str) -> JobLoss:
+        return make_loss(self._job.loss, device).reading(self._traced.form)
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:
@@ -223,7 +235,7 @@ class JobModel:
             if path:
                 fill_tensors(path, unused, traced.aliases)
             self._rest = state_of(self._record, unused)
-        self._layers = traced.layers
+        self._layers, self.form = traced.layers, traced.form
         self._traced = self._built = None
         self._of_others = {}
         return graph

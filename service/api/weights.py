@@ -96,6 +96,12 @@ async def export(
         Literal["safetensors", "dcp"],
         Query(description="dcp: all of the checkpoint, as torch.distributed.checkpoint writes one"),
     ] = "safetensors",
+    merged: Annotated[
+        bool,
+        Query(
+            description="Of a model of peft: not the adapters, but the whole model with them in its weights"
+        ),
+    ] = False,
 ) -> Response:
     """Write the job's weights beside its checkpoints, as safetensors with the model's own names and its configuration.
 
@@ -104,7 +110,8 @@ async def export(
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     try:
-        found = await service.exporter.exported(ExportRequest(_place(job), job_id, step, None, format))
+        request = ExportRequest(_place(job), job_id, step, None, format, merged)
+        found = await service.exporter.exported(request)
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
     if found is None:

@@ -61,22 +61,34 @@ def export(
             "--format", help="Weights, or all of the checkpoint as torch.distributed.checkpoint has it"
         ),
     ] = "safetensors",
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged", help="Of a model of peft: the whole model, with the adapters in its weights"
+        ),
+    ] = False,
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="So long it may take, in seconds")
     ] = 3600.0,
     as_json: Json = False,
 ) -> None:
-    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained.
+    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained; of a model
+    of peft the adapters, for PeftModel.from_pretrained.
 
     Without -o a process of the cluster writes them beside the checkpoints; with -o this machine reads these itself.
     """
     client = Client()
     if output is None:
         found = client.export(
-            job, step=step, format=form, limit_s=limit_s, waiting=lambda text: _say(f"{text} …")
+            job,
+            step=step,
+            format=form,
+            merged=merged,
+            limit_s=limit_s,
+            waiting=lambda text: _say(f"{text} …"),
         )
     else:
-        found = _export_here(client.job(job).spec, job, output, step, form, limit_s)
+        found = _export_here(client.job(job).spec, job, output, step, form, merged, limit_s)
     for note in found.notes:
         _say(f"note: {note}")
     if as_json:
@@ -92,13 +104,19 @@ def export(
 
 
 def _export_here(
-    spec: dict[str, Any], job: str, output: Path, step: int | None, form: str, limit_s: float
+    spec: dict[str, Any],
+    job: str,
+    output: Path,
+    step: int | None,
+    form: str,
+    merged: bool,
+    limit_s: float,
 ) -> ExportView:
     """Export with a worker's own code, in a process of its own."""
     uri = stored(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
-    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), form)
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), form, merged)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.weights"],

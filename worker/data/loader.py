@@ -39,8 +39,11 @@ class _Found:
 class LoaderProcesses:
     """`read` microbatches in order of steps, up to step `last`; another order begins the processes again."""
 
-    def __init__(self, order: Order, *, own_loss: bool, last: int, is_stream: bool):
-        self._order, self._own_loss, self._last, self._is_stream = order, own_loss, last, is_stream
+    def __init__(
+        self, order: Order, *, own_loss: bool, with_inputs: bool = False, last: int, is_stream: bool
+    ):
+        self._order, self._last, self._is_stream = order, last, is_stream
+        self._own_loss, self._with_inputs = own_loss, with_inputs
         self._iterator: Any = None
         self._next: tuple[int, int] | None = None
         self._asked: tuple[int, int] | None = None
@@ -90,7 +93,7 @@ class LoaderProcesses:
 
     def _begin(self, step: int, part: Part) -> None:
         self._end()
-        work = _Work(self._order, self._own_loss, part, step, max(step, self._last))
+        work = _Work(self._order, self._own_loss, self._with_inputs, part, step, max(step, self._last))
         self._next = (step, 0)
         if self._is_stream:
             at, place = self._from or (0, None)
@@ -159,12 +162,13 @@ class _Work:
 
     order: Order
     own_loss: bool
+    with_inputs: bool
     part: Part
     first: int
     last: int
 
     def made(self) -> Microbatches:
-        return Microbatches(self.order, own_loss=self.own_loss)
+        return Microbatches(self.order, own_loss=self.own_loss, with_inputs=self.with_inputs)
 
     def in_order(self) -> Iterator[tuple[int, int]]:
         for step in range(self.first, self.last + 1):

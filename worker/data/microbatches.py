@@ -14,10 +14,11 @@ from worker.data.dataset import make_collator
 from worker.data.sampler import collate, input_names, row_of
 from worker.data.source import Order, Source, make_source
 from worker.engine.random_state import derive_seed
+from worker.nests import Target, Targets, all_tensors, tensors_of
 from worker.seeding import seeded
 from worker.turns import GENERATORS
 
-Rows = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+Rows = tuple[tuple[torch.Tensor, ...], Target]
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class Read:
 
 
 class Microbatches:
-    """`read` any of them; `own_loss`: the model takes the targets too. `dataset` is one with indices that is there."""
+    """`read` any of them; `own_loss`: the model takes the targets too; `with_inputs`: the loss takes the inputs. `dataset`
+    is one with indices that is there."""
 
-    def __init__(self, order: Order, *, own_loss: bool, dataset: Any = None):
-        self.order, self._own_loss = order, own_loss
+    def __init__(self, order: Order, *, own_loss: bool, with_inputs: bool = False, dataset: Any = None):
+        self.order, self._own_loss, self._with_inputs = order, own_loss, with_inputs
         self.source: Source = make_source(order, dataset)
         self._collator = make_collator(order.data)
 
@@ -61,7 +63,7 @@ class Microbatches:
     def stacked(self, samples: list[Any]) -> Read:
         """Samples, stacked. ValueError where they are not alike."""
         try:
-            rows = collate(samples, own_loss=self._own_loss)
+            rows = collate(samples, own_loss=self._own_loss, with_inputs=self._with_inputs)
         except RuntimeError as error:  # of torch's stack
             raise ValueError(
                 f"samples of data {self.order.data.factory!r} cannot be stacked ({error}): cut or pad all to one shape, or "
@@ -83,7 +85,13 @@ class Microbatches:
         *inputs, targets = row_of(batch, names, self._own_loss)
         if self._own_loss:
             targets = torch.zeros(size)
-        for what, tensor in zip([*(names or range(len(inputs))), "target"], [*inputs, targets], strict=True):
+        elif self._with_inputs:
+            targets = Targets.of(targets, dict(zip(names, inputs, strict=True)) if names else tuple(inputs))
+        elif not isinstance(targets, torch.Tensor) and next(tensors_of(targets), None) is not None:
+            targets = Targets.of(targets)
+        wanted = all_tensors(targets)
+        shown = [*(names or range(len(inputs))), *["target"] * len(wanted)]
+        for what, tensor in zip(shown, [*inputs, *wanted], strict=True):
             if not isinstance(tensor, torch.Tensor) or tensor.ndim < 1 or len(tensor) != size:
                 shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise ValueError(

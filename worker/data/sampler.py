@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from worker.engine.random_state import derive_seed
+from worker.nests import Target, Targets, tensors_of
 from worker.seeding import seeded
 
 TARGETS = ("labels", "label", "target", "targets")
@@ -77,13 +78,16 @@ def read_sample(dataset: Any, index: int, *, seed: int, step: int) -> Any:
         return dataset[index]
 
 
-def collate(samples: Sequence[Any], *, own_loss: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+def collate(
+    samples: Sequence[Any], *, own_loss: bool = False, with_inputs: bool = False
+) -> tuple[tuple[Tensor, ...], Target]:
     """Stack samples: the model's inputs, and the targets.
 
     A sample is (input, target), ((inputs…), target), ({name: input}, target), or a dict, whose entry of one of the
     names TARGETS is the target; inputs by name come in the order of `input_names`. With `own_loss` the model computes
-    its loss and takes the target too, and what is returned in its place says nothing. Raises ValueError naming what a
-    sample is instead.
+    its loss and takes the target too, and what is returned in its place says nothing. A target may be a nest of tensors
+    (a dict, a tuple, …); `with_inputs` the loss takes the inputs beside it. Raises ValueError naming what a sample is
+    instead.
     """
     rows = []
     names = input_names(samples[0], own_loss=own_loss)
@@ -94,11 +98,18 @@ def collate(samples: Sequence[Any], *, own_loss: bool = False) -> tuple[tuple[Te
                 f"{', '.join(names) or 'by position'}: return the same fields for every index"
             )
         rows.append(row_of(sample, names, own_loss))
-    *inputs, targets = (default_collate(list(column)) for column in zip(*rows, strict=True))
+    *columns, wanted = zip(*rows, strict=True)
+    inputs = [default_collate(list(column)) for column in columns]
+    targets = _stacked(wanted)
+    if not isinstance(targets, torch.Tensor) and next(tensors_of(targets), None) is not None:
+        targets = Targets.of(targets)
     shown = [f"input {name}" for name in names] or [f"input {k}" for k in range(len(inputs))]
     for what, value in zip([*shown, "target"], [*inputs, targets], strict=True):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor | Targets):
             raise ValueError(f"the {what} of a sample is no tensor, array or number: return one of these")
+    if with_inputs and not own_loss:
+        kept = targets.target if isinstance(targets, Targets) else targets
+        targets = Targets.of(kept, dict(zip(names, inputs, strict=True)) if names else tuple(inputs))
     return tuple(inputs), targets
 
 
@@ -145,6 +156,22 @@ def row_of(sample: Any, names: Sequence[str], own_loss: bool) -> tuple[Any, ...]
         return *(_tensor(first[name]) for name in names), target
     inputs = tuple(first) if isinstance(first, tuple | list) else (first,)
     return (*inputs, target, 0.0) if own_loss else (*inputs, target)
+
+
+def _stacked(targets: Sequence[Any]) -> Any:
+    """Targets of samples, which may be nests, as one."""
+    first = targets[0]
+    if isinstance(first, Mapping):
+        if different := next((one for one in targets if set(one) != set(first)), None):
+            raise ValueError(
+                f"the target of a sample has {', '.join(map(str, first))}, that of another "
+                f"{', '.join(map(str, different))}: return the same fields for every index"
+            )
+        return {name: _stacked([one[name] for one in targets]) for name in first}
+    if isinstance(first, tuple | list) and not all(isinstance(part, int | float) for part in first):
+        parts = [_stacked(column) for column in zip(*targets, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return default_collate([_tensor(list(one) if isinstance(one, tuple) else one) for one in targets])
 
 
 def _tensor(value: Any) -> Any:

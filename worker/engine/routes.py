@@ -84,9 +84,9 @@ class StageWiring:
     outputs: tuple[OutputWiring, ...]
 
     @property
-    def model_output(self) -> int | None:
-        """Which of `outputs` is the model's, if it is made here."""
-        return next((i for i, output in enumerate(self.outputs) if output.is_model_output), None)
+    def model_outputs(self) -> tuple[int, ...]:
+        """Which of `outputs` are the model's, if they are made here."""
+        return tuple(i for i, output in enumerate(self.outputs) if output.is_model_output)
 
 
 def find_routes(edges: Sequence[Edge], mesh_of_stage: Sequence[str]) -> dict[int, Route]:
@@ -172,7 +172,7 @@ def _wire_output(
     here = mesh_of_stage[stage]
     return OutputWiring(
         tensor=name,
-        is_model_output=name == "output",
+        is_model_output=name.partition(":")[0] == "output",
         shape=tuple(uses[0].shape) if uses else None,
         local_consumers=tuple(sorted(e.target for e in uses if mesh_of_stage[e.target] == here)),
         routes=tuple(r for _, r in sorted(routes.items()) if r.source == stage and r.tensor == name),

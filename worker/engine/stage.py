@@ -24,6 +24,7 @@ from worker.engine.recompute import Kept, UpdatedBuffers, keep
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
 from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_forward
 from worker.last_action import doing
+from worker.nests import no_loss
 from worker.turns import GENERATORS
 
 LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
@@ -179,7 +180,7 @@ class StageRunner:
                 training=training and not again,
                 autocast_dtype=settings.autocast_dtype,
                 accept=self._accept,
-                loss_of=self._wiring.model_output,
+                loss_of=self._wiring.model_outputs,
                 loss=loss,
             )
         if run.loss is not None:
@@ -188,7 +189,7 @@ class StageRunner:
 
     @property
     def _has_loss(self) -> bool:
-        return self._wiring.model_output is not None
+        return bool(self._wiring.model_outputs)
 
     def _run_again(self, saved: _Saved, microbatch: int) -> None:
         """Of a recomputed stage: the forward once more, with gradients now."""
@@ -227,7 +228,7 @@ class StageRunner:
             outputs.append(result.clone() if self._settings.is_pooled(result) else result)
         return outputs
 
-    def _loss(self, output: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def _loss(self, output: torch.Tensor | tuple[torch.Tensor, ...], microbatch: int) -> torch.Tensor:
         exchange = self._exchange
         value = self._settings.loss(output, exchange.targets[microbatch])
         loss, metrics = value if isinstance(value, tuple) else (value, {})
@@ -240,14 +241,16 @@ class StageRunner:
             name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in found.items()
         }
         weight = weight.to(loss.dtype)
-        return torch.where(weight > 0, loss * weight, output.sum() * 0.0)
+        return torch.where(weight > 0, loss * weight, no_loss(output))
 
     def _hand_on(self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: _Saved) -> None:
         exchange, settings = self._exchange, self._settings
         if self.observer is not None:
             self.observer.made(self._stage, wiring.tensor, microbatch, output)
         if wiring.is_model_output and exchange.targets is None:
-            exchange.outputs[microbatch] = output.detach()
+            made = output.detach()
+            several = len(self._wiring.model_outputs) > 1
+            exchange.outputs[microbatch] = (*exchange.outputs.get(microbatch, ()), made) if several else made
         if wiring.local_consumers:
             exchange.local[self._stage, wiring.tensor, microbatch] = output
         for route in wiring.routes:

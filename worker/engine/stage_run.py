@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from worker.engine.routes import LocalInput, ModelInput, RemoteInput
 
 Source = ModelInput | LocalInput | RemoteInput
+Positions = int | Sequence[int] | None
+"""Which of a module's outputs are the model's; of several the loss takes a tuple."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,13 @@ class StageRun:
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
 
-    def roots(self, loss_of: int | None) -> list[torch.Tensor]:
-        """Everything that a backward may start from, the loss in place of the output `loss_of`."""
-        candidates = [
-            self.loss if self.loss is not None and position == loss_of else output
-            for position, output in enumerate(self.outputs)
-        ]
+    def roots(self, loss_of: Positions) -> list[torch.Tensor]:
+        """Everything that a backward may start from, the loss in place of the outputs `loss_of`."""
+        places = _places(loss_of)
+        candidates = list(self.outputs)
+        if self.loss is not None and places:
+            candidates[places[0]] = self.loss
+            candidates = [root for at, root in enumerate(candidates) if at not in places[1:]]
         return [root for root in candidates if root.requires_grad]
 
 
@@ -97,10 +101,10 @@ def run_forward(
     training: bool,
     autocast_dtype: torch.dtype | None,
     accept: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list,
-    loss_of: int | None = None,
-    loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    loss_of: Positions = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> StageRun:
-    """Run `module`, and `loss` on its output `loss_of`, with gradients (`training`) and under autocast (a dtype).
+    """Run `module`, and `loss` on its outputs `loss_of`, with gradients (`training`) and under autocast (a dtype).
 
     `accept` makes of the module's outputs those that are handed on; the loss sees these.
     """
@@ -112,5 +116,13 @@ def run_forward(
     with grad, autocast:
         results = module(*arguments)
         outputs = accept((results,) if isinstance(results, torch.Tensor) else results)
-        value = loss(outputs[loss_of]) if loss is not None and loss_of is not None else None
+        value = None
+        if loss is not None and (places := _places(loss_of)):
+            value = loss(outputs[places[0]] if len(places) == 1 else tuple(outputs[at] for at in places))
     return StageRun(outputs, value)
+
+
+def _places(loss_of: Positions) -> tuple[int, ...]:
+    if loss_of is None:
+        return ()
+    return (loss_of,) if isinstance(loss_of, int) else tuple(loss_of)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,12 @@ from worker.model.checkpointing import regions_marked
 from worker.model.distance import Tolerance, distance, least_size, tolerance_of
 from worker.model.errors import TraceError
 from worker.model.random_calls import RandomCall, drawn_as, random_calls
-from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
+from worker.model.stages import StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
+from worker.nests import Target
 from worker.seeding import seeded
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Target], Tensor]
 
 
 _SEED = 0x51071
@@ -35,7 +37,7 @@ _SEED = 0x51071
 class _Made:
     """What one forward and backward made; parameters and buffers (`state`) are as the forward left them."""
 
-    output: Tensor
+    outputs: tuple[Tensor, ...]
     loss: Tensor
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
@@ -54,7 +56,7 @@ def check_trace(
     model: nn.Module,
     traced: TracedModel,
     make_loss: Callable[[], Loss],
-    target: Tensor,
+    target: Target,
     *,
     device: str = "cpu",
 ) -> list[str]:
@@ -84,11 +86,12 @@ def check_trace(
             stages = [
                 builder.stage(index).to(device) for index in range(count)
             ]  # before forward changes anything
-            expected, moved, functions = _run_model(model, make_loss(), place)
+            several = range(len(traced.placed.outputs))
+            expected, moved, functions = _run_model(model, make_loss(), place, several)
 
             def differs(seed: int | None) -> bool:
                 buffers.put_back()
-                return _forward_differs(model, place, expected.output, seed, tolerance.values)
+                return _forward_differs(model, place, expected.outputs, seed, tolerance.values)
 
             if moved.hooks:
                 raise TraceError(
@@ -105,7 +108,8 @@ def check_trace(
         drop_casts()
         doing("")
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
-    _compare(expected, found, list(dict.fromkeys(parameters)), tolerance, functions)
+    names = traced.form.names if traced.form else [str(k) if k else "" for k in several]
+    _compare(expected, found, names, list(dict.fromkeys(parameters)), tolerance, functions)
     return [*traced.notes, *suspects.notes(model, moved)]
 
 
@@ -116,7 +120,7 @@ class _Place:
 
     device: torch.device
     inputs: tuple[Tensor, ...]
-    target: Tensor
+    target: Target
     autocast: torch.dtype | None
     calls: Sequence[RandomCall]
 
@@ -170,8 +174,11 @@ def _moved(model: nn.Module, device: str) -> Iterator[_Buffers]:
         at_home.put_back()
 
 
-def _run_model(model: nn.Module, loss: Loss, place: _Place) -> tuple[_Made, suspects.Moved, list[str]]:
-    """What the model makes, what its forward moved, and the autograd functions of a user's own that it called."""
+def _run_model(
+    model: nn.Module, loss: Loss, place: _Place, outputs: Sequence[int]
+) -> tuple[_Made, suspects.Moved, list[str]]:
+    """What the model makes (these `outputs`), what its forward moved, and the autograd functions of a user's own that it
+    called."""
     found: list[suspects.Moved] = []
     with (
         seeded(_SEED),
@@ -193,7 +200,7 @@ def _run_model(model: nn.Module, loss: Loss, place: _Place) -> tuple[_Made, susp
             device_type=place.device.type,
             training=True,
             autocast_dtype=place.autocast,
-            loss_of=0,
+            loss_of=outputs,
             loss=then_loss,
         )
     state = {name: t.detach().clone() for name, t in model.named_buffers()}
@@ -203,18 +210,19 @@ def _run_model(model: nn.Module, loss: Loss, place: _Place) -> tuple[_Made, susp
             f"the loss of {type(model).__name__} depends on no parameter that is trained: is its output detached, or "
             "does the loss not use it?"
         )
-    functions = suspects.own_backwards(run.outputs[0])
+    functions = list(dict.fromkeys(name for one in run.outputs for name in suspects.own_backwards(one)))
     run.loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    return _Made(run.outputs[0].detach(), run.loss.detach(), gradients, state), found[0], functions
+    made = tuple(output.detach() for output in run.outputs)
+    return _Made(made, run.loss.detach(), gradients, state), found[0], functions
 
 
 def _forward_differs(
-    model: nn.Module, place: _Place, output: Tensor, seed: int | None, tolerance: float
+    model: nn.Module, place: _Place, outputs: Sequence[Tensor], seed: int | None, tolerance: float
 ) -> bool:
-    """Whether a forward with Python's generators at `seed`, all else as before, makes another output."""
+    """Whether a forward with Python's generators at `seed`, all else as before, makes other outputs."""
     with seeded(_SEED), regions_marked(), place.drawn(model):
         if seed is not None:
             suspects.draw_from(seed)
@@ -228,8 +236,11 @@ def _forward_differs(
             )
         except Exception:
             return True
-    made = run.outputs[0].detach()
-    return made.shape != output.shape or distance(output, made, 0.0) > tolerance
+    made = [output.detach() for output in run.outputs]
+    return len(made) != len(outputs) or any(
+        got.shape != output.shape or distance(output, got, 0.0) > tolerance
+        for output, got in zip(outputs, made, strict=True)
+    )
 
 
 def _differentiable(builder: StageBuilder) -> set[tuple[int, str]]:
@@ -263,7 +274,7 @@ def _run_stages(
             crossing = {name: leaf for name, leaf in own.items() if (stage.index, name) in differentiable}
             for leaf in crossing.values():
                 leaf.requires_grad_()
-            position = stage.outputs.index(OUTPUT) if OUTPUT in stage.outputs else None
+            position = stage.model_outputs
             run = run_forward(
                 stage,
                 list(own.values()),
@@ -271,7 +282,7 @@ def _run_stages(
                 training=True,
                 autocast_dtype=place.autocast,
                 loss_of=position,
-                loss=None if position is None else then_loss,
+                loss=then_loss if position else None,
             )
             values |= dict(zip(stage.outputs, run.outputs, strict=True))
             leaves.append(crossing)
@@ -286,7 +297,8 @@ def _run_stages(
             ):  # one stage changes a buffer, others may only read it
                 state[name] = tensor.detach()
                 updated |= {name} if local in stage.updated_buffers else set()
-    return _Made(values[OUTPUT].detach(), runs[-1].loss.detach(), _gradients(stages, runs, leaves), state)
+    made = tuple(runs[-1].outputs[at].detach() for at in stages[-1].model_outputs)
+    return _Made(made, runs[-1].loss.detach(), _gradients(stages, runs, leaves), state)
 
 
 def _gradients(
@@ -319,10 +331,18 @@ def _add(total: dict[str, Tensor], more: Mapping[str, Tensor | None]) -> None:
 
 
 def _compare(
-    expected: _Made, found: _Made, order: Sequence[str], tolerance: Tolerance, functions: Sequence[str]
+    expected: _Made,
+    found: _Made,
+    outputs: Sequence[str],
+    order: Sequence[str],
+    tolerance: Tolerance,
+    functions: Sequence[str],
 ) -> None:
     values = {
-        "the output": (expected.output, found.output),
+        **{
+            f"the output {name}".rstrip(): pair
+            for name, pair in zip(outputs, zip(expected.outputs, found.outputs, strict=True), strict=True)
+        },
         "the loss": (expected.loss, found.loss),
         **{
             f"{name!r} after the forward": (tensor, found.state[name])

@@ -16,6 +16,7 @@ from worker.model.errors import CutError, TraceError
 from worker.model.profile import resolve_begins
 from worker.model.stages import StageEdge, StageModule
 from worker.model.tracing import TracedModel, trace
+from worker.nests import Form
 
 
 def trace_in_eval_mode(
@@ -54,7 +55,7 @@ class EvaluationStages:
 
     `own` are buffers that are no trained stage's (module, name, the trained stage's buffer): an evaluation begins with
     what that holds, and leaves it alone. `alone` are those that a checkpoint holds and that training does not use, by
-    their names in the model.
+    their names in the model. `form` is that of what the evaluated model returns.
     """
 
     stages: dict[int, StageModule]
@@ -62,6 +63,7 @@ class EvaluationStages:
     tied: dict[str, tuple[int, ...]]
     own: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     alone: dict[str, Tensor] = field(default_factory=dict)
+    form: Form | None = None
 
     @torch.no_grad()
     def begin(self) -> list[Tensor]:
@@ -112,7 +114,7 @@ def evaluation_stages(
     CutError for a parameter that no trained stage of this mesh holds.
     """
     builder = traced.builder(_starts(traced, begins))
-    found = EvaluationStages({}, builder.edges(), builder.tied())
+    found = EvaluationStages({}, builder.edges(), builder.tied(), form=traced.form)
     held = _held(trained.values())
     changed = {s.tensor_names[local] for s in trained.values() for local in s.updated_buffers}
     for index in trained:

@@ -1,30 +1,42 @@
 """How a user's model is called, and what of its result is used: stages take and give tensors only.
 
 Inputs go in by position or by keyword; out comes one tensor of a nest of tuples, dicts and dataclasses (those of
-transformers and diffusers among them), or the loss that the model computes itself.
+transformers and diffusers among them), all of them, or the loss that the model computes itself.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from worker.model.errors import TraceError
+from worker.model.experts import run_all_experts
+from worker.nests import Form, described, parts_of, taken_apart, tensors_of
 
 LOSS = "loss"
+ALL = "*"
+"""As model.output: the loss takes the result as the model returns it, though it be a single tensor in a dict."""
+
+
+class Interface:
+    """How a model was adapted; `form` is that of the result of its last call, None where it is one tensor; `notes` are what
+    to tell of it."""
+
+    form: Form | None = None
+    notes: Sequence[str] = ()
 
 
 def adapt(
     model: nn.Module, keywords: Sequence[str], *, output: str | None = None, own_loss: bool = False
-) -> None:
-    """From now on `model` takes tensors by position, named by `keywords` where there are any, and returns one.
+) -> Interface:
+    """From now on `model` takes tensors by position, named by `keywords` where there are any, and returns one or a tuple.
 
-    That is the one named `output` ("logits", "0.hidden"), its loss where `own_loss`, or else the only one there is.
+    One is that named `output` ("logits", "0.hidden"), its loss where `own_loss`, or else the only one there is. Where
+    there are several they come as a tuple, and the returned Interface says what they were parts of.
     Its modules and parameters keep their names, which is why nothing is put around it. Caches of keys and values,
     which no training uses, are turned off in the configurations of its modules.
     """
@@ -32,8 +44,9 @@ def adapt(
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
+    interface, running = Interface(), False
+    interface.notes = run_all_experts(model)
     original = model.forward
-    running = False
 
     @functools.wraps(original)
     def forward(*inputs: Any, **named: Any) -> Any:
@@ -46,51 +59,46 @@ def adapt(
             result = original(**given) if keywords else original(*inputs)
         finally:
             running = False
-        return _chosen(result, type(model).__name__, output, own_loss)
+        chosen, interface.form = _chosen(result, type(model).__name__, output, own_loss)
+        return chosen
 
     if keywords:  # what the graph calls its inputs
         kind = inspect.Parameter.POSITIONAL_ONLY
         forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in keywords])
     model.forward = forward
+    return interface
 
 
-def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nest with their dotted names; that of a tensor itself is empty."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    for name, part in _parts(value):
-        yield from tensors_of(part, f"{path}.{name}" if path else name)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):  # before dataclasses: ModelOutput is both
-        yield from ((str(key), part) for key, part in value.items())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None) or range(len(value))
-        yield from ((str(name), part) for name, part in zip(names, value, strict=True))
-
-
-def _chosen(result: Any, model: str, output: str | None, own_loss: bool) -> Tensor:
-    if isinstance(result, Tensor) and output is None and not own_loss:
-        return result
+def _chosen(
+    result: Any, model: str, output: str | None, own_loss: bool
+) -> tuple[Tensor | tuple[Tensor, ...], Form | None]:
+    if isinstance(result, Tensor) and output in (None, ALL) and not own_loss:
+        return result, None
     found = dict(tensors_of(result))
-    shown = ", ".join(f"{name or 'a tensor'} {list(tensor.shape)}" for name, tensor in found.items())
-    returned = f"{model} returns a {type(result).__name__} of {shown or 'no tensors'}"
+    returned = f"{model} returns {described(result)}"
     if own_loss:
-        return _own_loss(found, returned, output)
-    if output is not None:
-        if output not in found:
+        return _own_loss(found, returned, output), None
+    if output not in (None, ALL):
+        return _named(result, output, returned)
+    if not found:
+        raise TraceError(f"{returned}, and the loss takes some: return the tensors that it needs")
+    if len(found) == 1 and output is None:
+        return next(iter(found.values())), None
+    return taken_apart(result)
+
+
+def _named(result: Any, output: str, returned: str) -> tuple[Tensor | tuple[Tensor, ...], Form | None]:
+    """The part of a result with a dotted name."""
+    part = result
+    for name in output.split("."):
+        if (part := dict(parts_of(part)).get(name)) is None:
             raise TraceError(f"{returned}, none of them named {output!r}: correct model.output")
-        return found[output]
-    if len(found) != 1:
-        raise TraceError(
-            f"{returned}, and the loss takes one tensor: say in model.output which one"
-            + (", or leave out `loss`, since the model returns its own" if LOSS in found else "")
-        )
-    return next(iter(found.values()))
+    if isinstance(part, Tensor):
+        return part, None
+    tensors, form = taken_apart(part)
+    if not tensors:
+        raise TraceError(f"{returned}, and {output!r} is no tensor and holds none: correct model.output")
+    return tensors, form
 
 
 def _own_loss(found: Mapping[str, Tensor], returned: str, output: str | None) -> Tensor:

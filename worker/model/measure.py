@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.stage_run import drop_casts, run_forward
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
-from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name
+from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name, is_output
 from worker.model.tracing import TracedModel
 from worker.tensor.measuring import Sharing
 
@@ -166,7 +166,7 @@ class _LayerRun:
         self.rest = WeightBackward()
 
     def forward(self) -> None:
-        position = self.stage.outputs.index(OUTPUT) if self.loss is not None else None
+        position = self.stage.model_outputs if self.loss is not None else None
         run = run_forward(
             self.stage,
             list(self.inputs.values()),
@@ -233,7 +233,7 @@ class _LayerRun:
 
     def results(self) -> dict[str, Tensor]:
         """What the layer made, on the host."""
-        return {name: value.detach().cpu() for name, value in self.outputs.items() if name != OUTPUT}
+        return {name: value.detach().cpu() for name, value in self.outputs.items() if not is_output(name)}
 
 
 def _sums(run: _LayerRun, sharing: Sharing) -> tuple[tuple[str, int, int], ...]:

@@ -48,6 +48,7 @@ def pack(traced: TracedModel) -> bytes:
         "joined": dict(traced.joined),
         "checkpointed": traced.checkpointed,
         "aliases": dict(traced.aliases),
+        "form": traced.form,
     }
     out = io.BytesIO()
     _Pickler(out, protocol=5).dump(content)
@@ -78,7 +79,12 @@ def unpack(data: bytes) -> TracedModel:
         transfers=content["transfers"],
     )
     return TracedModel(
-        placed, content["example_inputs"], content["joined"], content["checkpointed"], content["aliases"]
+        placed,
+        content["example_inputs"],
+        content["joined"],
+        content["checkpointed"],
+        content["aliases"],
+        form=content["form"],
     )
 
 

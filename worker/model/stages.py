@@ -19,6 +19,16 @@ from worker.model.inplace import changed_buffers
 OUTPUT = "output"
 
 
+def output_name(index: int) -> str:
+    """The name of the model's output number `index` among the outputs of the last stage."""
+    return f"{OUTPUT}:{index}" if index else OUTPUT
+
+
+def is_output(name: str) -> bool:
+    """Whether an output of a stage is the model's."""
+    return name.partition(":")[0] == OUTPUT
+
+
 def input_name(index: int) -> str:
     """The name of the model's input number `index` among the inputs of a stage."""
     return f"input:{index}"
@@ -46,7 +56,8 @@ class StageEdge:
 class StageModule(nn.Module):
     """One stage: takes the tensors named by `inputs`, returns a tuple of those named by `outputs`.
 
-    An input named `input:<k>` is the model's input k; the model's output is named `output`.
+    An input named `input:<k>` is the model's input k; the model's output is named `output`, where
+    it has several the next ones `output:<k>`.
     `original_names` leads from the names of parameters and of persistent buffers here to their
     names in the model; a buffer that is not in it is a constant. `updated_buffers` are those that
     forward changes, by their names here. `tensor_names` has all of them, constants too.
@@ -76,26 +87,10 @@ class StageModule(nn.Module):
         self.updated_buffers = tuple(f"body.{name}" for name in sorted(changed_buffers(body.graph)))
         self._device = torch.device("cpu")
 
-    def with_body(self, body: fx.GraphModule) -> StageModule:
-        """The same stage around another graph, which has the parameters and buffers of this one by the same names."""
-        inner = {local: name for local, name in self._bare(self.tensor_names).items() if hasattr(body, local)}
-        for local, buffer in list(body.named_buffers()):
-            if f"body.{local}" not in self.original_names:
-                body.register_buffer(local, buffer, persistent=False)
-        return StageModule(
-            body,
-            index=self.index,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            input_shapes=self.input_shapes,
-            input_dtypes=self.input_dtypes,
-            original_names=self._bare(self.original_names),
-            tensor_names=inner,
-        )
-
-    @staticmethod
-    def _bare(names: dict[str, str]) -> dict[str, str]:
-        return {local.removeprefix("body."): name for local, name in names.items()}
+    @property
+    def model_outputs(self) -> tuple[int, ...]:
+        """Which of `outputs` are the model's."""
+        return tuple(at for at, name in enumerate(self.outputs) if is_output(name))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if tuple(x.shape for x in inputs) != self.input_shapes:
@@ -159,10 +154,10 @@ class PlacedGraph:
     transfers: str = "auto"
 
     @property
-    def output(self) -> fx.Node:
-        """The node whose value the model returns."""
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values the model returns."""
         node = next(node for node in self.module.graph.nodes if node.op == "output")
-        return node.args[0][0]
+        return tuple(node.args[0])
 
 
 class StageBuilder:
@@ -241,7 +236,7 @@ class StageBuilder:
         needed: set[fx.Node] = set()
         waiting = list(self._members[stage])
         if stage == len(self._members) - 1:
-            waiting.append(self._placed.output)
+            waiting += self._placed.outputs
         while waiting:
             node = waiting.pop()
             if node in needed:
@@ -288,8 +283,9 @@ class StageBuilder:
             results.append(graph.call_function(permute, (copies[node], order)) if order else copies[node])
         names = [node.name for node in leaving]
         if stage == len(self._members) - 1:
-            results.append(copies[placed.output])
-            names.append(OUTPUT)
+            for k, node in enumerate(placed.outputs):
+                results.append(copies[node])
+                names.append(output_name(k))
         graph.output(tuple(results))
         graph.lint()
         body = fx.GraphModule(root, graph, class_name=f"Stage{stage}")

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from worker.model.checkpointing import is_checkpointed, regions_marked
+from worker.model.conversions import needless_left_out
 from worker.model.cuda_autocast import cuda_casts
 from worker.model.errors import CutError, TraceError
 from worker.model.guards import FiniteAssumed
@@ -24,6 +25,7 @@ from worker.model.layers import expanded_modules, is_random, join_layers, layer_
 from worker.model.profile import check_stage_count, resolve_begins
 from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
 from worker.model.untraceable import untraceable
+from worker.nests import Form
 
 
 class TracedModel:
@@ -32,7 +34,7 @@ class TracedModel:
     `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
     shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`. `aliases` are
     all names of a parameter or buffer that has several, by the one that it has here.
-    `notes` are what to tell of how it was traced.
+    `notes` are what to tell of how it was traced. `form` is that of what the model returns, None for one tensor.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TracedModel:
         checkpointed: frozenset[str] = frozenset(),
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         notes: Sequence[str] = (),
+        form: Form | None = None,
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
@@ -50,6 +53,7 @@ class TracedModel:
         self.checkpointed = checkpointed
         self.aliases = aliases or {}
         self.notes = tuple(notes)
+        self.form = form
 
     @property
     def layers(self) -> list[str]:
@@ -123,7 +127,7 @@ def trace(
     With `autocast` it is traced under autocast to that type, as the stages run on a `device`: `x.to(y.dtype)` asks here
     what y is. `transfers` is that of RunOptions. Raises TraceError with torch's reason when the model cannot be
     exported, and for
-    models whose output is not one tensor.
+    models whose output is neither one tensor nor a tuple of tensors.
     """
     cast = _Autocast(device, autocast)
     with FiniteAssumed() as guards:
@@ -131,11 +135,7 @@ def trace(
     # after its passes over inner graphs, export's own graph no longer knows all users of a node
     module = copy_module(exported.graph_module)
     _name_random_operations(module)
-    if not exported.call_spec.out_spec.is_leaf():
-        raise TraceError(
-            f"{type(model).__name__} returns {_describe(exported.call_spec.out_spec)}, but a pipeline ends in one "
-            "tensor: return only what the loss takes"
-        )
+    _check_output(model, exported)
     tensors: dict[str, Tensor] = {}
     parameters: dict[fx.Node, str] = {}
     buffers: dict[fx.Node, str] = {}
@@ -212,6 +212,7 @@ def _export(
             torch.enable_grad(),
             cast.entered(),
             regions_marked(),
+            needless_left_out(),
         ):
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
@@ -275,6 +276,16 @@ def _fake_values(module: fx.GraphModule, inputs: Sequence[Tensor], cast: _Autoca
     return found
 
 
-def _describe(spec: Any) -> str:
+def _check_output(model: nn.Module, exported: torch.export.ExportedProgram) -> None:
+    """A model ends in one tensor, or in a tuple of several."""
+    spec = exported.call_spec.out_spec
+    results = next(node for node in exported.graph_module.graph.nodes if node.op == "output").args[0]
+    if all(isinstance(result, fx.Node) for result in results) and (
+        spec.is_leaf() or (spec.type is tuple and all(child.is_leaf() for child in spec.children()))
+    ):
+        return
     kind = getattr(spec.type, "__name__", str(spec.type))
-    return f"a {kind} of {spec.num_leaves}"
+    raise TraceError(
+        f"{type(model).__name__} returns a {kind} of {spec.num_leaves}, but a pipeline ends in one tensor, or in a tuple "
+        "of tensors: return only what the loss takes"
+    )

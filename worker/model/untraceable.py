@@ -29,6 +29,10 @@ _OWN_LOSS = (
     "if that is the loss that the model computes itself from its labels, let the job have a `loss` and name what it takes "
     "in model.output (logits, with transformers): then it is not traced"
 )
+_EXPERTS = (
+    "experts that are looped over as they were chosen are not traced: set experts_implementation in the model's "
+    "configuration to grouped_mm or batched_mm, where it has that"
+)
 _LONGEST = 240
 
 
@@ -46,6 +50,8 @@ def untraceable(model: nn.Module, error: BaseException) -> TraceError:
             remedy = (
                 f"if it leaves out whole layers at random, set {dropped} to 0 in the model's configuration"
             )
+        if remedy is None and any("Experts" in type(f.f_locals.get("self")).__name__ for f, _ in frames):
+            remedy = _EXPERTS
         if remedy is None and _in_own_loss(model, frames):
             remedy = _OWN_LOSS
         reason = f"what it does there is data-dependent, decided by the values of a tensor ({reason}): " + (

@@ -58,7 +58,7 @@ def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: Tens
     if gathered.refused:
         raise gathered.refused[0]
     return TensorStage(
-        stage.with_body(body), {names[local]: split for local, split in splits.items()}, gathered
+        _around(body, stage), {names[local]: split for local, split in splits.items()}, gathered
     )
 
 
@@ -66,7 +66,28 @@ def shared_alike(stage: StageModule, splits: Mapping[str, Split], group: TensorG
     """`stage` with the parameters `splits` (by their names in the model) split as another graph of the model has them."""
     names = {name: local.removeprefix("body.") for local, name in stage.original_names.items()}
     own = {names[name]: split for name, split in splits.items() if name in names}
-    return stage.with_body(Rewriter(stage.body, _values(stage), group).run(own, RULES)) if own else stage
+    return _around(Rewriter(stage.body, _values(stage), group).run(own, RULES), stage) if own else stage
+
+
+def _around(body: fx.GraphModule, stage: StageModule) -> StageModule:
+    """`stage` with another graph, which has the parameters and buffers of its own by the same names."""
+    for local, _ in list(body.named_buffers()):
+        if f"body.{local}" not in stage.original_names:
+            body.register_buffer(local, body.get_buffer(local), persistent=False)
+    return StageModule(
+        body,
+        index=stage.index,
+        inputs=stage.inputs,
+        outputs=stage.outputs,
+        input_shapes=stage.input_shapes,
+        input_dtypes=stage.input_dtypes,
+        original_names=_bare(stage.original_names),
+        tensor_names={k: name for k, name in _bare(stage.tensor_names).items() if hasattr(body, k)},
+    )
+
+
+def _bare(names: Mapping[str, str]) -> dict[str, str]:
+    return {local.removeprefix("body."): name for local, name in names.items()}
 
 
 def _values(stage: StageModule) -> dict[fx.Node, Any]:

@@ -17,10 +17,12 @@ from torch import Tensor
 from worker.data.microbatches import Microbatches, Part, Rows
 from worker.data.source import Order
 from worker.job import Job, Training
+from worker.job_loss import takes_inputs
 from worker.last_action import doing
 from worker.model.checkpointing import regions_marked
 from worker.model.interface import adapt
 from worker.model.random_calls import RandomCall, drawn_as
+from worker.nests import Target, no_loss, tokens_of
 from worker.precision import AUTOCAST, FP16, LossScaling
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
 from worker.verify.record import Probes
@@ -56,14 +58,14 @@ class PlainModel:
         self._microbatches, self._workers = microbatches, job.resources.workers_per_mesh
         own_loss = job.loss is None
         order = Order(job.data, training.seed, training.global_batch, microbatches)
-        self._data = Microbatches(order, own_loss=own_loss)
+        self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
         built = build_job_model(job)
         self.model = built.model
         if job.model.weights:
             fill_model(job.model.weights, self.model, built.record)
         self._whole: tuple[int, list[Rows]] | None = None
         names = self._data.read(0, 0, Part(0, 1)).names
-        adapt(self.model, names, output=job.model.output, own_loss=own_loss)
+        self._interface = adapt(self.model, names, output=job.model.output, own_loss=own_loss)
         self._loss = make_loss(job.loss)
         self.parameters = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -132,16 +134,16 @@ class PlainModel:
         if self._schedule is not None:
             self._schedule.step()
 
-    def _shares(self, targets: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], float]:
+    def _shares(self, targets: Mapping[tuple[int, int], Target]) -> dict[tuple[int, int], float]:
         """What each microbatch counts: 1, or where tokens count alike, how many times its part of them it has."""
         ignored = ignored_target(self._job)
         if ignored is None:
             return dict.fromkeys(targets, 1.0)
-        tokens = {at: int((target != ignored).sum()) for at, target in targets.items()}
+        tokens = {at: int(tokens_of(target, ignored)) for at, target in targets.items()}
         return {at: count * len(tokens) / max(sum(tokens.values()), 1) for at, count in tokens.items()}
 
     def _run(
-        self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Tensor, share: float
+        self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Target, share: float
     ) -> Tensor:
         worker, microbatch = at
         where = {"seed": self._job.training.seed, "worker": worker, "step": step, "microbatch": microbatch}
@@ -151,9 +153,10 @@ class PlainModel:
         with autocast, regions_marked():
             with drawn_as(self.model, self._calls, **where):
                 output = self.model(*inputs)
-            return self._loss(output, target) * share if share else output.sum() * 0.0
+            loss = self._loss.reading(self._interface.form)
+            return loss(output, target) * share if share else no_loss(output)
 
-    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Target]:
         """A worker's rows: a block of those of the microbatch."""
         if self._whole is None or self._whole[0] != step:
             read = [self._data.read(step, m, Part(0, 1)).rows for m in range(self._microbatches)]

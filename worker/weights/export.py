@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -21,9 +22,12 @@ from torch import Tensor
 
 from worker import checkpoint
 from worker.checkpoint_files import CheckpointError, folder_name, job_uri
+from worker.weights.adapters import STEM as ADAPTERS
+from worker.weights.adapters import Delta
 from worker.weights.dcp import write_dcp
 from worker.weights.dcp_source import METADATA
-from worker.weights.record import SHARD, Entry, ModelRecord, from_state
+from worker.weights.entry import Entry
+from worker.weights.record import SHARD, ModelRecord, from_state
 from worker.weights.request import ExportRequest
 
 FILE_BYTES = 5_000_000_000
@@ -55,10 +59,29 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
+@dataclass(frozen=True)
+class _Content:
+    """What of a model is written: entries, the files beside them, how their files are called, and what is added to
+    tensors."""
+
+    entries: tuple[Entry, ...]
+    files: Mapping[str, str]
+    stem: str
+    file_bytes: int
+    deltas: Mapping[str, Delta] = field(default_factory=dict)
+
+    def tensors(self, entries: Sequence[Entry]) -> set[str]:
+        """The names of the tensors that these entries are made of."""
+        found = {entry.tensor for entry in entries}
+        deltas = [self.deltas[name] for name in found if name in self.deltas]
+        return found | {name for delta in deltas for name in (delta.a, delta.b)}
+
+
+def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES, merged: bool = False) -> Exported:
     """Write the weights of the checkpoint at `uri` into the folder `target` (both any fsspec URI).
 
-    Files of the same names are replaced; with other files in it the folder is refused. Raises CheckpointError for a
+    Of a model of peft these are the adapters, or `merged` the model below with them. Files of the same names are
+    replaced; with other files in it the folder is refused. Raises CheckpointError for a
     checkpoint that is damaged, or too old to say what its model's names are, and ExportTargetError.
     """
     held = checkpoint.shard_names(uri)
@@ -69,10 +92,11 @@ def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
         )
     record = from_state(checkpoint.load_shard(uri, SHARD))
     _check_exportable(uri, record, {name for names in held.values() for name in names})
-    parts = _parts(record.entries, file_bytes)
-    names = _file_names(record.stem, len(parts))
-    index = f"{record.stem}{_ENDING}.index.json"
-    beside = dict(record.files)
+    content = _content(record, merged, file_bytes)
+    parts = _parts(content.entries, content.file_bytes)
+    names = _file_names(content.stem, len(parts))
+    index = f"{content.stem}{_ENDING}.index.json"
+    beside = dict(content.files)
     if len(parts) > 1:
         beside[index] = _index(parts, names)
     files, folder = fsspec.core.url_to_fs(target)
@@ -81,14 +105,29 @@ def export(uri: str, target: str, *, file_bytes: int = FILE_BYTES) -> Exported:
         _write(files, f"{folder}/{name}", text.encode())
     step = 0
     for name, entries in zip(names, parts, strict=True):
-        state, step = checkpoint.load(
-            uri, names={entry.tensor for entry in entries}, parts=("parameters", "buffers")
-        )
+        state, step = checkpoint.load(uri, names=content.tensors(entries), parts=("parameters", "buffers"))
         tensors = {**state.get("parameters", {}), **state.get("buffers", {})}
         taken: set[str] = set()
-        _write(files, f"{folder}/{name}", {entry.name: _own(tensors, entry, taken) for entry in entries})
+        made = {entry.name: _own(tensors, entry, taken, content.deltas) for entry in entries}
+        _write(files, f"{folder}/{name}", made)
     written = tuple(WrittenFile(name, files.size(f"{folder}/{name}")) for name in [*names, *beside])
-    return Exported(step, target, written, len(record.entries), _notes(record))
+    return Exported(step, target, written, len(content.entries), _notes(record))
+
+
+def _content(record: ModelRecord, merged: bool, file_bytes: int) -> _Content:
+    adapters = record.adapters
+    if adapters is None:
+        if merged:
+            raise ExportTargetError("the model has no adapters of peft to be merged: leave out `merged`")
+        return _Content(record.entries, record.files, record.stem, file_bytes)
+    if not merged:  # in one file, which is all that peft reads
+        return _Content(adapters.entries, adapters.files, ADAPTERS, sys.maxsize)
+    if adapters.unmergeable:
+        raise ExportTargetError(
+            f"the adapters cannot be merged here: {adapters.unmergeable}; leave out `merged`, and merge what is written "
+            "with peft: PeftModel.from_pretrained(model, folder).merge_and_unload()"
+        )
+    return _Content(adapters.base, adapters.base_files, adapters.base_stem, file_bytes, adapters.deltas)
 
 
 def export_dcp(uri: str, target: str) -> Exported:
@@ -125,15 +164,23 @@ def export_job(request: ExportRequest) -> Exported:
             raise CheckpointError(
                 f"{request.job} has no checkpoint of step {request.step} below {request.uri}: there are {steps}"
             )
+    if request.merged and request.format == "dcp":
+        raise ExportTargetError(
+            "dcp is all of a checkpoint, adapters too: leave out `merged`, or take safetensors"
+        )
     damages = []
     for one in found:
-        kind = "export" if request.format == "safetensors" else f"export-{request.format}"
+        kind = "merged" if request.merged else "export"
+        kind += "" if request.format == "safetensors" else f"-{request.format}"
         beside = f"{job_uri(request.uri, request.job)}/{kind}-{folder_name(one.step)}"
         try:
             if one.damage is not None:
                 raise CheckpointError(one.damage)
-            write = export_dcp if request.format == "dcp" else export
-            exported = write(one.uri, request.target or beside)
+            where = request.target or beside
+            if request.format == "dcp":
+                exported = export_dcp(one.uri, where)
+            else:
+                exported = export(one.uri, where, merged=request.merged)
             return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
         except CheckpointError as error:
             damages.append(str(error))
@@ -192,9 +239,11 @@ def _check_folder(files: AbstractFileSystem, folder: str, target: str, ours: set
     files.makedirs(folder, exist_ok=True)
 
 
-def _own(tensors: dict[str, Tensor], entry: Entry, taken: set[str]) -> Tensor:
+def _own(tensors: dict[str, Tensor], entry: Entry, taken: set[str], deltas: Mapping[str, Delta]) -> Tensor:
     """A tensor in one piece, of its own for every name, since the format has no aliases."""
     tensor = tensors[entry.tensor].contiguous()
+    if entry.tensor in deltas:
+        return deltas[entry.tensor].added(tensor, tensors).contiguous()
     if entry.tensor in taken:
         tensor = tensor.clone()
     taken.add(entry.tensor)

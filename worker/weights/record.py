@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from worker.weights.adapters import Adapters, adapters_of
+from worker.weights.entry import Entry, from_rows, rows_of
 
 SHARD = "model"
 """The name of its shard in a checkpoint; meshes are named otherwise."""
@@ -25,30 +27,17 @@ _DIFFUSERS_STEM = "diffusion_pytorch_model"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One name of the model's state_dict, and the name under which a job keeps its tensor."""
-
-    name: str
-    tensor: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class ModelRecord:
     """`files` are what lies beside the weights (config.json), `stem` how files with weights are called; `others` are
     names of the state_dict that are no parameter and no buffer, which nobody can write for the model; `note` says why
-    there is no configuration, where its library could not write it."""
+    there is no configuration, where its library could not write it. `adapters` are those of a model of peft."""
 
     entries: tuple[Entry, ...]
     files: Mapping[str, str] = field(default_factory=dict)
     stem: str = STEM
     others: tuple[str, ...] = ()
     note: str = ""
+    adapters: Adapters | None = None
 
 
 def record_of(model: nn.Module) -> ModelRecord:
@@ -65,7 +54,12 @@ def record_of(model: nn.Module) -> ModelRecord:
         files, stem = _configuration(model)
     except Exception as error:  # a library's own code: no reason not to train
         note = f"{type(model).__name__} could not write its configuration ({type(error).__name__}: {error})"
-    return ModelRecord(tuple(entries), files, stem, tuple(others), note)
+    adapters = None
+    try:
+        adapters = adapters_of(model, tuple(entries), _configuration)
+    except Exception as error:
+        note = f"the adapters of {type(model).__name__} cannot be written alone ({type(error).__name__}: {error})"
+    return ModelRecord(tuple(entries), files, stem, tuple(others), note, adapters)
 
 
 def state_of(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -74,11 +68,12 @@ def state_of(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[str, Any
         "parameters": {name: t.detach() for name, t in unused.items() if isinstance(t, nn.Parameter)},
         "buffers": {name: t for name, t in unused.items() if not isinstance(t, nn.Parameter)},
         _PART: {
-            "entries": [[e.name, e.tensor, list(e.shape), e.dtype] for e in record.entries],
+            "entries": rows_of(record.entries),
             "files": dict(record.files),
             "stem": record.stem,
             "others": list(record.others),
             "note": record.note,
+            "adapters": record.adapters and record.adapters.to_state(),
         },
     }
 
@@ -86,10 +81,14 @@ def state_of(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[str, Any
 def from_state(state: Mapping[str, Any]) -> ModelRecord:
     """The record in what `state_of` made."""
     told = state[_PART]
-    entries = tuple(
-        Entry(name, tensor, tuple(shape), dtype) for name, tensor, shape, dtype in told["entries"]
+    return ModelRecord(
+        from_rows(told["entries"]),
+        told["files"],
+        told["stem"],
+        tuple(told["others"]),
+        told["note"],
+        Adapters.from_state(told.get("adapters")),
     )
-    return ModelRecord(entries, told["files"], told["stem"], tuple(told["others"]), told["note"])
 
 
 def unused_tensors(model: nn.Module, record: ModelRecord, used: Collection[str]) -> dict[str, Tensor]:

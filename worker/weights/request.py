@@ -25,13 +25,14 @@ class ExportFailedError(ValueError):
 @dataclass(frozen=True)
 class ExportRequest:
     """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; `format`
-    is one of FORMATS."""
+    is one of FORMATS. `merged`: of a model of peft not the adapters, but the model below with them in its weights."""
 
     uri: str
     job: str
     step: int | None = None
     target: str | None = None
     format: str = "safetensors"
+    merged: bool = False
 
     def to_json(self) -> str:
         """For the variable of the environment; `from_json` is its inverse."""

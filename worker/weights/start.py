@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from worker.model.errors import ModelError
 from worker.model.tracing import aliases_of
-from worker.weights.record import Entry, ModelRecord
+from worker.weights.adapters import base_name
+from worker.weights.entry import Entry
+from worker.weights.record import ModelRecord
 from worker.weights.source import WeightFiles, open_weights
 
 _SHOWN = 8
@@ -55,15 +57,16 @@ def fill_model(path: str, model: nn.Module, record: ModelRecord) -> None:
 
 
 def _check(path: str, record: ModelRecord, files: WeightFiles) -> None:
+    entries = _wanted(record, files)
     of_tensor: dict[str, list[Entry]] = {}
-    for entry in record.entries:
+    for entry in entries:
         of_tensor.setdefault(entry.tensor, []).append(entry)
     missing = [
         " or ".join(entry.name for entry in entries)
         for entries in of_tensor.values()
         if not any(entry.name in files.shapes for entry in entries)
     ]
-    known = {entry.name: entry for entry in record.entries}
+    known = {entry.name: entry for entry in entries}
     unexpected = [name for name in files.shapes if name not in known]
     shapes, kinds = [], []
     for name, found in files.shapes.items():
@@ -88,6 +91,14 @@ def _check(path: str, record: ModelRecord, files: WeightFiles) -> None:
         raise ModelError(f"model.weights {path!r} do not fit the model: {'; '.join(told)}. {way_out}")
 
 
+def _wanted(record: ModelRecord, files: WeightFiles) -> Sequence[Entry]:
+    """What the files are to have: the whole state_dict, or of a model of peft that of the model below, whose adapters
+    begin as their factory makes them."""
+    if record.adapters is None or any(entry.name in files.shapes for entry in record.entries):
+        return record.entries
+    return record.adapters.base
+
+
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """A prefix that all names in the file have and those of the model have not, or the other way round."""
     for theirs in unexpected:
@@ -105,7 +116,12 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 def _fill(
     path: str, files: WeightFiles, name: str, tensor: Tensor, aliases: Mapping[str, Sequence[str]]
 ) -> None:
-    there = [one for one in aliases.get(name, (name,)) if one in files.shapes]
+    names = aliases.get(name, (name,))
+    there = [one for one in names if one in files.shapes]
+    if not there and (below := base_name(name)) is not None:
+        there = list(dict.fromkeys(base for one in names if (base := base_name(one)) in files.shapes))
+        if not there and below not in files.shapes and not any(map(base_name, files.shapes)):
+            return  # an adapter of its own: `check_weights` has seen that nothing else is missing
     if not there:
         raise ModelError(f"model.weights {path!r} lack {name!r}: have they changed since the job began?")
     value = files.read(there[0])

@@ -49,7 +49,7 @@ def _run(entry: Entry, layouts: Sequence[str], limit_s: float) -> list[Result]:
         "-m",
         "tests.benchmarks.models.row",
         entry.name,
-        str(limit_s),
+        str(time.time() + limit_s),
         *layouts,
     ]
     paths = [str(ROOT), *([str(EXTRA)] if entry.needs_extra else [])]

@@ -28,7 +28,7 @@ def _rows(*shape):
 
 def _check(model, inputs, *, autocast=None):
     traced = trace(model, inputs, autocast=autocast)
-    target = torch.full(tuple(traced.placed.values[traced.placed.output].shape), 0.5)
+    target = torch.full(tuple(traced.placed.values[traced.placed.outputs[0]].shape), 0.5)
     return check_trace(model, traced, lambda: _squares, target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from worker.model import TraceError, trace
-from worker.model.interface import adapt, tensors_of
+from worker.model.interface import adapt
+from worker.nests import taken_apart, tensors_of
 
 WIDTH = 6
 Pair = namedtuple("Pair", "first second")
@@ -130,6 +132,38 @@ def test_one_tensor_of_a_nest_is_the_output(shape, output):
     assert torch.equal(run(trace(model, (x,)), (x,)), expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "output"),
+    [
+        (lambda x: {"a": x.sin(), "b": [x, None, "text"]}, None),
+        (lambda x: (x.sin(), (x.cos(), x)), None),
+        (lambda x: {"out": x}, "*"),
+        (lambda x: Pair(x.sin(), {"deeper": (x, x)}), "second"),
+        (lambda x: Plain(x.sin(), {"last": [x.cos(), Pair(x, 3)]}), None),
+        (lambda x: Output(x.sum(), x), None),
+        (lambda x: Output(None, (x, x.cos())), None),
+    ],
+)
+def test_all_tensors_of_a_nest_come_back_in_its_form(shape, output):
+    torch.manual_seed(0)
+    model, x = Returns(shape), torch.randn(4, WIDTH)
+    expected = shape(model.body(x))
+    if output == "second":
+        expected = expected.second
+    interface = adapt(model, (), output=output)
+    traced = trace(model, (x,))
+    (stage,) = traced.cut([]).stages
+    made = stage(x)
+    form = pickle.loads(pickle.dumps(interface.form))
+    found = form.filled([made[at] for at in stage.model_outputs])
+    assert type(found) is type(expected)
+    names, tensors = zip(*tensors_of(expected), strict=True)
+    assert interface.form.names == names
+    found_names, found_tensors = zip(*tensors_of(found), strict=True)
+    assert found_names == names and all(map(torch.equal, found_tensors, tensors))
+    assert taken_apart(found)[1] == form
+
+
 def test_a_model_that_calls_itself_is_left_alone_inside():
     torch.manual_seed(0)
     model, x = CallsItself(None), torch.randn(4, WIDTH)
@@ -141,8 +175,7 @@ def test_a_model_that_calls_itself_is_left_alone_inside():
 @pytest.mark.parametrize(
     ("shape", "how", "message"),
     [
-        (lambda x: {"a": x, "b": x}, {}, r"a \[4, 6\], b \[4, 6\].*model.output which"),
-        (lambda x: Output(x.sum(), x), {}, "leave out `loss`"),
+        (lambda x: {"a": x, "b": x}, {"output": "b.c"}, r"a \[4, 6\], b \[4, 6\].*named 'b.c'"),
         (lambda x: {"a": x}, {"output": "c"}, "none of them named 'c'"),
         (lambda x: {"a": None}, {}, "dict of no tensors"),
         (lambda x: {"logits": x}, {"own_loss": True}, "has no loss.*give `loss`"),

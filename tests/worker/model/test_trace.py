@@ -93,8 +93,9 @@ def test_a_models_own_error_is_told_as_its_own():
     assert "Outer.forward raised RuntimeError" in shapes
 
 
-def test_a_model_of_several_results_is_refused():
-    assert "returns a tuple of 2" in refused(lambda model, x: (model.a(x), model.b(x)))
+def test_a_model_of_results_that_are_no_tuple_of_tensors_is_refused():
+    assert "returns a tuple of 2" in refused(lambda model, x: (model.a(x), (model.b(x),)))
+    assert "returns a tuple of 2" in refused(lambda model, x: (model.a(x), None))
     assert "returns a dict of 1" in refused(lambda model, x: {"logits": model.b(model.a(x))})
 
 
