@@ -23,6 +23,7 @@ from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
+from worker.driver.spans import Spans
 from worker.driver.step_loop import run_steps
 from worker.driver.stopping import AskedToStop, raise_if
 from worker.driver.termination import Termination
@@ -74,9 +75,15 @@ def run_attempt(
     reporter: Reporter,
     metrics: JobMetrics,
     termination: Termination,
+    spans: Spans,
 ) -> Outcome:
     """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
-    launch = Launch(metrics.set_launch_phase)
+
+    def launched(phase: str, seconds: float) -> None:
+        metrics.set_launch_phase(phase, seconds)
+        spans.ended(f"launch: {phase}", seconds)
+
+    launch = Launch(launched)
     try:
         job = Job.from_json(attempt.spec)
         address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
@@ -85,7 +92,7 @@ def run_attempt(
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
             launch.ended("connect")
-            ended_early = _train(attempt, job, control, reporter, metrics, launch)
+            ended_early = _train(attempt, job, control, reporter, metrics, launch, spans)
         finally:
             ray.shutdown()
         if ended_early is not None:
@@ -122,6 +129,7 @@ def _train(
     reporter: Reporter,
     metrics: JobMetrics,
     launch: Launch,
+    spans: Spans,
 ) -> str | None:
     """Why training ended before its last step, if it did."""
     limits = attempt.limits
@@ -135,6 +143,10 @@ def _train(
     def raise_if_cancelled() -> None:
         if reporter.cancelled.is_set() or reporter.fenced.is_set():
             raise Cancelled
+
+    def checkpointed(operation: str, seconds: float) -> None:
+        metrics.set_checkpoint(operation, seconds)
+        spans.ended(f"checkpoint: {operation}", seconds)
 
     def raise_if_told_to_end() -> None:
         raise_if_cancelled()
@@ -191,7 +203,7 @@ def _train(
                 reporter=reporter,
                 limit_s=limits.checkpoint_s,
                 interrupted=raise_if_cancelled,
-                timed=metrics.set_checkpoint,
+                timed=checkpointed,
                 keeps_best=job.evaluation is not None and job.evaluation.keep_best,
             )
             checkpoints.try_place()
@@ -240,6 +252,7 @@ def _train(
                 limits=limits,
                 interrupted=raise_if_cancelled,
                 stopping=reporter.asked_to_stop.is_set,
+                spans=spans,
                 evaluations=Evaluations(
                     job.evaluation,
                     gang=gang,

@@ -140,10 +140,13 @@ class JobMetrics:
             "plan_slots_dropped", f"Slots of the plan beyond the first {MAX_SLOTS}, not exposed one by one."
         )
 
-    def observe_step(self, step: Mapping[str, Any]) -> None:
-        """Take in one finished step, a `steps` item of a report; what is absent or null is skipped."""
+    def observe_step(self, step: Mapping[str, Any], exemplar: Mapping[str, str] | None = None) -> None:
+        """Take in one finished step, a `steps` item of a report; what is absent or null is skipped.
+
+        `exemplar` says where to look the step up: its trace, its span, its number.
+        """
         if (seconds := step.get("step_s")) is not None:
-            self._step_seconds.labels(self.job).observe(seconds)
+            self._step_seconds.labels(self.job).observe(seconds, dict(exemplar) if exemplar else None)
         self._set("step", step.get("step"))
         self._set("train_loss", step.get("loss"))
         self._set_labelled("job_metric", step.get("metrics") or {})
