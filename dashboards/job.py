@@ -95,7 +95,9 @@ def _training() -> list[Any]:
             (f"histogram_quantile(0.5, {histogram})", "median"),
             (f"histogram_quantile(0.95, {histogram})", "95 %"),
             (_max("plan_step_seconds"), "planned"),
-            about="From the end of one step to the end of the next; planned: makespan, REDUCE and STEP.",
+            about="From the end of one step to the end of the next; planned: makespan, REDUCE and STEP. Points are single "
+            "steps: they name the step and its trace, where Prometheus keeps exemplars.",
+            exemplars=True,
         ),
         curves(
             "Samples per second",

@@ -72,6 +72,7 @@ DATA_S = 200.0
 """Every query has data some twenty seconds after the first scrape."""
 PERIOD_S = {SHOWN: 0.05, OTHER: 0.02}
 LINK_BYTES = 1000
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,8 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
             "exposed_transfer_s": figures.exposed_transfer_s,
             "overlap_ratio": figures.overlap_ratio,
             "peak_memory_bytes": {"mesh0": 2 << 20},
-        }
+        },
+        {"trace_id": TRACE_ID, "span_id": f"{step:016x}", "step": str(step)},
     )
     if timeline:
         scaled = _scaled(plan["slots"], figures.slower)
@@ -235,6 +237,22 @@ def test_every_query_of_the_dashboards_has_data(run: Run):
     while (health := run.server.healths()) != ["up"] * 9:
         assert time.monotonic() < deadline, health
         time.sleep(0.5)
+
+
+def test_the_step_time_leads_to_single_steps_and_their_traces(run: Run):
+    """Prometheus asks for OpenMetrics, the driver answers with exemplars, and the panel's own query finds them."""
+    panels = json.loads((ROOT / "dashboards" / "slotline-job.json").read_text())["panels"]
+    targets = [t for panel in panels if panel["title"] == "Step time" for t in panel["targets"]]
+    assert [t.get("exemplar") for t in targets] == [True, None, None]
+    run.answers()
+    now = time.time()
+    expression = targets[0]["expr"].replace("$job", run.site.running).replace("$__rate_interval", "10s")
+    series = run.server.get("query_exemplars", query=expression, start=now - 600, end=now)
+    found = [one for s in series for one in s["exemplars"]]
+    assert {s["seriesLabels"]["job"] for s in series} == {run.site.running} and found
+    for one in found:
+        assert one["labels"]["trace_id"] == TRACE_ID and float(one["value"]) in (SHOWN.step_s, EARLIER.step_s)
+        assert int(one["labels"]["span_id"], 16) == int(one["labels"]["step"]) > 0
 
 
 # What Prometheus answers for steps that all take as long: a place within the bucket, from 0.025 to 0.05 s.

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from worker.driver.metrics import JobMetrics
@@ -282,3 +283,29 @@ def test_serving_twice_is_refused(metrics):
     metrics.serve()
     with pytest.raises(RuntimeError, match="served already"):
         metrics.serve()
+
+
+def test_a_step_can_be_looked_up_from_its_time_by_who_reads_openmetrics(metrics):
+    """Prometheus asks so; who asks for plain text has none, as that format knows no exemplars."""
+    endpoint = metrics.serve()
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    metrics.observe_step({"step": 7, "step_s": 0.2}, {"trace_id": trace, "span_id": "1" * 16, "step": "7"})
+    metrics.observe_step({"step": 8, "step_s": 2.0}, {})
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2"
+    with urllib.request.urlopen(
+        urllib.request.Request(f"http://{endpoint}/metrics", headers={"Accept": accept})
+    ) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        text = answer.read().decode()
+    buckets = {
+        sample.labels["le"]: sample.exemplar
+        for family in openmetrics_families(text)
+        if family.name == "slotline_step_seconds"
+        for sample in family.samples
+        if sample.name.endswith("_bucket") and sample.exemplar
+    }
+    assert {le: (one.labels, one.value) for le, one in buckets.items()} == {
+        "0.25": ({"trace_id": trace, "span_id": "1" * 16, "step": "7"}, 0.2)
+    }
+    plain = urllib.request.urlopen(f"http://{endpoint}/metrics")
+    assert plain.headers["Content-Type"].startswith("text/plain") and trace not in plain.read().decode()
