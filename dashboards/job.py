@@ -38,6 +38,7 @@ def build() -> models.Dashboard:
         [
             ("$name", _now()),
             ("Training", _training()),
+            ("Evaluation", _evaluation()),
             ("Plan and measurement", _plan()),
             ("Links", _links()),
             ("Last profiled step", _profiled()),
@@ -112,6 +113,52 @@ def _training() -> list[Any]:
             (rate("tokens"), "tokens"),
             about="Empty where the samples are no sequences of tokens.",
             span=4,
+        ),
+        curves(
+            "Model FLOPs per second",
+            "flops",
+            (_max("model_flops_per_second"), "model"),
+            (_max("peak_flops_per_second"), "peak"),
+            about="Forward and backward of every sample, over the time of a step; what is computed again to save memory "
+            "does not count. Peak: what the job's accelerators could do, by their vendor, where that is known.",
+            span=6,
+        ),
+        curves(
+            "MFU",
+            "percentunit",
+            (_max("mfu"), "MFU"),
+            about="Model FLOPs per second over the peak of the job's accelerators; empty where that is unknown, as on CPU.",
+            span=6,
+        ),
+        curves(
+            "Metrics of the loss",
+            "short",
+            (f"max by (name) (slotline_job_metric{_JOB})", "{{name}}"),
+            about="What the loss returns beside itself, of the last finished step.",
+            span=12,
+            from_zero=False,
+        ),
+    ]
+
+
+def _evaluation() -> list[Any]:
+    return [
+        curves(
+            "Evaluation loss",
+            "short",
+            (_max("evaluation_loss"), "evaluation"),
+            (_max("train_loss"), "training"),
+            about="Of the last evaluation, beside that of the last finished step; empty where the job evaluates nothing.",
+            span=12,
+            from_zero=False,
+        ),
+        curves(
+            "Metrics of the evaluation",
+            "short",
+            (f"max by (name) (slotline_evaluation_metric{_JOB})", "{{name}}"),
+            about="What the loss returned beside itself in the last evaluation.",
+            span=12,
+            from_zero=False,
         ),
     ]
 

@@ -31,6 +31,7 @@ from worker.model import resolve
 from worker.model.evaluating import EvaluationEdge
 from worker.model.shipping import Values
 from worker.node import WorkerAddress, own_node_address
+from worker.peaks import own_peak
 from worker.profile_key import profile_key
 from worker.program import program_from_json
 from worker.reading import StageReader
@@ -81,6 +82,10 @@ class Worker(Measuring):
             process_id=os.getpid(),
             device=self._device,
         )
+
+    def own_peak(self) -> float | None:
+        """What this worker's GPU could do in the job's precision, in operations a second; None: not known."""
+        return own_peak(self._job.training.precision)
 
     def clock(self) -> float:
         """This process's monotonic clock, in seconds."""

@@ -28,6 +28,7 @@ from service.store.tables import Job, JobPlan
 from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prometheus, wait_for_data
 from tests.service.api.pages.seed import Site, job_spec, seeded_site
 from worker.driver.metrics import JobMetrics
+from worker.driver.model_flops import ModelFlops
 from worker.driver.usage import StepUsage
 
 
@@ -72,6 +73,7 @@ DATA_S = 200.0
 """Every query has data some twenty seconds after the first scrape."""
 PERIOD_S = {SHOWN: 0.05, OTHER: 0.02}
 LINK_BYTES = 1000
+FLOPS = 10**12
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
@@ -189,6 +191,8 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
     metrics.set_launch_phase("plan", 2.5 * promised)
     metrics.set_checkpoint("save", 4.0 * promised)
     idle = {"fill": figures.step_s, "waits": figures.step_s / 2}
+    metrics.set_model_flops(ModelFlops(int(FLOPS * figures.step_s * figures.bubble_ratio), FLOPS))
+    metrics.observe_evaluation({"loss": 2 * figures.loss, "metrics": {"accuracy": figures.loss / 2}})
     metrics.observe_usage(StepUsage(3 * figures.step_s, idle, samples=8, tokens=8 * 32))
     metrics.observe_step(
         {
@@ -200,6 +204,7 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
             "exposed_transfer_s": figures.exposed_transfer_s,
             "overlap_ratio": figures.overlap_ratio,
             "peak_memory_bytes": {"mesh0": 2 << 20},
+            "metrics": {"accuracy": figures.loss / 4},
         },
         {"trace_id": TRACE_ID, "span_id": f"{step:016x}", "step": str(step)},
     )
@@ -272,6 +277,13 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
         "Step time/C": plan.makespan_s,
         "Makespan: planned and measured/A": plan.makespan_s,
         "Makespan: planned and measured/B": plan.makespan_s * 1.1,
+        "Model FLOPs per second/A": 0.4 * FLOPS,
+        "Model FLOPs per second/B": FLOPS,
+        "MFU/A": 0.4,
+        "Metrics of the loss/A": {("accuracy",): 0.175},
+        "Evaluation loss/A": 1.4,
+        "Evaluation loss/B": 0.7,
+        "Metrics of the evaluation/A": {("accuracy",): 0.35},
         "Bubble: planned and measured/A": plan.bubble_ratio,
         "Bubble: planned and measured/B": 0.4,
         "Computing over plan/A": {(f"mesh{mesh}",): 1.25 for mesh in range(3)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from worker.driver.launch import Launch
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.metrics_port import serve_in_range
+from worker.driver.model_flops import ModelFlops, step_flops, whole_peak
 from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
@@ -239,6 +240,7 @@ def _train(
                 interrupted=raise_if_told_to_end,
             )
             launch.ended("warm up")
+            metrics.set_model_flops(_model_flops(gang, planner, planned, attempt, job, raise_if_cancelled))
             reporter.state("RUNNING")
             ended_early = run_steps(
                 done + 1,
@@ -313,6 +315,32 @@ def _load(
         )
         for worker, address in zip(gang.workers, gang.addresses, strict=True)
     ]
+
+
+def _model_flops(
+    gang: Gang,
+    planner: Planner,
+    planned: PlannedJob,
+    attempt: Attempt,
+    job: Job,
+    interrupted: Callable[[], None],
+) -> ModelFlops | None:
+    """What a step computes and its accelerators could, as far as either is known."""
+    step = step_flops(
+        [(address.mesh, own) for address, own in zip(gang.addresses, planner.profiles, strict=True)],
+        begins=planned.begins,
+        mesh_of_stage=planned.mesh_of_stage,
+        microbatches=planned.microbatches,
+    )
+    if step is None or attempt.device != "cuda":
+        return None if step is None else ModelFlops(step)
+    peaks = gang.call(
+        [worker.own_peak.remote() for worker in gang.workers],
+        what="looking up what its GPU could do",
+        limit_s=attempt.limits.start_s,
+        interrupted=interrupted,
+    )
+    return ModelFlops(step, whole_peak(peaks, int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))))
 
 
 def _serve_metrics(metrics: JobMetrics) -> str:

@@ -23,6 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import start_wsgi_server
 
+from worker.driver.model_flops import ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, snapshot, text
 from worker.driver.usage import StepUsage
 from worker.program import COMPUTE_LANE
@@ -80,6 +81,7 @@ class JobMetrics:
             registry=self.profiled_registry,  # hundreds of series that change with a profiled step only
             buckets=_ACTION_BUCKETS,
         )
+        self._model_flops: ModelFlops | None = None
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
         self._counter("samples", "Samples that were trained on.")
@@ -95,6 +97,14 @@ class JobMetrics:
         self._gauge("evaluation_metric", "A metric that the loss returned in the last evaluation.", "name")
         self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
         self._gauge("learning_rate", "Learning rate of the last finished step.")
+        self._gauge(
+            "model_flops_per_second",
+            "Floating point operations of the model a second in the last finished step; recomputation is none.",
+        )
+        self._gauge("peak_flops_per_second", "What the accelerators of the job could do, by their vendor.")
+        self._gauge(
+            "mfu", "Share of that which the model got in the last finished step, where both are known."
+        )
         self._gauge("makespan_seconds", "Measured makespan of the last finished step.")
         self._gauge("bubble_ratio", "Measured bubble of the last finished step.")
         self._gauge(
@@ -147,6 +157,7 @@ class JobMetrics:
         """
         if (seconds := step.get("step_s")) is not None:
             self._step_seconds.labels(self.job).observe(seconds, dict(exemplar) if exemplar else None)
+            self._observe_flops(seconds)
         self._set("step", step.get("step"))
         self._set("train_loss", step.get("loss"))
         self._set_labelled("job_metric", step.get("metrics") or {})
@@ -157,6 +168,19 @@ class JobMetrics:
         self._set("exposed_transfer_seconds", step.get("exposed_transfer_s"))
         self._set("overlap_ratio", step.get("overlap_ratio"))
         self._set_labelled("peak_memory_bytes", step.get("peak_memory_bytes") or {})
+
+    def _observe_flops(self, step_s: float) -> None:
+        if (flops := self._model_flops) is None or step_s <= 0:
+            return
+        per_s = flops.step / step_s
+        self._set("model_flops_per_second", per_s)
+        if flops.peak_per_s is not None:
+            self._set("mfu", per_s / flops.peak_per_s)
+
+    def set_model_flops(self, flops: ModelFlops | None) -> None:
+        """Take in what a step computes, and its accelerators could; None: not known."""
+        self._model_flops = flops
+        self._set("peak_flops_per_second", None if flops is None else flops.peak_per_s)
 
     def observe_evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Take in one evaluation, an `evaluations` item of a report."""

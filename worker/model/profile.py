@@ -14,7 +14,7 @@ from typing import Any
 from worker.model.errors import CutError
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 5
+PROFILE_FORMAT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class LayerCost:
     `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
-    autocast's copies of its weights take, one for all microbatches of a step.
+    autocast's copies of its weights take, one for all microbatches of a step. `flops` are the operations of a forward and
+    a backward without recomputation; None: not counted.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them.
     """
 
@@ -40,6 +41,7 @@ class LayerCost:
     buffers: tuple[str, ...] = ()
     backward_s: float | None = None
     cast_bytes: int = 0
+    flops: int | None = None
 
     @property
     def whole_backward_s(self) -> float:

@@ -11,6 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from worker.driver.metrics import JobMetrics
+from worker.driver.model_flops import ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS
 from worker.driver.usage import StepUsage
 
@@ -309,3 +310,19 @@ def test_a_step_can_be_looked_up_from_its_time_by_who_reads_openmetrics(metrics)
     }
     plain = urllib.request.urlopen(f"http://{endpoint}/metrics")
     assert plain.headers["Content-Type"].startswith("text/plain") and trace not in plain.read().decode()
+
+
+def test_the_models_operations_a_second_are_told_and_mfu_where_the_peak_is_known(metrics):
+    endpoint = metrics.serve()
+    metrics.observe_step({"step": 1, "step_s": 0.5})
+    assert not named(scrape(endpoint), "model_flops_per_second"), "nothing is known yet"
+    metrics.set_model_flops(ModelFlops(10**12))
+    metrics.observe_step({"step": 2, "step_s": 0.5})
+    got = scrape(endpoint)
+    assert value(got, "model_flops_per_second") == 2e12
+    assert not named(got, "mfu") and not named(got, "peak_flops_per_second")
+    metrics.set_model_flops(ModelFlops(10**12, 8e12))
+    metrics.observe_step({"step": 3, "step_s": 0.25})
+    got = scrape(endpoint)
+    assert (value(got, "model_flops_per_second"), value(got, "mfu")) == (4e12, 0.5)
+    assert value(got, "peak_flops_per_second") == 8e12
