@@ -310,4 +310,22 @@ def _keeping() -> list[Any]:
             (f"max by (mesh) (slotline_peak_memory_bytes{_JOB})", "{{mesh}} measured"),
             about="The most that a worker of each mesh holds.",
         ),
+        curves(
+            "GPU utilisation of workers",
+            "percentunit",
+            (f"max by (mesh, worker) (slotline_gpu_utilisation_ratio{_JOB})", "{{mesh}}/{{worker}}"),
+            about="Share of time in which a kernel ran, by NVML; a receive that waits is a kernel too. Empty on CPU.",
+            span=12,
+        ),
+        curves(
+            "GPU memory of workers",
+            "bytes",
+            (f"max by (mesh, worker) (slotline_gpu_memory_used_bytes{_JOB})", "{{mesh}}/{{worker}} in use"),
+            (
+                f"max by (mesh, worker) (slotline_gpu_memory_total_bytes{_JOB})",
+                "{{mesh}}/{{worker}} there is",
+            ),
+            about="Of all processes on the GPU, by NVML: also what torch keeps and what NCCL takes. Empty on CPU.",
+            span=12,
+        ),
     ]

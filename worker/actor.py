@@ -24,6 +24,7 @@ from worker.device import choose_device
 from worker.engine import Engine, Plans, SlotLimits
 from worker.evaluation import EvaluationProgram, Evaluator
 from worker.failure import as_failure, attributed_to
+from worker.gpu_usage import GpuMeter
 from worker.job import Job
 from worker.measuring import Measuring
 from worker.memory import PeakMemory
@@ -62,6 +63,7 @@ class Worker(Measuring):
         self._reader: StageReader | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
+        self._gpu = GpuMeter(device)
         self._planned_bytes: int | None = None
         self._evaluated: EvaluationBatches | None = None
         self._evaluator: Evaluator | None = None
@@ -274,6 +276,7 @@ class Worker(Measuring):
             "slots": result.slots,
             "peak_memory_bytes": self._memory.read(),
             "tokens_per_sample": self._batches.tokens_per_sample,
+            "gpu": self._gpu.read(),
         }
 
     def evaluation_size(self) -> EvaluationSize:

@@ -30,6 +30,7 @@ from tests.service.api.pages.seed import Site, job_spec, seeded_site
 from worker.driver.metrics import JobMetrics
 from worker.driver.model_flops import ModelFlops
 from worker.driver.usage import StepUsage
+from worker.gpu_usage import GpuUsage
 
 
 @dataclass
@@ -186,6 +187,7 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
         },
         step_s=promised * plan["makespan_s"],
     )
+    metrics.observe_gpus({("mesh0", 1): GpuUsage(figures.bubble_ratio, 5 << 30, 80 << 30)})
     metrics.set_planned_memory({"mesh0": 3 << 20})
     metrics.set_nodes("mesh0", ["10.0.0.1"])
     metrics.set_launch_phase("plan", 2.5 * promised)
@@ -300,6 +302,9 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
         "Duration of checkpoints/A": {("save",): 4.0},
         "Memory of meshes: planned and measured/A": {("mesh0",): 3 << 20},
         "Memory of meshes: planned and measured/B": {("mesh0",): 2 << 20},
+        "GPU utilisation of workers/A": {("mesh0", "1"): 0.4},
+        "GPU memory of workers/A": {("mesh0", "1"): 5 << 30},
+        "GPU memory of workers/B": {("mesh0", "1"): 80 << 30},
         "Compute time of each mesh/A": {(mesh.name,): 1.1 * mesh.compute_s for mesh in plan.meshes},
         "Seconds per action/A": {(s.action, s.stage): 1.1 * (s.end_s - s.start_s) for s in plan.slots},
     }

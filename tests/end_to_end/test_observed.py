@@ -15,6 +15,8 @@ NAME = "gpt-observed"
 NOT_OF_THIS_RUN = {
     "GPU utilisation": "no GPU and no DCGM exporter here; test_dashboard.py has its names",
     "GPU memory in use": "the same",
+    "GPU utilisation of workers": "no GPU here",
+    "GPU memory of workers": "the same",
     "MFU": "nobody knows the peak of a processor",
     "Metrics of the loss": "this loss returns nothing beside itself; test_dashboard.py has some",
     "Metrics of the evaluation": "the same",

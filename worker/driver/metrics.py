@@ -26,6 +26,7 @@ from prometheus_client.exposition import start_wsgi_server
 from worker.driver.model_flops import ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, snapshot, text
 from worker.driver.usage import StepUsage
+from worker.gpu_usage import GpuUsage
 from worker.program import COMPUTE_LANE
 
 SLOTS_PATH = "/metrics/slots"
@@ -120,6 +121,12 @@ class JobMetrics:
             "The most that a worker of a mesh held in the last finished step: allocated on CUDA, resident on CPU.",
             "mesh",
         )
+        for name, about in (
+            ("gpu_utilisation_ratio", "Share of time in which a kernel ran on a worker's GPU, by NVML."),
+            ("gpu_memory_used_bytes", "Memory in use on a worker's GPU, of all processes, by NVML."),
+            ("gpu_memory_total_bytes", "Memory of a worker's GPU, by NVML."),
+        ):
+            self._gauge(name, about, "mesh", "worker")
         self._gauge("mesh_info", "1 for each mesh, with the nodes that its workers run on.", "mesh", "nodes")
         self._gauge(
             "launch_phase_seconds",
@@ -205,6 +212,16 @@ class JobMetrics:
         self._counters["samples"].labels(self.job).inc(usage.samples)
         if usage.tokens is not None:
             self._counters["tokens"].labels(self.job).inc(usage.tokens)
+
+    def observe_gpus(self, gpus: Mapping[tuple[str, int], GpuUsage]) -> None:
+        """Take in what NVML told of the GPUs of workers, by mesh and worker."""
+        for (mesh, worker), usage in gpus.items():
+            for name, value in (
+                ("gpu_utilisation_ratio", usage.busy_ratio),
+                ("gpu_memory_used_bytes", usage.used_bytes),
+                ("gpu_memory_total_bytes", usage.total_bytes),
+            ):
+                self._gauges[name].labels(self.job, mesh, str(worker)).set(value)
 
     def set_nodes(self, mesh: str, nodes: Iterable[str]) -> None:
         """Take in on which nodes the workers of a mesh run."""

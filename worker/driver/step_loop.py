@@ -140,6 +140,8 @@ def _publish(
     reporter.step(record.report)
     metrics.observe_step(record.report, spans.step(record, profiled=keep_timeline))
     metrics.observe_usage(record.usage)
+    if record.gpus:
+        metrics.observe_gpus(record.gpus)
     if keep_timeline:
         reporter.timeline(record.timeline)
         metrics.set_timeline(record.timeline)

@@ -14,6 +14,7 @@ from worker.driver.metrics import JobMetrics
 from worker.driver.model_flops import ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS
 from worker.driver.usage import StepUsage
+from worker.gpu_usage import GpuUsage
 
 STARTED_AT = 1_790_000_000.25
 
@@ -326,3 +327,13 @@ def test_the_models_operations_a_second_are_told_and_mfu_where_the_peak_is_known
     got = scrape(endpoint)
     assert (value(got, "model_flops_per_second"), value(got, "mfu")) == (4e12, 0.5)
     assert value(got, "peak_flops_per_second") == 8e12
+
+
+def test_gpus_of_workers_are_told_as_nvml_has_them(metrics):
+    endpoint = metrics.serve()
+    assert not named(scrape(endpoint), "gpu_utilisation_ratio")
+    metrics.observe_gpus({("m1", 0): GpuUsage(0.5, 1 << 30, 8 << 30), ("m1", 1): GpuUsage(0.0, 7, 9)})
+    got = scrape(endpoint)
+    assert value(got, "gpu_utilisation_ratio", mesh="m1", worker="0") == 0.5
+    assert value(got, "gpu_memory_used_bytes", mesh="m1", worker="0") == 1 << 30
+    assert value(got, "gpu_memory_total_bytes", mesh="m1", worker="1") == 9
