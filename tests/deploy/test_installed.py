@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def test_what_was_installed_trains_a_job_of_one_step(image: Image, worker: Image
     """A Ray node from the one environment, the control plane from the other, and a job that both of them run."""
     dashboard, gcs, client, port = free_ports(4)
     shared = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
-    node = worker.environment | shared | {"OMP_NUM_THREADS": "1", "RAY_TMPDIR": f"/tmp/slr{os.getpid()}"}
+    node = worker.environment | shared | {"OMP_NUM_THREADS": "1"}
     start = [
         *("start", "--head", "--block", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
         *(f"--port={gcs}", "--metrics-export-port=0", f"--ray-client-server-port={client}"),
@@ -187,7 +188,10 @@ def test_what_was_installed_trains_a_job_of_one_step(image: Image, worker: Image
     }
     url = f"http://127.0.0.1:{port}"
     with (
-        _running(worker, ["ray", *start], node, tmp_path) as ray_log,
+        tempfile.TemporaryDirectory(
+            prefix="slr", ignore_cleanup_errors=True
+        ) as short,  # for names of sockets
+        _running(worker, ["ray", *start], node | {"RAY_TMPDIR": short}, tmp_path) as ray_log,
         _running(image, ["slotline", "serve"], plane, tmp_path) as log,
     ):
         _until_it_answers(f"{url}/readyz", 300, ray_log, log)
@@ -200,8 +204,8 @@ def test_what_was_installed_trains_a_job_of_one_step(image: Image, worker: Image
             assert time.monotonic() < deadline, f"{seen}{log.read_text()[-3000:]}"
             time.sleep(1)
         told = httpx.get(f"{url}/api/v1/jobs/{submitted['id']}/logs", timeout=60).text
-        assert (seen["state"], seen["step"]) == ("SUCCEEDED", 1), f"{seen}{told[-3000:]}"
-        assert 0 < seen["loss"] < 10
+        assert (seen["state"], seen["progress"]["step"]) == ("SUCCEEDED", 1), f"{seen}{told[-3000:]}"
+        assert 0 < seen["progress"]["loss"] < 10
     assert any(one.is_file() for one in (tmp_path / "kept").rglob("*")), "it saved what it had"
     assert "Traceback" not in log.read_text(), log.read_text()
 
