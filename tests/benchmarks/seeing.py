@@ -1,14 +1,15 @@
 """What it costs to see a step: slot timing, records, reports, metrics that are scraped, profiled steps, spans.
 
-`python -m tests.benchmarks.seeing`. One process trains the demo's larger GPT on two meshes by the real engine; what the
+`python -m tests.benchmarks.seeing [--model demo]`. One process trains a GPT on two meshes by the real engine; what the
 driver does with each step is done here too. Blocks of steps with everything and with nothing alternate, in random
 order within each pair, so that whatever else the machine does meets both alike. Off means that the engine reads no clock
 for a slot and makes none, and that nothing of a step is recorded.
 
 Two figures: the difference between the blocks, in processor time of the whole process and in wall time; and, as the
 machine's noise is larger than what is looked for, the processor time of the parts themselves, each measured around its
-call in the blocks that have it. The reports go over HTTP to a process that throws them away: what the control plane
-does with them is not a step's.
+call in the blocks that have it. What goes by the clock (heartbeats, scrapes, profiled steps) counts as often as it comes
+in a step for which each mesh has a core. The reports go over HTTP to a process that throws them away: what the control
+plane does with them is not a step's.
 """
 
 from __future__ import annotations
@@ -34,15 +35,22 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MODEL = {"layers": 8, "width": 256, "heads": 4, "length": 128}
+MODELS = {
+    "demo": {"layers": 6, "width": 96, "heads": 4, "length": 64},
+    "larger": {"layers": 8, "width": 256, "heads": 4, "length": 128},
+}
 MESHES, MICROBATCHES = 2, 8
 PROFILE_EVERY_S, SCRAPE_EVERY_S = 30.0, 5.0  # as SLOTLINE_PROFILE_EVERY_S and deploy/prometheus.yml have them
+HEARTBEAT_S = 1.0  # as worker/driver/report.py has it
+SLOTS, RECORD = "slots to the driver (pickled as Ray does)", "record of the step"
+METRICS, REPORT, PROFILED = "metrics, report and spans of the step", "report", "profiled step"
 AIM = 0.01
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="larger")
     parser.add_argument("--pairs", type=int, default=20, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=3, help="steps of a block")
     options = parser.parse_args()
@@ -51,7 +59,7 @@ def main() -> int:
     from workers import Workers
 
     torch.set_num_threads(1)
-    with _control_plane() as url, Workers(_job()) as run, _Seeing(run, url) as seeing:
+    with _control_plane() as url, Workers(_job(MODELS[options.model])) as run, _Seeing(run, url) as seeing:
         for step in (1, 2):
             seeing.on(step)
         step = 2
@@ -117,7 +125,7 @@ class _Seeing:
         report = self.control.report
 
         def timed(body: Any) -> Any:
-            with self.parts.of("report, its own thread"):
+            with self.parts.of(REPORT):
                 return report(body)
 
         self.control.report = timed  # type: ignore[method-assign]
@@ -155,9 +163,9 @@ class _Seeing:
         began = time.monotonic()
         results = self.run.step(step)
         self.slots = sum(len(result["slots"]) for result in results)
-        with self.parts.of("slots to the driver (pickled as Ray does)"):
+        with self.parts.of(SLOTS):
             results = [pickle.loads(pickle.dumps(result, protocol=5)) for result in results]
-        with self.parts.of("record of the step"):
+        with self.parts.of(RECORD):
             record = record_step(
                 step=step,
                 meshes=[f"m{index}" for index in range(MESHES)],
@@ -170,13 +178,13 @@ class _Seeing:
                 samples=32,
             )
         keep = time.monotonic() >= self.next_timeline
-        with self.parts.of("metrics, report and spans of the step"):
+        with self.parts.of(METRICS):
             self.reporter.step(record.report)
             self.metrics.observe_step(record.report, self.spans.step(record, profiled=keep))
             self.metrics.observe_usage(record.usage)
         if keep:
             self.next_timeline = time.monotonic() + PROFILE_EVERY_S
-            with self.parts.of("profiled step"):
+            with self.parts.of(PROFILED):
                 self.reporter.timeline(record.timeline)
                 self.metrics.set_timeline(record.timeline)
         self.steps += 1
@@ -238,9 +246,12 @@ def _tell(blocks: dict[bool, list[Block]], seeing: _Seeing, options: argparse.Na
     now = datetime.datetime.now(datetime.UTC)
     load = os.getloadavg()
     on, off = blocks[True], blocks[False]
-    step_cpu, step_wall = (statistics.median(getattr(b, n) for b in off) for n in ("cpu_s", "wall_s"))
+    step_cpu = statistics.median(block.cpu_s for block in off)
     print(f"\n{now:%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores, load average {load[0]:.1f} {load[1]:.1f}")
-    print(f"{MODEL}, {MESHES} meshes, {MICROBATCHES} microbatches, {seeing.slots} slots a step;", end=" ")
+    print(
+        f"{MODELS[options.model]}, {MESHES} meshes, {MICROBATCHES} microbatches, {seeing.slots} slots a step;",
+        end=" ",
+    )
     print(f"{options.pairs} blocks of {options.steps} steps of each kind, alternated\n")
     print("| a step | off | on | on over off, medians | pair by pair: median (quartiles) |")
     print("|---|---|---|---|---|")
@@ -253,26 +264,34 @@ def _tell(blocks: dict[bool, list[Block]], seeing: _Seeing, options: argparse.Na
             f"| {statistics.median(with_) / statistics.median(without) - 1:+.2%} "
             f"| {middle:+.2%} ({low:+.2%} … {high:+.2%}) |"
         )
-    per_step: dict[str, float] = {"clock and slots in the engine": _of_engine(seeing.slots)}
-    for part, seconds in seeing.parts.seconds.items():
-        if part == "profiled step":
-            per_step["profiled step, every 30 s"] = statistics.mean(seconds) * step_wall / PROFILE_EVERY_S
-        else:
-            per_step[part] = sum(seconds) / (options.pairs * options.steps)
-    per_step["scrape of both pages, every 5 s"] = _of_scrape(seeing) * step_wall / SCRAPE_EVERY_S
-    print("\n| part | processor µs a step | of a step's processor time |\n|---|---|---|")
+    steps = options.pairs * options.steps
+    per_step = {"clock and slots in the engine": _of_engine(seeing.slots)}
+    each = {part: statistics.mean(seconds) for part, seconds in seeing.parts.seconds.items()}
+    for part in (SLOTS, RECORD, METRICS):
+        per_step[part] = sum(seeing.parts.seconds[part]) / steps
+    by_clock = {
+        "report of a heartbeat, its own thread": (each[REPORT], HEARTBEAT_S),
+        "profiled step": (each[PROFILED], PROFILE_EVERY_S),
+        "scrape of both pages": (_of_scrape(seeing), SCRAPE_EVERY_S),
+    }
+    # a step as long as it is with a core for each mesh: here others take them, and what goes by the clock comes oftener
+    whole_s = step_cpu / MESHES
+    print("\n| part | processor µs | of a step's processor time |\n|---|---|---|")
     for part, seconds in per_step.items():
-        print(f"| {part} | {1e6 * seconds:.0f} | {seconds / step_cpu:.3%} |")
-    whole = sum(per_step.values())
-    verdict = "below" if whole / step_cpu < AIM else "ABOVE"
-    print(f"| all | {1e6 * whole:.0f} | {whole / step_cpu:.3%}, {verdict} the aim of {AIM:.0%} |")
+        print(f"| {part}, each step | {1e6 * seconds:.0f} | {seconds / step_cpu:.3%} |")
+    shares = [seconds / step_cpu for seconds in per_step.values()]
+    for part, (seconds, every_s) in by_clock.items():
+        shares.append(seconds * whole_s / every_s / step_cpu)
+        print(f"| {part}, every {every_s:g} s | {1e6 * seconds:.0f} | {shares[-1]:.3%} |")
+    verdict = "below" if sum(shares) < AIM else "ABOVE"
+    print(f"| all | | {sum(shares):.3%}, {verdict} the aim of {AIM:.0%} |")
     sys.stdout.flush()
 
 
-def _job() -> dict[str, Any]:
-    length = {"length": MODEL["length"]}
+def _job(model: dict[str, int]) -> dict[str, Any]:
+    length = {"length": model["length"]}
     return {
-        "model": {"factory": "worker.model.gpt:build", "args": MODEL},
+        "model": {"factory": "worker.model.gpt:build", "args": model},
         "data": {"factory": "worker.data.text:ByteWindows", "args": length},
         "loss": {"factory": "torch.nn.functional:cross_entropy"},
         "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
