@@ -72,6 +72,7 @@ def own_peak(precision: str) -> float | None:
     import torch
 
     numbers = precision
-    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+    # knows what was set in the old way and in the new; torch.get_float32_matmul_precision() raises for the new
+    if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         numbers = "tf32"
     return peak_of(torch.cuda.get_device_name(), numbers)

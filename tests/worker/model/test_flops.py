@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from worker.driver.model_flops import step_flops, whole_peak
 from worker.model import LayerProfile, gpt, measure_layers, trace
 from worker.model.flops import count_flops
-from worker.peaks import peak_of
+from worker.peaks import own_peak, peak_of
 
 ROWS, LENGTH, WIDTH, HEADS, VOCABULARY, LAYERS = 3, 16, 32, 4, 65, 2
 
@@ -124,6 +126,14 @@ def test_a_step_is_every_workers_layers_times_the_microbatches():
 )
 def test_peaks_are_the_vendors_dense_figures(name: str, numbers: str, tera: float | None):
     assert peak_of(name, numbers) == (None if tera is None else pytest.approx(tera * 1e12))
+
+
+def test_a_gpus_own_peak_is_of_the_numbers_that_it_multiplies(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert own_peak("bf16") == own_peak("fp16") == 989e12
+    assert own_peak("fp32") == 67e12
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert own_peak("fp32") == 494e12 and own_peak("bf16") == 989e12
 
 
 def test_the_peak_of_a_job_is_that_of_its_gpus():
