@@ -38,6 +38,7 @@ def build() -> models.Dashboard:
         [
             ("$name", _now()),
             ("Training", _training()),
+            ("Evaluation", _evaluation()),
             ("Plan and measurement", _plan()),
             ("Links", _links()),
             ("Last profiled step", _profiled()),
@@ -95,7 +96,9 @@ def _training() -> list[Any]:
             (f"histogram_quantile(0.5, {histogram})", "median"),
             (f"histogram_quantile(0.95, {histogram})", "95 %"),
             (_max("plan_step_seconds"), "planned"),
-            about="From the end of one step to the end of the next; planned: makespan, REDUCE and STEP.",
+            about="From the end of one step to the end of the next; planned: makespan, REDUCE and STEP. Points are single "
+            "steps: they name the step and its trace, where Prometheus keeps exemplars.",
+            exemplars=True,
         ),
         curves(
             "Samples per second",
@@ -110,6 +113,52 @@ def _training() -> list[Any]:
             (rate("tokens"), "tokens"),
             about="Empty where the samples are no sequences of tokens.",
             span=4,
+        ),
+        curves(
+            "Model FLOPs per second",
+            "flops",
+            (_max("model_flops_per_second"), "model"),
+            (_max("peak_flops_per_second"), "peak"),
+            about="Forward and backward of every sample, over the time of a step; what is computed again to save memory "
+            "does not count. Peak: what the job's accelerators could do, by their vendor, where that is known.",
+            span=6,
+        ),
+        curves(
+            "MFU",
+            "percentunit",
+            (_max("mfu"), "MFU"),
+            about="Model FLOPs per second over the peak of the job's accelerators; empty where that is unknown, as on CPU.",
+            span=6,
+        ),
+        curves(
+            "Metrics of the loss",
+            "short",
+            (f"max by (name) (slotline_job_metric{_JOB})", "{{name}}"),
+            about="What the loss returns beside itself, of the last finished step.",
+            span=12,
+            from_zero=False,
+        ),
+    ]
+
+
+def _evaluation() -> list[Any]:
+    return [
+        curves(
+            "Evaluation loss",
+            "short",
+            (_max("evaluation_loss"), "evaluation"),
+            (_max("train_loss"), "training"),
+            about="Of the last evaluation, beside that of the last finished step; empty where the job evaluates nothing.",
+            span=12,
+            from_zero=False,
+        ),
+        curves(
+            "Metrics of the evaluation",
+            "short",
+            (f"max by (name) (slotline_evaluation_metric{_JOB})", "{{name}}"),
+            about="What the loss returned beside itself in the last evaluation.",
+            span=12,
+            from_zero=False,
         ),
     ]
 
@@ -260,5 +309,23 @@ def _keeping() -> list[Any]:
             (f"max by (mesh) (slotline_planned_memory_bytes{_JOB})", "{{mesh}} planned"),
             (f"max by (mesh) (slotline_peak_memory_bytes{_JOB})", "{{mesh}} measured"),
             about="The most that a worker of each mesh holds.",
+        ),
+        curves(
+            "GPU utilisation of workers",
+            "percentunit",
+            (f"max by (mesh, worker) (slotline_gpu_utilisation_ratio{_JOB})", "{{mesh}}/{{worker}}"),
+            about="Share of time in which a kernel ran, by NVML; a receive that waits is a kernel too. Empty on CPU.",
+            span=12,
+        ),
+        curves(
+            "GPU memory of workers",
+            "bytes",
+            (f"max by (mesh, worker) (slotline_gpu_memory_used_bytes{_JOB})", "{{mesh}}/{{worker}} in use"),
+            (
+                f"max by (mesh, worker) (slotline_gpu_memory_total_bytes{_JOB})",
+                "{{mesh}}/{{worker}} there is",
+            ),
+            about="Of all processes on the GPU, by NVML: also what torch keeps and what NCCL takes. Empty on CPU.",
+            span=12,
         ),
     ]

@@ -93,9 +93,17 @@ def data_link(title: str, url: str) -> dashboard.DashboardLink:
 
 
 def query(
-    expression: str, name: str, legend: str | None = None, *, instant: bool = False, as_table: bool = False
+    expression: str,
+    name: str,
+    legend: str | None = None,
+    *,
+    instant: bool = False,
+    as_table: bool = False,
+    exemplars: bool = False,
 ) -> prometheus.Dataquery:
     made = prometheus.Dataquery().datasource(SOURCE).ref_id(name).expr(expression)
+    if exemplars:
+        made = made.exemplar(True)
     if legend is not None:
         made = made.legend_format(legend)
     if as_table:
@@ -111,8 +119,9 @@ def curves(
     span: int = 8,
     stacked: bool = False,
     from_zero: bool = True,
+    exemplars: bool = False,
 ) -> timeseries.Panel:
-    """Lines over time; a line a series of each query."""
+    """Lines over time; a line a series of each query, and points that lead to traces where the first has `exemplars`."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -131,7 +140,7 @@ def curves(
         panel = panel.min(0)
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
-    return _asked(panel, queries)
+    return _asked(panel, queries, exemplars=exemplars)
 
 
 def number(title: str, unit: str, expression: str, *, about: str, span: int = 4) -> stat.Panel:
@@ -188,9 +197,12 @@ def rows_of(
     )
 
 
-def _asked(panel: Any, queries: tuple[Query, ...], *, instant: bool = False) -> Any:
+def _asked(panel: Any, queries: tuple[Query, ...], *, instant: bool = False, exemplars: bool = False) -> Any:
     for place, (expression, legend) in enumerate(queries):
-        panel = panel.with_target(query(expression, chr(ord("A") + place), legend, instant=instant))
+        name = chr(ord("A") + place)
+        panel = panel.with_target(
+            query(expression, name, legend, instant=instant, exemplars=exemplars and place == 0)
+        )
     return panel
 
 

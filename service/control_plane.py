@@ -26,6 +26,7 @@ from service.orchestrator.ray_jobs import Cluster, RayCluster
 from service.settings import Settings
 from service.store.database import Database
 from service.store.leader import sole_user
+from service.trace_export import exported
 
 _STOP_LIMIT_S = 10.0
 
@@ -48,6 +49,7 @@ async def run_control_plane(
 ) -> AsyncIterator[ControlPlane]:
     """A control plane that works until the context is left."""
     async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(exported())
         database = Database(settings.sqlalchemy_url)
         stack.push_async_callback(database.close)
         await stack.enter_async_context(sole_user(database))

@@ -25,6 +25,7 @@ from worker.engine import Engine, Plans, SlotLimits
 from worker.engine.tensor_share import TensorShare
 from worker.evaluation import EvaluationProgram, Evaluator
 from worker.failure import as_failure, attributed_to
+from worker.gpu_usage import GpuMeter
 from worker.job import Job
 from worker.measuring import Measuring
 from worker.memory import PeakMemory
@@ -33,6 +34,7 @@ from worker.model.batch_norms import batch_norm_notes
 from worker.model.evaluating import EvaluationEdge
 from worker.model.shipping import Values
 from worker.node import WorkerAddress, own_node_address
+from worker.peaks import own_peak
 from worker.profile_key import profile_key
 from worker.program import program_from_json
 from worker.reading import StageReader
@@ -66,6 +68,7 @@ class Worker(Measuring, Saving):
         self._reader: StageReader | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
+        self._gpu = GpuMeter(device)
         self._planned_bytes: int | None = None
         self._evaluated: EvaluationBatches | None = None
         self._evaluator: Evaluator | None = None
@@ -87,6 +90,10 @@ class Worker(Measuring, Saving):
             process_id=os.getpid(),
             device=self._device,
         )
+
+    def own_peak(self) -> float | None:
+        """What this worker's GPU could do in the job's precision, in operations a second; None: not known."""
+        return own_peak(self._job.training.precision)
 
     def clock(self) -> float:
         """This process's monotonic clock, in seconds."""
@@ -284,6 +291,7 @@ class Worker(Measuring, Saving):
             "slots": result.slots,
             "peak_memory_bytes": self._memory.read(),
             "tokens_per_sample": self._batches.tokens_per_sample,
+            "gpu": self._gpu.read(),
         }
 
     def evaluation_size(self) -> EvaluationSize:

@@ -29,6 +29,7 @@ UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
 Clean = AfterValidator(printable)
 CleanLabel = AfterValidator(lru_cache(10_000)(printable))  # thousands of slots name the same few things
 Label = Annotated[str, Field(max_length=100), CleanLabel]
+SpanId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 _OF_OTHERS = {"state", "waiting", "ending", "silent", "removed", "end", "line", "message", "open", "error"}
@@ -126,6 +127,17 @@ class ReportedBest(ReportedCheckpoint):
     value: Finite
 
 
+class ReportedSpan(_FromDriver):
+    """Something that the attempt did; below the attempt's own span where it names no parent."""
+
+    name: Label
+    span_id: SpanId
+    parent_id: SpanId | None = None
+    started_at: UnixTime
+    ended_at: UnixTime
+    attributes: Annotated[dict[Label, bool | int | float | str | None], Field(max_length=64)] = {}
+
+
 class ReportIn(_FromDriver):
     sequence: Sequence64
     state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
@@ -138,6 +150,7 @@ class ReportIn(_FromDriver):
     checkpoint: ReportedCheckpoint | None = None
     evaluations: Annotated[list[ReportedEvaluation], Field(max_length=10_000)] = []
     best_checkpoint: ReportedBest | None = None
+    spans: Annotated[list[ReportedSpan], Field(max_length=10_000)] = []
 
 
 class ReportAnswer(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from service.api.driver_schemas import (
     AttemptGiven,
     PlanRequest,
     ReportAnswer,
+    ReportedSpan,
     ReportedStep,
     ReportIn,
 )
@@ -48,6 +50,7 @@ from service.store.secrets import MissingSecretError, open_secrets, stored_names
 from service.store.steps import StepRecord
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord
+from service.tracing import Span, attempt_context, exporting, record
 from worker.costs import costs_digest
 from worker.reasons import Reason
 
@@ -167,7 +170,34 @@ async def report(attempt: DriverAttempt, service: Current, body: ReportIn) -> Re
         )
     if body.state is not None:
         service.wake()
+    if body.spans and exporting():
+        await _record_spans(service, attempt, body.spans)
     return ReportAnswer(command=command)
+
+
+async def _record_spans(service: Service, attempt: Attempt, spans: Sequence[ReportedSpan]) -> None:
+    """Export what the driver says that it did; a report that comes twice has the same spans."""
+    async with service.database.read() as session:
+        job = await find_job(session, attempt.job_id)
+    context = None if job is None else attempt_context(job.traceparent, attempt.id)
+    if context is None:
+        return
+    for span in spans:
+        record(
+            Span(
+                span.name,
+                replace(context, span_id=span.span_id),
+                span.started_at,
+                span.ended_at,
+                parent_id=span.parent_id or context.span_id,
+                attributes={
+                    **span.attributes,
+                    "slotline.job": attempt.job_id,
+                    "slotline.attempt": attempt.number,
+                },
+                of_driver=True,
+            )
+        )
 
 
 async def _secrets(service: Service, job: Job) -> dict[str, str]:

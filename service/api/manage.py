@@ -31,6 +31,7 @@ from service.store.jobs import PageKey
 from service.store.packages import find_package
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
+from service.tracing import REQUEST
 from worker.logs import TraceParent
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
@@ -60,8 +61,8 @@ async def submit(
     job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
         await check_references(service, spec, caller)
-        trace = TraceParent.read(traceparent) or TraceParent.new()
-        job = await _create_once(service, spec, caller, idempotency_key, digest, str(trace.child()))
+        trace = REQUEST.get() or TraceParent.read(traceparent) or TraceParent.new()
+        job = await _create_once(service, spec, caller, idempotency_key, digest, str(trace))
     if job.request_digest != digest:
         raise ProblemError(
             409,

@@ -19,6 +19,7 @@ from service.orchestrator.decide import GiveUp, after_failure
 from service.store.attempts import attempts_of, find_attempt
 from service.store.evaluations import EvaluationRecord, record_evaluations
 from service.store.post_mortems import keep_post_mortem
+from service.store.spans import note_attempt
 from service.store.states import add_event, lock_job, move_attempt, move_job
 from service.store.steps import StepRecord, record_steps
 from service.store.tables import Attempt, Job
@@ -141,6 +142,7 @@ async def end_attempt(
     if state is AttemptState.FAILED:
         reason, message = reason or Reason.INTERNAL, message or "no message was given"
     move_attempt(attempt, state, at=at, reason=reason, message=message)
+    note_attempt(session, job, attempt, at=at)
     if state is AttemptState.FAILED:
         await keep_post_mortem(session, attempt, at=at)
     if state is AttemptState.SUCCEEDED:

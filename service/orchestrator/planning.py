@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from service.instruments import PLANNING_SECONDS
 from service.orchestrator.explaining import StoredStep, explain_step
 from service.orchestrator.planning_line import Line, Load
+from service.tracing import record_within
 
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
@@ -130,7 +131,9 @@ class Planner:
             outcome = _OUTCOMES[type(error)]
             raise
         finally:
-            PLANNING_SECONDS.labels(outcome).observe(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            PLANNING_SECONDS.labels(outcome).observe(seconds)
+            record_within("plan", seconds, error=None if outcome == "planned" else outcome)
 
     async def _in_turn(
         self, function: Callable[..., str], arguments: tuple[Any, ...], attempt: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,10 @@ from service.store.database import Database, utc_now
 from service.store.jobs import find_job
 from service.store.packages import package_content
 from service.store.secrets import MissingSecretError, open_secrets, stored_environment, stored_names
+from service.store.spans import record_submission
 from service.store.states import lock_job
 from service.store.tables import Attempt, Job
+from service.tracing import attempt_context, exporting
 from worker.costs import REQUEST_VARIABLE
 from worker.reasons import Reason
 from worker.weights.request import REQUEST_VARIABLE as EXPORT_VARIABLE
@@ -42,6 +45,7 @@ class Submitter:
 
         Repeating it after a lost answer is safe: the id is the attempt's.
         """
+        began = time.time()
         try:
             await self._cluster.submit(await self._submission(attempt))
         except (MissingSecretError, NoKeyError) as error:
@@ -52,6 +56,7 @@ class Submitter:
             return None
         except ClusterError as error:
             return End(AttemptState.FAILED, Reason.START_REFUSED, str(error))
+        record_submission(job, attempt, began, time.time())
         async with self._database.write() as session:
             fresh = await find_attempt(session, attempt.id)
             if fresh is not None and fresh.submitted_at is None:
@@ -113,7 +118,7 @@ class Submitter:
                 "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
                 "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
                 "SLOTLINE_LOG_FORMAT": self._settings.log_format,
-                **({"SLOTLINE_TRACEPARENT": job.traceparent} if job.traceparent else {}),
+                **_trace(job, attempt),
             },
             metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
             working_dir=await self._working_dir(stored(job.spec, "code", "working_dir", "")),
@@ -134,3 +139,11 @@ class Submitter:
         if content is None:
             raise ClusterError(f"package {digest} is gone from the store: upload it again")
         return await self._cluster.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
+
+
+def _trace(job: Job, attempt: Attempt) -> dict[str, str]:
+    """The attempt's span, below which its driver's are; whether it should report any."""
+    context = attempt_context(job.traceparent, attempt.id)
+    if context is None:
+        return {}
+    return {"SLOTLINE_TRACEPARENT": str(context)} | ({"SLOTLINE_SPANS": "1"} if exporting() else {})

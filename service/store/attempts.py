@@ -11,6 +11,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import AttemptState, JobState
+from service.store.spans import note_wait
 from service.store.states import move_job
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
 
@@ -37,6 +38,7 @@ async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: da
     )
     session.add(attempt)
     job.current_attempt, job.not_before = attempt.id, None
+    await note_wait(session, job, until=at)
     move_job(
         session,
         job,

@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 
 from service.instruments import DATABASE_SECONDS
 from service.outage import Outage
+from service.store.spans import record_noted
 
 logger = logging.getLogger(__name__)
 AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
@@ -117,8 +118,10 @@ class Database:
         """
         async with self.engine.connect() as connection:
             connection = await connection.execution_options(slotline_write=True)
-            async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
-                yield session
+            async with AsyncSession(connection, expire_on_commit=False) as session:
+                async with session.begin():
+                    yield session
+                record_noted(session)
 
 
 def _migrate(connection: Connection) -> None:

@@ -12,6 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import TRANSITIONS, AttemptState, JobState
+from service.store.spans import note_job
 from service.store.tables import WITHOUT_SPEC, Attempt, Event, Job
 
 _MESSAGE_LIMIT = 20_000
@@ -58,6 +59,7 @@ def move_job(
         job.started_at = at
     if to.final:
         job.finished_at = at
+        note_job(session, job, at=at)
     described = f"{to}: {reason}" if reason else str(to)
     told = f"{described}: {message}" if message else described
     add_event(session, job, "state", told, at=at, attempt=attempt, by=by)

@@ -12,7 +12,20 @@ from typing import Any
 
 ONE_JOB = {"slotline-job", "slotline-timeline"}
 SOURCES = {"prometheus": "${datasource}", "grafana-postgresql-datasource": "${database}"}
-UNITS = {"none", "short", "s", "µs", "h", "percent", "percentunit", "bytes", "mbytes", "Bps", "reqps"}
+UNITS = {
+    "none",
+    "short",
+    "s",
+    "µs",
+    "h",
+    "percent",
+    "percentunit",
+    "bytes",
+    "flops",
+    "mbytes",
+    "Bps",
+    "reqps",
+}
 COUNTER = re.compile(r"\b[a-zA-Z_]+_(?:total|count|sum|bucket)\b")
 OF_THE_STORE = (
     *("jobs", "queue_depth", "attempts_total", "queue_wait_seconds_bucket", "queue_oldest_wait_seconds"),

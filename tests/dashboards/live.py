@@ -95,6 +95,7 @@ def prometheus(folder: Path, *control_planes: str, gpus: str | None = None) -> I
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)
     flags = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    flags += ["--enable-feature=exemplar-storage"]  # as deploy/compose.yaml has it
     flags += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([PROMETHEUS, *flags], stdout=log, stderr=log)

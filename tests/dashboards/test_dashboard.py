@@ -28,7 +28,9 @@ from service.store.tables import Job, JobPlan
 from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prometheus, wait_for_data
 from tests.service.api.pages.seed import Site, job_spec, seeded_site
 from worker.driver.metrics import JobMetrics
+from worker.driver.model_flops import ModelFlops
 from worker.driver.usage import StepUsage
+from worker.gpu_usage import GpuUsage
 
 
 @dataclass
@@ -72,6 +74,8 @@ DATA_S = 200.0
 """Every query has data some twenty seconds after the first scrape."""
 PERIOD_S = {SHOWN: 0.05, OTHER: 0.02}
 LINK_BYTES = 1000
+FLOPS = 10**12
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 @pytest.fixture(scope="module")
@@ -183,11 +187,14 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
         },
         step_s=promised * plan["makespan_s"],
     )
+    metrics.observe_gpus({("mesh0", 1): GpuUsage(figures.bubble_ratio, 5 << 30, 80 << 30)})
     metrics.set_planned_memory({"mesh0": 3 << 20})
     metrics.set_nodes("mesh0", ["10.0.0.1"])
     metrics.set_launch_phase("plan", 2.5 * promised)
     metrics.set_checkpoint("save", 4.0 * promised)
     idle = {"fill": figures.step_s, "waits": figures.step_s / 2}
+    metrics.set_model_flops(ModelFlops(int(FLOPS * figures.step_s * figures.bubble_ratio), FLOPS))
+    metrics.observe_evaluation({"loss": 2 * figures.loss, "metrics": {"accuracy": figures.loss / 2}})
     metrics.observe_usage(StepUsage(3 * figures.step_s, idle, samples=8, tokens=8 * 32))
     metrics.observe_step(
         {
@@ -199,7 +206,9 @@ def _tell(metrics: JobMetrics, site: Site, figures: Figures, step: int, *, timel
             "exposed_transfer_s": figures.exposed_transfer_s,
             "overlap_ratio": figures.overlap_ratio,
             "peak_memory_bytes": {"mesh0": 2 << 20},
-        }
+            "metrics": {"accuracy": figures.loss / 4},
+        },
+        {"trace_id": TRACE_ID, "span_id": f"{step:016x}", "step": str(step)},
     )
     if timeline:
         scaled = _scaled(plan["slots"], figures.slower)
@@ -237,6 +246,22 @@ def test_every_query_of_the_dashboards_has_data(run: Run):
         time.sleep(0.5)
 
 
+def test_the_step_time_leads_to_single_steps_and_their_traces(run: Run):
+    """Prometheus asks for OpenMetrics, the driver answers with exemplars, and the panel's own query finds them."""
+    panels = json.loads((ROOT / "dashboards" / "slotline-job.json").read_text())["panels"]
+    targets = [t for panel in panels if panel["title"] == "Step time" for t in panel["targets"]]
+    assert [t.get("exemplar") for t in targets] == [True, None, None]
+    run.answers()
+    now = time.time()
+    expression = targets[0]["expr"].replace("$job", run.site.running).replace("$__rate_interval", "10s")
+    series = run.server.get("query_exemplars", query=expression, start=now - 600, end=now)
+    found = [one for s in series for one in s["exemplars"]]
+    assert {s["seriesLabels"]["job"] for s in series} == {run.site.running} and found
+    for one in found:
+        assert one["labels"]["trace_id"] == TRACE_ID and float(one["value"]) in (SHOWN.step_s, EARLIER.step_s)
+        assert int(one["labels"]["span_id"], 16) == int(one["labels"]["step"]) > 0
+
+
 # What Prometheus answers for steps that all take as long: a place within the bucket, from 0.025 to 0.05 s.
 BUCKET_S = (0.025, 0.05)
 
@@ -254,6 +279,13 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
         "Step time/C": plan.makespan_s,
         "Makespan: planned and measured/A": plan.makespan_s,
         "Makespan: planned and measured/B": plan.makespan_s * 1.1,
+        "Model FLOPs per second/A": 0.4 * FLOPS,
+        "Model FLOPs per second/B": FLOPS,
+        "MFU/A": 0.4,
+        "Metrics of the loss/A": {("accuracy",): 0.175},
+        "Evaluation loss/A": 1.4,
+        "Evaluation loss/B": 0.7,
+        "Metrics of the evaluation/A": {("accuracy",): 0.35},
         "Bubble: planned and measured/A": plan.bubble_ratio,
         "Bubble: planned and measured/B": 0.4,
         "Computing over plan/A": {(f"mesh{mesh}",): 1.25 for mesh in range(3)},
@@ -270,6 +302,9 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
         "Duration of checkpoints/A": {("save",): 4.0},
         "Memory of meshes: planned and measured/A": {("mesh0",): 3 << 20},
         "Memory of meshes: planned and measured/B": {("mesh0",): 2 << 20},
+        "GPU utilisation of workers/A": {("mesh0", "1"): 0.4},
+        "GPU memory of workers/A": {("mesh0", "1"): 5 << 30},
+        "GPU memory of workers/B": {("mesh0", "1"): 80 << 30},
         "Compute time of each mesh/A": {(mesh.name,): 1.1 * mesh.compute_s for mesh in plan.meshes},
         "Seconds per action/A": {(s.action, s.stage): 1.1 * (s.end_s - s.start_s) for s in plan.slots},
     }

@@ -5,13 +5,16 @@ Some minutes and gigabytes of packages, so only where SLOTLINE_IMAGE_TESTS is se
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +151,96 @@ def test_the_cpu_image_of_a_node_has_buckets_and_no_cuda(worker: Image, tmp_path
     assert [name.partition(".")[0] for name in done.stdout.split()] == ["s3fs", "gcsfs"]
 
 
+def test_what_was_installed_trains_a_job_of_one_step(image: Image, worker: Image, tmp_path: Path):
+    """A Ray node from the one environment, the control plane from the other, and a job that both of them run."""
+    dashboard, gcs, client, port = free_ports(4)
+    shared = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
+    node = worker.environment | shared | {"OMP_NUM_THREADS": "1"}
+    start = [
+        *("start", "--head", "--block", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+        *(f"--port={gcs}", "--metrics-export-port=0", f"--ray-client-server-port={client}"),
+        *("--node-ip-address=127.0.0.1", "--num-cpus=2", '--resources={"slotline_worker": 2}'),
+        *("--dashboard-agent-listen-port=0", "--object-store-memory=134217728"),
+    ]
+    plane = image.environment | {
+        "SLOTLINE_PORT": str(port),
+        "SLOTLINE_OPEN_ACCESS": "true",
+        "SLOTLINE_DATA_DIR": str(tmp_path / "data"),
+        "SLOTLINE_DRIVER_RAY_ADDRESS": f"127.0.0.1:{gcs}",
+        "SLOTLINE_METRICS_LINGER_S": "0",
+        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "RAY_AUTH_TOKEN": shared["RAY_AUTH_TOKEN"],
+    }
+    length = {"length": 16}
+    job = {
+        "name": "one-step",
+        "model": {
+            "factory": "worker.model.gpt:build",
+            "args": {"layers": 2, "width": 16, "heads": 2} | length,
+        },
+        "data": {"factory": "worker.data.text:ByteWindows", "args": length},
+        "loss": {"factory": "torch.nn.functional:cross_entropy"},
+        "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
+        "training": {"steps": 1, "global_batch": 4, "microbatches": 2},
+        "pipeline": {"stages": 2, "schedule": "auto"},
+        "resources": {"meshes": 2, "device": "cpu"},
+        "checkpoint": {"uri": str(tmp_path / "kept"), "every_steps": 1},
+    }
+    url = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="slr", ignore_cleanup_errors=True
+        ) as short,  # for names of sockets
+        _running(worker, ["ray", *start], node | {"RAY_TMPDIR": short}, tmp_path) as ray_log,
+        _running(image, ["slotline", "serve"], plane, tmp_path) as log,
+    ):
+        _until_it_answers(f"{url}/readyz", 300, ray_log, log)
+        submitted = httpx.post(f"{url}/api/v1/jobs", json=job, timeout=60).raise_for_status().json()
+        deadline = time.monotonic() + 600
+        while (seen := httpx.get(f"{url}/api/v1/jobs/{submitted['id']}", timeout=60).json())["state"] not in (
+            "SUCCEEDED",
+            "FAILED",
+        ):
+            assert time.monotonic() < deadline, f"{seen}{log.read_text()[-3000:]}"
+            time.sleep(1)
+        told = httpx.get(f"{url}/api/v1/jobs/{submitted['id']}/logs", timeout=60).text
+        assert (seen["state"], seen["progress"]["step"]) == ("SUCCEEDED", 1), f"{seen}{told[-3000:]}"
+        assert 0 < seen["progress"]["loss"] < 10
+    assert any(one.is_file() for one in (tmp_path / "kept").rglob("*")), "it saved what it had"
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@contextlib.contextmanager
+def _running(image: Image, command: list[str], environment: dict[str, str], folder: Path) -> Iterator[Path]:
+    """A process of an image, away from the sources, until the context is left; its log."""
+    log = folder / f"{command[0]}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            executable=image.prefix / "bin" / command[0],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(90)
+
+
+def _until_it_answers(url: str, limit_s: float, *logs: Path) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        assert time.monotonic() < deadline, "\n".join(log.read_text()[-3000:] for log in logs)
+        try:
+            httpx.get(url, timeout=5).raise_for_status()
+            return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+
+
 def test_it_serves_and_plans_with_what_was_installed(image: Image, tmp_path: Path):
     """`slotline serve` as the image starts it, away from the sources; it shows its pages and makes a plan."""
     (port,) = free_ports(1)
@@ -156,26 +249,9 @@ def test_it_serves_and_plans_with_what_was_installed(image: Image, tmp_path: Pat
         "SLOTLINE_OPEN_ACCESS": "true",
         "RAY_ADDRESS": "http://127.0.0.1:9",
     }
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            ["slotline", "serve"],
-            executable=image.prefix / "bin" / "slotline",
-            cwd=tmp_path,
-            env=given,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 120
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            try:
-                httpx.get(f"{url}/healthz", timeout=5).raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(0.5)
+    url = f"http://127.0.0.1:{port}"
+    with _running(image, ["slotline", "serve"], given, tmp_path) as log:
+        _until_it_answers(f"{url}/healthz", 120, log)
         assert "<html" in httpx.get(url, timeout=30).raise_for_status().text
         stages = [{"name": f"s{i}", "mesh": f"m{i}", "forward_s": 1, "backward_input_s": 1} for i in range(2)]
         spec = {
@@ -187,7 +263,4 @@ def test_it_serves_and_plans_with_what_was_installed(image: Image, tmp_path: Pat
         }
         plan = httpx.post(f"{url}/api/v1/plans", json=spec, timeout=120).raise_for_status().json()
         assert plan["makespan_s"] == pytest.approx(6)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
     assert "Traceback" not in log.read_text(), log.read_text()

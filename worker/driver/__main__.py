@@ -16,6 +16,7 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
 from worker.driver.report import Reporter
+from worker.driver.spans import Spans
 from worker.driver.termination import Termination
 from worker.driver.trainer import Attempt
 from worker.logs import TraceParent, bind, set_up
@@ -44,7 +45,7 @@ def main() -> int:
         os.environ["SLOTLINE_ATTEMPT_ID"],
         os.environ["SLOTLINE_ATTEMPT_TOKEN"],
         mask=mask,
-        traceparent=str(trace.child()) if trace else None,
+        traceparent=str(trace) if trace else None,  # the attempt's own span
     )
     try:
         given = control.attempt()
@@ -66,7 +67,8 @@ def main() -> int:
     )
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)
-    outcome = run_attempt(attempt, control, reporter, metrics, termination)
+    spans = Spans.from_environment(reporter.span)
+    outcome = run_attempt(attempt, control, reporter, metrics, termination, spans)
     if outcome.state == "FAILED":
         log.error(
             "attempt %s of job %s failed: %s: %s",

@@ -13,6 +13,7 @@ from worker.driver.launch import Launch
 from worker.driver.metrics import JobMetrics
 from worker.driver.metrics_port import serve_in_range
 from worker.driver.report import Reporter
+from worker.driver.spans import Spans
 from worker.driver.stopping import AskedToStop, Cancelled
 from worker.driver.termination import Termination
 from worker.driver.trainer import Attempt, Trainer
@@ -39,9 +40,15 @@ def run_attempt(
     reporter: Reporter,
     metrics: JobMetrics,
     termination: Termination,
+    spans: Spans,
 ) -> Outcome:
     """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
-    launch = Launch(metrics.set_launch_phase)
+
+    def launched(phase: str, seconds: float) -> None:
+        metrics.set_launch_phase(phase, seconds)
+        spans.ended(f"launch: {phase}", seconds)
+
+    launch = Launch(launched)
     try:
         job = Job.from_json(attempt.spec)
         address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
@@ -51,7 +58,7 @@ def run_attempt(
             reporter.metrics_endpoint(_serve_metrics(metrics))
             launch.ended("connect")
             trainer = Trainer(
-                attempt, job, control=control, reporter=reporter, metrics=metrics, launch=launch
+                attempt, job, control=control, reporter=reporter, metrics=metrics, launch=launch, spans=spans
             )
             ended_early = trainer.train()
         finally:

@@ -23,9 +23,11 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import start_wsgi_server
 
+from worker.driver.model_flops import ModelFlops
 from worker.driver.scaling import StepScaling
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, snapshot, text
 from worker.driver.usage import StepUsage
+from worker.gpu_usage import GpuUsage
 from worker.program import COMPUTE_LANE
 
 SLOTS_PATH = "/metrics/slots"
@@ -81,6 +83,7 @@ class JobMetrics:
             registry=self.profiled_registry,  # hundreds of series that change with a profiled step only
             buckets=_ACTION_BUCKETS,
         )
+        self._model_flops: ModelFlops | None = None
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
         self._counter("samples", "Samples that were trained on.")
@@ -100,6 +103,14 @@ class JobMetrics:
         self._gauge("evaluation_metric", "A metric that the loss returned in the last evaluation.", "name")
         self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
         self._gauge("learning_rate", "Learning rate of the last finished step.")
+        self._gauge(
+            "model_flops_per_second",
+            "Floating point operations of the model a second in the last finished step; recomputation is none.",
+        )
+        self._gauge("peak_flops_per_second", "What the accelerators of the job could do, by their vendor.")
+        self._gauge(
+            "mfu", "Share of that which the model got in the last finished step, where both are known."
+        )
         self._gauge("makespan_seconds", "Measured makespan of the last finished step.")
         self._gauge("bubble_ratio", "Measured bubble of the last finished step.")
         self._gauge(
@@ -115,6 +126,12 @@ class JobMetrics:
             "The most that a worker of a mesh held in the last finished step: allocated on CUDA, resident on CPU.",
             "mesh",
         )
+        for name, about in (
+            ("gpu_utilisation_ratio", "Share of time in which a kernel ran on a worker's GPU, by NVML."),
+            ("gpu_memory_used_bytes", "Memory in use on a worker's GPU, of all processes, by NVML."),
+            ("gpu_memory_total_bytes", "Memory of a worker's GPU, by NVML."),
+        ):
+            self._gauge(name, about, "mesh", "worker")
         self._gauge("mesh_info", "1 for each mesh, with the nodes that its workers run on.", "mesh", "nodes")
         self._gauge(
             "launch_phase_seconds",
@@ -146,10 +163,14 @@ class JobMetrics:
             "plan_slots_dropped", f"Slots of the plan beyond the first {MAX_SLOTS}, not exposed one by one."
         )
 
-    def observe_step(self, step: Mapping[str, Any]) -> None:
-        """Take in one finished step, a `steps` item of a report; what is absent or null is skipped."""
+    def observe_step(self, step: Mapping[str, Any], exemplar: Mapping[str, str] | None = None) -> None:
+        """Take in one finished step, a `steps` item of a report; what is absent or null is skipped.
+
+        `exemplar` says where to look the step up: its trace, its span, its number.
+        """
         if (seconds := step.get("step_s")) is not None:
-            self._step_seconds.labels(self.job).observe(seconds)
+            self._step_seconds.labels(self.job).observe(seconds, dict(exemplar) if exemplar else None)
+            self._observe_flops(seconds)
         self._set("step", step.get("step"))
         self._set("train_loss", step.get("loss"))
         self._set_labelled("job_metric", step.get("metrics") or {})
@@ -160,6 +181,19 @@ class JobMetrics:
         self._set("exposed_transfer_seconds", step.get("exposed_transfer_s"))
         self._set("overlap_ratio", step.get("overlap_ratio"))
         self._set_labelled("peak_memory_bytes", step.get("peak_memory_bytes") or {})
+
+    def _observe_flops(self, step_s: float) -> None:
+        if (flops := self._model_flops) is None or step_s <= 0:
+            return
+        per_s = flops.step / step_s
+        self._set("model_flops_per_second", per_s)
+        if flops.peak_per_s is not None:
+            self._set("mfu", per_s / flops.peak_per_s)
+
+    def set_model_flops(self, flops: ModelFlops | None) -> None:
+        """Take in what a step computes, and its accelerators could; None: not known."""
+        self._model_flops = flops
+        self._set("peak_flops_per_second", None if flops is None else flops.peak_per_s)
 
     def observe_evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Take in one evaluation, an `evaluations` item of a report."""
@@ -190,6 +224,16 @@ class JobMetrics:
         self._set("loss_scale", scaling.loss_scale)
         for reason, skipped in (("overflow", scaling.overflowed), ("not_finite", scaling.not_finite)):
             self._counters["skipped_steps"].labels(self.job, reason).inc(skipped)
+
+    def observe_gpus(self, gpus: Mapping[tuple[str, int], GpuUsage]) -> None:
+        """Take in what NVML told of the GPUs of workers, by mesh and worker."""
+        for (mesh, worker), usage in gpus.items():
+            for name, value in (
+                ("gpu_utilisation_ratio", usage.busy_ratio),
+                ("gpu_memory_used_bytes", usage.used_bytes),
+                ("gpu_memory_total_bytes", usage.total_bytes),
+            ):
+                self._gauges[name].labels(self.job, mesh, str(worker)).set(value)
 
     def set_nodes(self, mesh: str, nodes: Iterable[str]) -> None:
         """Take in on which nodes the workers of a mesh run."""

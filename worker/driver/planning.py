@@ -103,6 +103,7 @@ class Planner:
     ):
         self._job = job
         self._profiles: dict[str, LayerProfile] = {}
+        self.profiles: list[LayerProfile | None] = []  # of each worker, once it is planned
         self._planned: PlannedJob | None = None
         self._traced_for: int | None = None  # the number of microbatches whose graph all workers have
         self._control = control
@@ -152,6 +153,7 @@ class Planner:
         measured |= of_meshes_json(self._profiles, keys, self._mesh_size_of_workers(), profiles)
         planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
+        self.profiles = [self._profiles.get(of[planned.microbatches]) for of in keys]
         self._trace_once(planned.microbatches)
         self._check_shares(planned)
         self._reporter.event(

@@ -25,6 +25,7 @@ HEARTBEAT_S = 1.0
 MAX_STEPS_PER_REPORT = 2_000
 MAX_EVENTS_PER_REPORT = 1_000
 MAX_WAITING_SLOTS = 200_000
+MAX_WAITING_SPANS = 1_000
 
 
 FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -37,12 +38,13 @@ class _Pending:
     timelines: deque[dict[str, Any]] = field(default_factory=deque)
     events: deque[dict[str, Any]] = field(default_factory=deque)
     states: deque[dict[str, Any]] = field(default_factory=deque)
+    spans: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_WAITING_SPANS))
     checkpoint: dict[str, Any] | None = None
     best_checkpoint: dict[str, Any] | None = None
 
     def anything(self) -> bool:
         lists = self.steps or self.evaluations or self.timelines or self.events or self.states
-        return bool(lists or self.checkpoint or self.best_checkpoint)
+        return bool(lists or self.spans or self.checkpoint or self.best_checkpoint)
 
 
 class Reporter:
@@ -95,6 +97,10 @@ class Reporter:
 
     def event(self, kind: str, message: str) -> None:
         self._add("events", {"at": time.time(), "kind": kind, "message": message})
+
+    def span(self, span: Mapping[str, Any]) -> None:
+        """Report a span; while the control plane is away only the newest are kept."""
+        self._add("spans", dict(span))
 
     def checkpoint(self, step: int, uri: str) -> None:
         with self._lock:
@@ -183,7 +189,7 @@ class Reporter:
         """Keep what is worth another try of a report that was refused: its least important part goes first,
         what is left of its state last. False when nothing is."""
         for part in (
-            *("timelines", "events", "steps", "evaluations"),
+            *("spans", "timelines", "events", "steps", "evaluations"),
             *("metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
         ):
             if body[part]:
@@ -209,6 +215,7 @@ class Reporter:
             ]
             before = p.steps or p.evaluations or p.timelines or p.events
             change = p.states.popleft() if p.states and not before else {}
+            spans, p.spans = list(p.spans), _Pending().spans
             checkpoint, p.checkpoint = p.checkpoint, None
             best, p.best_checkpoint = p.best_checkpoint, None
             self._sequence += 1
@@ -224,6 +231,7 @@ class Reporter:
                 "metrics_endpoint": self._metrics_endpoint,
                 "checkpoint": checkpoint,
                 "best_checkpoint": best,
+                "spans": spans,
             }
 
 

@@ -22,6 +22,7 @@ from worker.driver.metrics import JobMetrics
 from worker.driver.planning import PlannedJob
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
+from worker.driver.spans import Spans
 from worker.driver.step_record import StepRecord, record_step
 from worker.driver.stopping import stop_after
 from worker.driver.timing import ClockOffset, estimate_offset
@@ -48,6 +49,7 @@ def run_steps(
     stopping: Callable[[], bool] = lambda: False,
     evaluations: Evaluations | None = None,
     data_end: DataEnd | None = None,
+    spans: Spans = Spans(None),
 ) -> str | None:
     """Run the steps `first` to `last`, report each, evaluate and save when it is time to; why it ended before, if so.
 
@@ -94,7 +96,7 @@ def run_steps(
         keep_timeline = step in (first, last) or time.monotonic() >= next_timeline
         if keep_timeline and step > first:
             next_timeline = time.monotonic() + limits.profile_every_s
-        _publish(record, reporter, metrics, keep_timeline)
+        _publish(record, reporter, metrics, spans, keep_timeline)
         if record.scaling.overflowed:
             reporter.event("loss_scale_lowered", record.scaling.told(step))
         skipped_before, skipped = skipped, record.scaling.not_finite
@@ -150,11 +152,15 @@ class _Asker:
         )
 
 
-def _publish(record: StepRecord, reporter: Reporter, metrics: JobMetrics, keep_timeline: bool) -> None:
+def _publish(
+    record: StepRecord, reporter: Reporter, metrics: JobMetrics, spans: Spans, keep_timeline: bool
+) -> None:
     reporter.step(record.report)
-    metrics.observe_step(record.report)
+    metrics.observe_step(record.report, spans.step(record, profiled=keep_timeline))
     metrics.observe_usage(record.usage)
     metrics.observe_scaling(record.scaling)
+    if record.gpus:
+        metrics.observe_gpus(record.gpus)
     if keep_timeline:
         reporter.timeline(record.timeline)
         metrics.set_timeline(record.timeline)

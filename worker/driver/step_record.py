@@ -6,7 +6,7 @@ Pure: values in, values out. Times of all workers are brought to the driver's cl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from worker.driver.metric_values import mean_metrics
@@ -18,13 +18,14 @@ from worker.driver.usage import StepUsage, step_usage
 
 @dataclass(frozen=True)
 class StepRecord:
-    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage` and `scaling`
-    are for Prometheus."""
+    """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage`, `scaling` and
+    `gpus`, by mesh and worker and only where they were read after this step, are for Prometheus."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
     usage: StepUsage
     scaling: StepScaling
+    gpus: Mapping[tuple[str, int], Any] = field(default_factory=dict)
 
 
 def record_step(
@@ -98,6 +99,12 @@ def record_step(
             tokens=None if length is None else samples * length,
         ),
         scaling=step_scaling(results),
+        gpus={
+            (mesh, worker): result["gpu"]
+            for mesh, first, size in zip(meshes, firsts, sizes, strict=True)
+            for worker, result in enumerate(results[first : first + size])
+            if result.get("gpu") is not None
+        },
     )
 
 

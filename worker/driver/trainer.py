@@ -18,11 +18,13 @@ from worker.driver.gang import Gang
 from worker.driver.launch import Launch
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
+from worker.driver.model_flops import ModelFlops, step_flops, whole_peak
 from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob, Planner
 from worker.driver.report import Reporter
 from worker.driver.saving import Checkpoints
 from worker.driver.snapshot_room import why_no_copies
+from worker.driver.spans import Spans
 from worker.driver.step_loop import run_steps
 from worker.driver.stopping import Cancelled, raise_if
 from worker.driver.versions import versions
@@ -64,9 +66,11 @@ class Trainer:
         reporter: Reporter,
         metrics: JobMetrics,
         launch: Launch,
+        spans: Spans,
     ):
         self._attempt, self._job, self._limits = attempt, job, attempt.limits
         self._control, self._reporter, self._metrics, self._launch = control, reporter, metrics, launch
+        self._spans = spans
         self._gang = Gang(
             sizes=job.mesh_sizes,
             device=attempt.device,
@@ -159,9 +163,13 @@ class Trainer:
             reporter=self._reporter,
             limit_s=self._limits.checkpoint_s,
             interrupted=self._raise_if_cancelled,
-            timed=self._metrics.set_checkpoint,
+            timed=self._checkpointed,
             keeps_best=self._job.evaluation is not None and self._job.evaluation.keep_best,
         )
+
+    def _checkpointed(self, operation: str, seconds: float) -> None:
+        self._metrics.set_checkpoint(operation, seconds)
+        self._spans.ended(f"checkpoint: {operation}", seconds)
 
     def _plan(self) -> PlannedJob:
         planned = self._planner.plan()
@@ -222,6 +230,7 @@ class Trainer:
         self._launch.ended("warm up")
 
     def _run(self, first: int, planned: PlannedJob, checkpoints: Checkpoints) -> str | None:
+        self._metrics.set_model_flops(self._model_flops(planned))
         self._reporter.state("RUNNING")
         evaluations = Evaluations(
             self._job.evaluation,
@@ -245,6 +254,7 @@ class Trainer:
             limits=self._limits,
             interrupted=self._raise_if_cancelled,
             stopping=self._reporter.asked_to_stop.is_set,
+            spans=self._spans,
             evaluations=evaluations,
             data_end=DataEnd(
                 self._job,
@@ -256,6 +266,25 @@ class Trainer:
         if ended_early is not None:
             self._reporter.event("stopped_early", ended_early)
         return ended_early
+
+    def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:
+        """What a step computes and its accelerators could, as far as either is known."""
+        gang, profiles = self._gang, self._planner.profiles
+        step = step_flops(
+            [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],
+            begins=planned.begins,
+            mesh_of_stage=planned.mesh_of_stage,
+            microbatches=planned.microbatches,
+        )
+        if step is None or self._attempt.device != "cuda":
+            return None if step is None else ModelFlops(step)
+        peaks = gang.call(
+            [worker.own_peak.remote() for worker in gang.workers],
+            what="looking up what its GPU could do",
+            limit_s=self._limits.start_s,
+            interrupted=self._raise_if_cancelled,
+        )
+        return ModelFlops(step, whole_peak(peaks, int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))))
 
 
 def _load(

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.stage_run import drop_casts, run_forward
+from worker.model.flops import count_flops
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name, is_output
 from worker.model.tracing import TracedModel
@@ -101,6 +102,7 @@ def measure_layers(
                     buffers=tuple(buffers),
                     cast_bytes=saved.cast_bytes,
                     sums=sums,
+                    flops=saved.flops,
                 )
             )
             tensors |= run.results()
@@ -134,11 +136,12 @@ def measure_layers(
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps of a layer: bytes in all, and which of the layer's inputs and outputs."""
+    """What autograd keeps of a layer: bytes in all, and which of the layer's inputs and outputs; and its operations."""
 
     bytes: int
     tensors: frozenset[str]
     cast_bytes: int
+    flops: int | None
 
 
 class _LayerRun:
@@ -227,9 +230,12 @@ class _LayerRun:
         saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
         self.backward_input()
         self.backward_weight()
+        flops = count_flops(self.both)
+        return _Saved(bytes=size, tensors=saved, cast_bytes=cast_bytes, flops=flops)
+
+    def both(self) -> None:
         self.forward()
         self.backward()
-        return _Saved(bytes=size, tensors=saved, cast_bytes=cast_bytes)
 
     def results(self) -> dict[str, Tensor]:
         """What the layer made, on the host."""

@@ -25,7 +25,8 @@ class LayerCost:
     `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
-    autocast's copies of its weights take, one for all microbatches of a step.
+    autocast's copies of its weights take, one for all microbatches of a step. `flops` are the operations of a forward and
+    a backward without recomputation; None: not counted.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
     over workers that share the layer's matrices, which its times leave out: of a time's name how many, and bytes in all.
     """
@@ -41,6 +42,7 @@ class LayerCost:
     buffers: tuple[str, ...] = ()
     backward_s: float | None = None
     cast_bytes: int = 0
+    flops: int | None = None
     sums: tuple[tuple[str, int, int], ...] = ()
 
     def with_sums(self, latency_s: float, bandwidth_bytes_per_s: float) -> LayerCost:

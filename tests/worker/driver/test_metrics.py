@@ -7,12 +7,15 @@ import urllib.error
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from worker.driver.metrics import JobMetrics
+from worker.driver.model_flops import ModelFlops
 from worker.driver.scaling import StepScaling
 from worker.driver.slot_metrics import MAX_SLOTS
 from worker.driver.usage import StepUsage
+from worker.gpu_usage import GpuUsage
 
 STARTED_AT = 1_790_000_000.25
 
@@ -295,3 +298,55 @@ def test_serving_twice_is_refused(metrics):
     metrics.serve()
     with pytest.raises(RuntimeError, match="served already"):
         metrics.serve()
+
+
+def test_a_step_can_be_looked_up_from_its_time_by_who_reads_openmetrics(metrics):
+    """Prometheus asks so; who asks for plain text has none, as that format knows no exemplars."""
+    endpoint = metrics.serve()
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    metrics.observe_step({"step": 7, "step_s": 0.2}, {"trace_id": trace, "span_id": "1" * 16, "step": "7"})
+    metrics.observe_step({"step": 8, "step_s": 2.0}, {})
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2"
+    with urllib.request.urlopen(
+        urllib.request.Request(f"http://{endpoint}/metrics", headers={"Accept": accept})
+    ) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        text = answer.read().decode()
+    buckets = {
+        sample.labels["le"]: sample.exemplar
+        for family in openmetrics_families(text)
+        if family.name == "slotline_step_seconds"
+        for sample in family.samples
+        if sample.name.endswith("_bucket") and sample.exemplar
+    }
+    assert {le: (one.labels, one.value) for le, one in buckets.items()} == {
+        "0.25": ({"trace_id": trace, "span_id": "1" * 16, "step": "7"}, 0.2)
+    }
+    plain = urllib.request.urlopen(f"http://{endpoint}/metrics")
+    assert plain.headers["Content-Type"].startswith("text/plain") and trace not in plain.read().decode()
+
+
+def test_the_models_operations_a_second_are_told_and_mfu_where_the_peak_is_known(metrics):
+    endpoint = metrics.serve()
+    metrics.observe_step({"step": 1, "step_s": 0.5})
+    assert not named(scrape(endpoint), "model_flops_per_second"), "nothing is known yet"
+    metrics.set_model_flops(ModelFlops(10**12))
+    metrics.observe_step({"step": 2, "step_s": 0.5})
+    got = scrape(endpoint)
+    assert value(got, "model_flops_per_second") == 2e12
+    assert not named(got, "mfu") and not named(got, "peak_flops_per_second")
+    metrics.set_model_flops(ModelFlops(10**12, 8e12))
+    metrics.observe_step({"step": 3, "step_s": 0.25})
+    got = scrape(endpoint)
+    assert (value(got, "model_flops_per_second"), value(got, "mfu")) == (4e12, 0.5)
+    assert value(got, "peak_flops_per_second") == 8e12
+
+
+def test_gpus_of_workers_are_told_as_nvml_has_them(metrics):
+    endpoint = metrics.serve()
+    assert not named(scrape(endpoint), "gpu_utilisation_ratio")
+    metrics.observe_gpus({("m1", 0): GpuUsage(0.5, 1 << 30, 8 << 30), ("m1", 1): GpuUsage(0.0, 7, 9)})
+    got = scrape(endpoint)
+    assert value(got, "gpu_utilisation_ratio", mesh="m1", worker="0") == 0.5
+    assert value(got, "gpu_memory_used_bytes", mesh="m1", worker="0") == 1 << 30
+    assert value(got, "gpu_memory_total_bytes", mesh="m1", worker="1") == 9

@@ -6,6 +6,7 @@ import pytest
 
 from worker.driver.step_record import record_step
 from worker.driver.timing import ClockOffset
+from worker.gpu_usage import GpuUsage
 from worker.slots import MeasuredSlot
 
 
@@ -33,13 +34,14 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         slot("compute", "F", 1013.0, 1016.0, 1),
         slot("compute", "STEP", 1016.0, 1099.0, None, microbatch=None),
     ]
+    usage = GpuUsage(0.5, 1, 2)
     record = record_step(
         step=7,
         meshes=["m0", "m1"],
         stage_names=["front", "back"],
         results=[
             result(first, peak_memory_bytes=5),
-            result([], peak_memory_bytes=9),
+            result([], peak_memory_bytes=9, gpu=usage),
             result(second, [1.0, 2.0], metrics={"a": [1.0, 4.0]}, grad_norm=0.5, learning_rate=0.01),
             result([], [3.0, 6.0], metrics={"a": [2.0, 3.0]}, grad_norm=0.5, learning_rate=0.01),
         ],
@@ -48,6 +50,7 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         step_s=7.0,
         clock=(1_700_000_000.0, 9.0),
     )
+    assert record.gpus == {("m0", 1): usage}, "who was read, by mesh and worker"
     assert record.report.pop("peak_memory_bytes") == {"m0": 9, "m1": 0}
     assert record.report.pop("metrics") == {"a": 2.5}
     assert record.report == pytest.approx(
