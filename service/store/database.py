@@ -10,10 +10,10 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tenacity
 from alembic import command
@@ -45,18 +45,30 @@ _POSTGRES_CLIENT = {
 """As libpq names them: seconds, the last in milliseconds."""
 _POSTGRES_SERVER = {
     "statement_timeout": "30s",
-    "idle_in_transaction_session_timeout": "60s",
+    "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": 10,
     "tcp_keepalives_interval": 5,
     "tcp_keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-"""Settings of each session at the server."""
+"""Settings of each session at the server. What waits in a transaction for its client is frozen or cut off, since no
+session of ours waits for anything else than the database: others want what it has locked."""
 
 
 def utc_now() -> datetime:
     """Now, aware, in UTC."""
     return datetime.now(UTC)
+
+
+class Sessions(Protocol):
+    """Where somebody reads and writes: a Database, or one that refuses the writes of a process that was replaced."""
+
+    @property
+    def outage(self) -> Outage: ...
+
+    def read(self) -> AbstractAsyncContextManager[AsyncSession]: ...
+
+    def write(self) -> AbstractAsyncContextManager[AsyncSession]: ...
 
 
 class Database:
@@ -132,7 +144,7 @@ def _postgres_engine(url: str) -> AsyncEngine:
     """An engine whose every wait ends; what the URL itself says of a connection goes before ours.
 
     Both ends find out within half a minute that the other is gone: we, that a query is asked in vain, and
-    the server, that nobody holds the locks of a connection any more (the leader's, above all).
+    the server, that nobody holds the locks of a connection any more.
     """
     return create_async_engine(
         url,
