@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues kill-test system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-training whole training jobs, beside torch's own pipelining and one process (6 minutes)"
 	@echo "make bench-planned  steps and memory of five jobs as planned, beside what was measured"
 	@echo "make bench-models   public models in three layouts, beside training them plainly (20 minutes)"
+	@echo "make kill-test      three replicas on PostgreSQL, one always killed or frozen, for SLOTLINE_KILL_TEST_S seconds (300)"
 	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"
 
 setup: $(READY)
@@ -83,6 +84,10 @@ bench-models: $(VENV)/models/.ready
 
 bench-queues: setup
 	$(BIN)/python -m tests.benchmarks.queues
+
+# SLOTLINE_KILL_TEST_SEED=... for another course of events
+kill-test: setup system-packages
+	SLOTLINE_KILL_TEST_S=$${SLOTLINE_KILL_TEST_S:-300} $(BIN)/python -m pytest -s -n0 -p no:timeout tests/service/replicas
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tenacity
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -25,11 +23,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 
 from service.instruments import DATABASE_SECONDS
 from service.outage import Outage
+from service.store.schema import migrate
 
 logger = logging.getLogger(__name__)
 AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 """What a database that is away, full or too busy raises."""
-_MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
 _BUSY_TIMEOUT_S = 30
 _POOL_TIMEOUT_S = 10
@@ -81,8 +79,11 @@ class Database:
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
         _time_statements(self.engine)
 
-    async def start(self) -> None:
-        """Create what is missing and migrate to the newest tables; safe to run twice."""
+    async def start(self, *, to: str = "head") -> None:
+        """Create what is missing and migrate to the newest tables, or to a revision; safe to run twice.
+
+        Raises NewerTablesError where a newer Slotline has made tables that this one cannot work with.
+        """
         if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
             Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
         if self.is_sqlite:
@@ -96,7 +97,7 @@ class Database:
                     await connection.execute(
                         text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
                     )
-                await connection.run_sync(_migrate)
+                await connection.run_sync(migrate, to)
 
     async def _keep_a_write_ahead_log(self) -> None:
         """The file remembers it. SQLite does not wait for a lock when the journal changes, so we do."""
@@ -131,13 +132,6 @@ class Database:
             connection = await connection.execution_options(slotline_write=True)
             async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
                 yield session
-
-
-def _migrate(connection: Connection) -> None:
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
 
 
 def _postgres_engine(url: str) -> AsyncEngine:
