@@ -7,6 +7,7 @@ rolled back where it is not. Time only says when a role may be taken; that two n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -70,11 +71,13 @@ class Lease:
         self._renewed_at = 0.0
         self._alone = database.is_sqlite
         self._followed: int | None = None
+        self._taking = asyncio.Lock()
 
     async def held(self) -> bool:
         """Whether this process has the role; takes it where nobody has. Raises LeaseLostError where it is gone."""
         if self.token is None:
-            return await self._take()
+            async with self._taking:
+                return self.token is not None or await self._take()
         if time.monotonic() - self._renewed_at >= self.lease_s:  # it may have expired: the database knows
             await self.renew()
         return True
