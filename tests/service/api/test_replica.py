@@ -21,7 +21,14 @@ RAY = "http://127.0.0.1:9"
 
 
 def settings(database_url: str, **others: object) -> Settings:
-    return Settings(database_url=database_url, ray_address=RAY, tick_s=0.05, cluster_refresh_s=0.1, **others)
+    return Settings(
+        database_url=database_url,
+        ray_address=RAY,
+        tick_s=0.05,
+        cluster_refresh_s=0.1,
+        lease_s=600,
+        **others,
+    )
 
 
 def value(text: str, name: str) -> float | None:

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from service.job_states import JobState
+from service.store.leases import lease_seen
 from tests.service.conftest import job_body
 from tests.service.replicas.replica import UNFENCED
 from tests.service.replicas.world import LEASE_S, Replicas, replicas, until
@@ -40,11 +41,11 @@ class Load:
     _followers: list[asyncio.Task[None]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def submit_until(self, deadline: float) -> None:
+    async def submit_until(self, enough: asyncio.Event) -> None:
         chance = self.world.chance
-        while time.monotonic() < deadline:
+        while not enough.is_set():
             job_id = await self.submit_one()
-            if len(self.submitted) % 5 == 0:
+            if len(self.submitted) % 5 == 1 or not self._followers:
                 self._followers.append(asyncio.create_task(self._follow(job_id)))
             if chance.random() < 0.2:
                 await asyncio.sleep(chance.random() / 2)
@@ -98,12 +99,13 @@ class Load:
             await asyncio.sleep(0.1)
 
 
-async def trouble(world: Replicas, load: Load, deadline: float) -> Counter[str]:
+async def trouble(world: Replicas, load: Load, enough: asyncio.Event) -> Counter[str]:
     """Kill one of them every few seconds, mostly the one that orchestrates, or freeze it, or have it freeze where that
-    does most harm; frozen ones wake when their lease is long over."""
+    does most harm; frozen ones wake when their lease is long over. For SECONDS, and until something came of it."""
     done, wakes = Counter[str](), dict[int, float]()
     next_at = time.monotonic()
-    while time.monotonic() < deadline:
+    deadline = next_at + SECONDS
+    while time.monotonic() < deadline or done.total() < 3 or (await lease_seen(world.database)).token < 3:
         for one in world.all:
             if not one.frozen:
                 wakes.pop(one.number, None)
@@ -131,6 +133,7 @@ async def trouble(world: Replicas, load: Load, deadline: float) -> Counter[str]:
                 leader[0].signal(signal.SIGUSR1)
             next_at = time.monotonic() + 1.5
         await asyncio.sleep(0.05)
+    enough.set()
     return done
 
 
@@ -161,9 +164,9 @@ async def test_three_replicas_start_every_job_once_and_lose_none_though_one_is_a
     planted = {UNFENCED: "1"} if UNFENCED in os.environ else {}
     async with replicas(3, database_url, tmp_path, seed=SEED, environment=planted) as world:
         world.ray.crashes = 0.1
-        load, deadline = Load(world), time.monotonic() + SECONDS
+        load, enough = Load(world), asyncio.Event()
         done, *_ = await asyncio.gather(
-            trouble(world, load, deadline), *(load.submit_until(deadline) for _ in range(USERS))
+            trouble(world, load, enough), *(load.submit_until(enough) for _ in range(USERS))
         )
         waking = asyncio.create_task(wake_for_ever(world))
         ended_at, world.ray.step_s = time.monotonic(), 0.02
@@ -196,7 +199,6 @@ async def test_three_replicas_start_every_job_once_and_lose_none_though_one_is_a
             assert [number for number, *_ in seen] == list(range(1, len(seen) + 1)), job_id
             assert seen[-1][1] == "state" and found[job_id]["state"] in seen[-1][2]
         assert len(terms) == len(set(terms)), "each term is one's alone"
-        assert done.total() >= 2 and len(terms) >= 2, "else nothing was tried"
 
 
 @postgresql
@@ -229,13 +231,13 @@ async def test_a_leader_that_was_frozen_is_replaced_and_steps_down_when_it_wakes
         await until(another, "another to orchestrate")
         later = await submit("second")
         await until(lambda: runs(later), "a job to start while one is frozen")
-        new, seen = await world.leader()
         old.signal(signal.SIGCONT)
         await until(lambda: _says(old, "steps down"), "it to see that it was replaced")
         await world.ready(old)
         await asyncio.sleep(2 * LEASE_S)
-        assert len(re.findall("steps down", old.log.read_text())) == 1
-        assert "Traceback" not in old.log.read_text() + new.log.read_text()
+        lost = re.findall(r"\(term (\d+)\), steps down", old.log.read_text())
+        assert lost.count(str(seen.token)) == 1, "one line, however much it had in hand"
+        assert all("Traceback" not in one.log.read_text() for one in world.all)
         assert [one for one in (running, later) if not await runs(one)] == []
         assert sorted(world.ray.drivers) == sorted([f"{running}-1", f"{later}-1"])
         assert world.ray.stopped == [] and world.ray.wrong == []

@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from sqlalchemy import select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.store import database as room
 from service.store.database import Database, utc_now
 from service.store.leases import FencedDatabase, Lease, LeaseLostError, lease_seen
 from service.store.tables import Lease as Row
@@ -55,13 +58,15 @@ async def test_one_of_two_has_it_until_it_lets_go(database: Database, other: Dat
 
 
 async def test_a_lease_that_is_renewed_stays_and_one_that_is_not_expires(database: Database, other: Database):
-    first = Lease(database, lease_s=1.0, holder="first")
+    first = Lease(database, lease_s=LONG_S, holder="first")
     second = Lease(other, lease_s=LONG_S, holder="second")
     second._alone = False
     assert await first.held()
     await expire(database)
     await first.renew()
     assert (await lease_seen(database)).left_s > 0, "nobody took it meanwhile, so it goes on"
+    first.lease_s = 1.0
+    await first.renew()
     async with asyncio.timeout(60):
         while not await second.held():
             await asyncio.sleep(0.05)
@@ -132,30 +137,29 @@ async def test_nobody_takes_a_role_between_the_check_of_a_write_and_its_end(
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 async def test_a_process_that_freezes_in_a_write_keeps_nobody_from_the_role(
-    database: Database, other: Database
+    database_url: str, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     """Between its check and its end, with the lease's row locked: the server cuts it off before the lease expires."""
-    first = Lease(database, lease_s=2.0, holder="first")
-    second = Lease(other, lease_s=LONG_S, holder="second")
+    monkeypatch.setitem(room._POSTGRES_SERVER, "idle_in_transaction_session_timeout", "10min")
+    freezing = Database(database_url)
+    first = Lease(freezing, lease_s=2.0, holder="first")
+    second = Lease(database, lease_s=LONG_S, holder="second")
     assert await first.held()
-    frozen = await database.engine.connect()
-    await frozen.begin()
-    from sqlalchemy.ext.asyncio import AsyncSession
-
-    session = AsyncSession(frozen)
+    connection = await freezing.engine.connect()
+    session = AsyncSession(connection)
+    await session.begin()
     await first.check(session)
-    began = time.monotonic()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not await second.held():
             await asyncio.sleep(0.05)
-    async with other.read() as reading:
-        limit = (await reading.execute(text("SHOW idle_in_transaction_session_timeout"))).scalar_one()
-    assert limit == "15s", "the shorter one was of that transaction alone"
-    assert time.monotonic() - began < 14, "not by the limit of other transactions"
-    with pytest.raises(Exception, match=r"terminat|closed"):
+    with pytest.raises(DBAPIError):
         await session.execute(select(Row))
-    await frozen.invalidate()
-    await frozen.close()
+    await connection.invalidate()
+    await connection.close()
+    async with freezing.read() as reading:
+        limit = (await reading.execute(text("SHOW idle_in_transaction_session_timeout"))).scalar_one()
+    assert limit == "10min", "the shorter one was of that transaction alone"
+    await freezing.close()
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

@@ -43,13 +43,15 @@ def _value(column: sa.Column[Any], row: int) -> Any:
         return {"row": row, "text": "ä"}
     if isinstance(kind, sa.DateTime):
         return AT.replace(minute=row)
+    if isinstance(kind, sa.Boolean):
+        return row % 2 == 0
     if isinstance(kind, sa.Integer):
         return row + 1
     if isinstance(kind, sa.Float):
         return row + 0.5
     if isinstance(kind, sa.LargeBinary):
         return bytes([row, 0, 255])
-    return f"{column.name}-{row}"
+    return f"{column.name}-{row}"[-(getattr(kind, "length", None) or 100) :]
 
 
 def _tables(connection: sa.Connection) -> dict[str, sa.Table]:
