@@ -25,7 +25,7 @@ from service.orchestrator.profiling import JobProfiler
 from service.orchestrator.ray_jobs import Cluster, RayCluster
 from service.settings import Settings
 from service.store.database import Database
-from service.store.leader import sole_user
+from service.store.sole_user import sole_user
 from service.trace_export import exported
 
 _STOP_LIMIT_S = 10.0
@@ -85,8 +85,11 @@ async def run_control_plane(
         stack.push_async_callback(exporter.close)
         watcher.start()
         stack.push_async_callback(watcher.stop)
-        loop = asyncio.create_task(orchestrator.run())
-        stack.push_async_callback(_end, orchestrator, loop)
+        if settings.orchestrator:
+            loop = asyncio.create_task(orchestrator.run())
+            stack.push_async_callback(_end, orchestrator, loop)
+        else:
+            stack.push_async_callback(_cancelled, asyncio.create_task(orchestrator.pulse.beat_for_ever()))
         yield ControlPlane(
             settings=settings,
             database=database,
@@ -98,7 +101,8 @@ async def run_control_plane(
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
             identity=identity,
-            lag_s=lambda: orchestrator.pulse.lag_s,
+            lag_s=lambda: orchestrator.pulse.lag_s if settings.orchestrator else None,
+            leads=lambda: orchestrator.lease.token is not None,
             orchestrator=orchestrator,
         )
 

@@ -115,7 +115,14 @@ class Settings(BaseSettings):
         default=3600.0, description="After so long without a start an owner has the next turn of their queue"
     )
 
-    # The orchestrator's clock
+    # The orchestrator
+    orchestrator: bool = Field(
+        default=True, description="false: answer only, beside others on the same PostgreSQL that start jobs"
+    )
+    lease_s: Annotated[float, Field(ge=1, le=600)] = Field(
+        default=10.0,
+        description="One that orchestrates and is not heard of for so long is replaced by another",
+    )
     tick_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     cluster_refresh_s: Annotated[float, Field(gt=0)] = 2.0
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -273,6 +280,21 @@ class Settings(BaseSettings):
         if missing and len(missing) < len(given):
             raise ValueError(
                 f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _others_start_jobs(self) -> Settings:
+        if self.orchestrator:
+            return self
+        if self.sqlalchemy_url.startswith("sqlite"):
+            raise ValueError(
+                "SLOTLINE_ORCHESTRATOR is false, and SQLite serves one control plane: nobody would start jobs; "
+                "set SLOTLINE_DATABASE_URL to the PostgreSQL of the others"
+            )
+        if self.ray_address is None:
+            raise ValueError(
+                "SLOTLINE_ORCHESTRATOR is false: set RAY_ADDRESS to the Ray cluster that the others use"
             )
         return self
 

@@ -74,6 +74,11 @@ class Reason(StrEnum):
         Cause.INFRASTRUCTURE,  # the next attempt plans with more; when nothing fits it is PLAN_INFEASIBLE
         "an accelerator had no memory left for a tensor",
     )
+    VERSION_MISMATCH = (
+        "VERSION_MISMATCH",
+        Cause.INFRASTRUCTURE,  # an upgrade may be under way: the next attempt may find the other's new version
+        "driver and control plane are of versions that do not understand each other",
+    )
     INTERNAL = "INTERNAL", Cause.INFRASTRUCTURE, "Slotline failed in a way that it has no other code for"
 
     ACCELERATORS_TAKEN = (

@@ -23,7 +23,8 @@ from service.store.database import Database
 @dataclass
 class Service:
     """What routes work with. `wake` tells the orchestrator that a job changed, if it is in this process;
-    `problem` says why that one does not go on, `lag_s` since when it has not come round."""
+    `problem` says why that one does not go on, `lag_s` since when it has not come round (None: none runs here), `leads`
+    whether it has the lease."""
 
     settings: Settings
     database: Database
@@ -36,6 +37,7 @@ class Service:
     problem: Callable[[], str | None] = lambda: None
     identity: IdentityProvider | None = None
     lag_s: Callable[[], float | None] = lambda: None
+    leads: Callable[[], bool] = lambda: False
 
     @property
     def backoff(self) -> Backoff:

@@ -16,6 +16,7 @@ from service.api.schemas import CheckpointView, Integer
 from service.job_evaluation import METRIC_PATTERN
 from service.jobspec import Arguments, Count
 from service.store.states import printable
+from worker.protocol import PROTOCOL
 
 
 def _finite_or_none(value: float | None) -> float | None:
@@ -59,6 +60,7 @@ class AttemptGiven(BaseModel):
     job: dict[str, Any]
     device: str
     resume: CheckpointView | None
+    protocol: int = Field(default=PROTOCOL, description="What this control plane speaks: worker/protocol.py")
     secrets: dict[str, str] = Field(
         default={}, description="Environment variables that nothing but this answer holds"
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from service.api.auth import DriverAttempt
 from service.api.callers import while_connected
@@ -27,6 +27,7 @@ from service.api.driver_schemas import (
 )
 from service.api.errors import ProblemError, responses
 from service.api.guarded import DriverRoute
+from service.api.handshake import understood
 from service.api.schemas import JobPlanView
 from service.api.views import checkpoint_view
 from service.job_states import AttemptState
@@ -59,6 +60,7 @@ router = APIRouter(
     tags=["attempts"],
     responses=responses(401, 409, 422),
     route_class=DriverRoute,
+    dependencies=[Depends(understood)],
 )
 ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,200}$")]
 

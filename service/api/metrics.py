@@ -25,6 +25,7 @@ from service.api.job_metrics import WAIT_BUCKETS_S, JobCounts, job_counts
 from service.orchestrator.planning_line import Load
 from service.store.counts import Counts, count
 from service.store.database import utc_now
+from service.store.leases import lease_seen
 
 router = APIRouter(include_in_schema=False)
 
@@ -35,17 +36,27 @@ async def metrics(service: Current) -> Response:
     queues = tuple(service.settings.queues)
     counts = await count(service.database, queues)
     jobs = await job_counts(service.database, queues, at=utc_now())
-    process = ProcessState(service.settings.url, service.lag_s(), service.planner.load)
+    lease = await lease_seen(service.database)
+    process = ProcessState(
+        service.settings.url,
+        service.lag_s(),
+        service.planner.load,
+        leads=service.leads(),
+        lease_left_s=-1.0 if lease is None else lease.left_s,
+    )
     return Response(exposition(counts, jobs, process), media_type=CONTENT_TYPE_LATEST)
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What this process is at now. `lag_s` None: no orchestrator runs in it."""
+    """What this process is at now. `lag_s` None: no orchestrator runs in it; `leads`: it has the lease, of which the
+    database says `lease_left_s`, whoever has it."""
 
     url: str
     lag_s: float | None
     planning: Load
+    leads: bool = False
+    lease_left_s: float = -1.0
 
 
 def exposition(counts: Counts, jobs: JobCounts = JobCounts(), process: ProcessState | None = None) -> bytes:
@@ -74,6 +85,16 @@ class _Process(Collector):
                 "Since the orchestrator of this process last came round.",
                 self._state.lag_s,
             )
+        yield GaugeMetricFamily(
+            "slotline_orchestrator_leads",
+            "1 in the process that starts jobs, 0 in the others.",
+            float(self._state.leads),
+        )
+        yield GaugeMetricFamily(
+            "slotline_lease_left_seconds",
+            "Of the lease to start jobs, by the database's clock; negative: nobody has one.",
+            self._state.lease_left_s,
+        )
         plans = GaugeMetricFamily(
             "slotline_planning_plans", "Plans that are made (running) and that wait, now.", labels=["state"]
         )

@@ -16,7 +16,7 @@ from service.orchestrator.queueing import admit
 from service.orchestrator.snapshot import holder, rules_of, waiting_job
 from service.settings import Settings
 from service.store.attempts import create_attempt
-from service.store.database import Database, utc_now
+from service.store.database import Sessions, utc_now
 from service.store.states import explain_wait, lock_job, lock_jobs
 from service.store.tables import Attempt, Job
 from worker.reasons import Reason
@@ -29,7 +29,7 @@ class Admission:
     """Makes attempts for what the cluster has, under the rules of the queues; `changed` is called after each."""
 
     def __init__(
-        self, settings: Settings, database: Database, watcher: ClusterWatcher, *, changed: Callable[[], None]
+        self, settings: Settings, database: Sessions, watcher: ClusterWatcher, *, changed: Callable[[], None]
     ) -> None:
         self._settings, self._database, self._watcher = settings, database, watcher
         self._changed = changed
@@ -75,7 +75,7 @@ class Admission:
         self._changed()
 
 
-async def explain_waits(database: Database, waits: Sequence[tuple[Job, Wait]]) -> None:
+async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -> None:
     """Tell jobs why they wait, where that is news: one start or end is news to all that wait for it."""
     news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
     for ids in _batched(sorted(news), _EXPLAINED_AT_ONCE):

@@ -16,7 +16,7 @@ from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.log_window import LogWindow
 from service.orchestrator.ray_jobs import Cluster, ClusterError
 from service.store.attempts import LogPlace, attempts_without_log, find_attempt, stored_log
-from service.store.database import Database, utc_now
+from service.store.database import Database, Sessions, utc_now
 from service.store.tables import Attempt
 
 MEBIBYTE = 1 << 20
@@ -127,7 +127,7 @@ class LogKeeper:
     """Keeps the logs of drivers that have ended, their last `limit_bytes`."""
 
     def __init__(
-        self, database: Database, cluster: Cluster, watcher: ClusterWatcher, *, limit_bytes: int
+        self, database: Sessions, cluster: Cluster, watcher: ClusterWatcher, *, limit_bytes: int
     ) -> None:
         self._database, self._cluster, self._watcher = database, cluster, watcher
         self._limit_bytes = limit_bytes

@@ -1,7 +1,8 @@
-"""The loop: read the queue, decide (decide.py), do it; one control plane runs one loop.
+"""The loop: read the queue, decide (decide.py), do it; of several control planes one at a time does, by a lease.
 
 Fetch, decide, apply: Ray is called with no database session open. All state is in the store, so a
-restart goes on here. What a round does is in rooms of its own: admission, watching, logs, tidying.
+restart, or another control plane, goes on here. What a round does is in rooms of its own: admission, watching, logs,
+tidying. They write through `fenced`: what a control plane that was replaced had in hand is refused.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from service.settings import Settings
 from service.store.attempts import active_attempts
 from service.store.database import AWAY, Database
 from service.store.jobs import waiting_jobs
-from service.store.leader import Leadership
+from service.store.leases import FencedDatabase, Lease, LeaseLostError, process_name
 
 logger = logging.getLogger(__name__)
 _STOP_LIMIT_S = 2.0
+_RENEWALS_A_LEASE = 4
+_WEDGED_S = 120.0
+"""A loop that has not come round for so long gives the lease away: another's may."""
 
 
 class Orchestrator:
@@ -49,25 +53,28 @@ class Orchestrator:
         local: bool,
     ) -> None:
         self._settings, self._database = settings, database
-        self._leadership = Leadership(database)
-        self.pulse = Pulse(database, tick_s=settings.tick_s)
+        name = process_name()
+        self.lease = Lease(database, lease_s=settings.lease_s, holder=name)
+        self.fenced = FencedDatabase(database, self.lease)
+        self.pulse = Pulse(database, tick_s=settings.tick_s, name=name)
         self._wake = asyncio.Event()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.logs = LogKeeper(database, cluster, watcher, limit_bytes=settings.log_limit_bytes)
+        self._heartbeat: set[asyncio.Task[None]] = set()
+        self.logs = LogKeeper(self.fenced, cluster, watcher, limit_bytes=settings.log_limit_bytes)
         python = settings.driver_python or (sys.executable if local else "python")
-        self.submitter = Submitter(settings, database, cluster, python=python)
+        self.submitter = Submitter(settings, self.fenced, cluster, python=python)
         self.attempts = AttemptWatcher(
             settings,
-            database,
+            self.fenced,
             cluster,
             submitter=self.submitter,
             logs=self.logs,
             hearing=self.pulse.hearing,
             ended=self.wake,
         )
-        self._admission = Admission(settings, database, watcher, changed=self.wake)
-        self._tidier = Tidier(settings, database)
+        self._admission = Admission(settings, self.fenced, watcher, changed=self.wake)
+        self._tidier = Tidier(settings, self.fenced)
         watcher.on_change(self.wake)
 
     def wake(self) -> None:
@@ -80,15 +87,15 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Work until `stop`; an error of one round is logged and the next round begins."""
+        renewing = asyncio.create_task(self._renew_for_ever())
         try:
             while not self._stopping:
                 self._wake.clear()
                 try:
-                    self._beat()
-                    if await self._leadership.held():
-                        with ROUND_SECONDS.time():
-                            await self.round()
+                    await self.round()
                     self.pulse.turned()
+                except LeaseLostError:
+                    self.pulse.turned()  # the lease has said it; the next round serves
                 except AWAY as error:
                     self._database.outage.away(error)  # one line an outage, not one a round
                 except Exception:
@@ -97,19 +104,51 @@ class Orchestrator:
                     break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._settings.tick_s)
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_STOP_LIMIT_S)
+            if last := {*self._tasks, *self._heartbeat}:
+                await asyncio.wait(last, timeout=_STOP_LIMIT_S)
         finally:
-            for task in self._tasks:
+            last = [renewing, *self._tasks, *self._heartbeat]
+            for task in last:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._leadership.release()
+            await asyncio.gather(*last, return_exceptions=True)
+            await self.lease.release()
 
     async def round(self) -> None:
-        """One pass over active attempts and waiting jobs; slow calls go on in tasks of their own."""
+        """One pass over active attempts and waiting jobs, where this control plane has the lease; slow calls go on
+        in tasks of their own."""
         self._beat()
+        if await self._leads():
+            with ROUND_SECONDS.time():
+                await self._round()
+
+    async def _leads(self) -> bool:
+        """Whether the lease is ours. It is taken only when all that was begun under an earlier one has ended."""
+        if self.lease.token is not None:
+            return await self.lease.held()
+        if self._tasks or not await self.lease.held():
+            return False
+        # as after a restart: drivers may have talked to the one before, which may have been frozen
+        self.attempts.forget_all_but([])
+        self.pulse.hearing.begin(time.time())
+        return True
+
+    async def _renew_for_ever(self) -> None:
+        """Beside the rounds, which may be long; not for a loop that has stuck."""
+        while True:
+            await asyncio.sleep(self._settings.lease_s / _RENEWALS_A_LEASE)
+            try:
+                if self.pulse.lag_s < _WEDGED_S:
+                    await self.lease.renew()
+            except LeaseLostError:
+                self.wake()
+            except AWAY as error:
+                self._database.outage.away(error)
+            except Exception:
+                logger.exception("the lease was not renewed; it is tried again")
+
+    async def _round(self) -> None:
         now = time.time()  # before the reports are read: what came since is not taken for silence
-        async with self._database.read() as session:
+        async with self.fenced.read() as session:
             active = await active_attempts(session)
             waiting = await waiting_jobs(session)
         self.attempts.forget_all_but([attempt.id for attempt, _ in active])
@@ -124,12 +163,14 @@ class Orchestrator:
 
     def _beat(self) -> None:
         if self.pulse.due:
-            self._spawn(self.pulse.beat())
+            task = asyncio.create_task(self.pulse.beat())  # of this process, whoever has the lease
+            self._heartbeat.add(task)
+            task.add_done_callback(self._heartbeat.discard)
 
     async def settle(self) -> None:
         """Wait for the calls that rounds have begun (tests)."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        while waits := [*self._tasks, *self._heartbeat]:
+            await asyncio.gather(*waits, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -140,7 +181,9 @@ class Orchestrator:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, AWAY):
+        if isinstance(error, LeaseLostError):
+            self.wake()
+        elif isinstance(error, AWAY):
             self._database.outage.away(error)
         else:
             logger.error("a task of the orchestrator failed", exc_info=error)

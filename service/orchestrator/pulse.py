@@ -6,6 +6,7 @@ of drivers: silence is counted only over the time that it listened.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 
@@ -33,6 +34,11 @@ class Hearing:
         self._gap_s, self._return_s = gap_s, return_s
         self._deaf: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
 
+    def begin(self, at: float) -> None:
+        """Count from here on only: this process has taken over."""
+        self.since = self.heard_at = at
+        self._deaf.clear()
+
     def heard(self, at: float) -> None:
         """A report that came at this time would have been stored."""
         if at - self.heard_at > self._gap_s:
@@ -52,11 +58,11 @@ class Hearing:
 class Pulse:
     """Writes to the database about once a second, and tells `hearing` when that went well."""
 
-    def __init__(self, database: Database, *, tick_s: float) -> None:
+    def __init__(self, database: Database, *, tick_s: float, name: str) -> None:
         self.hearing = Hearing(time.time(), gap_s=max(_DEAF_AFTER_S, 3 * tick_s))
         self.turned_at = time.time()
         self._late_s = max(_LATE_S, 3 * tick_s)
-        self._database = database
+        self._database, self._name, self._tick_s = database, name, tick_s
         self._begun_at, self._busy = 0.0, False
 
     def turned(self) -> None:
@@ -87,7 +93,7 @@ class Pulse:
         self._busy, self._begun_at = True, time.time()
         try:
             async with self._database.write() as session:
-                await record_pulse(session, at=utc_now())
+                await record_pulse(session, self._name, at=utc_now())
         except (SQLAlchemyError, OSError) as error:
             self._database.outage.away(error)
         else:
@@ -95,3 +101,11 @@ class Pulse:
             self._database.outage.back()
         finally:
             self._busy = False
+
+    async def beat_for_ever(self) -> None:
+        """For a process without a loop of its own: an API replica."""
+        while True:
+            if self.due:
+                await self.beat()
+            self.turned()
+            await asyncio.sleep(self._tick_s)

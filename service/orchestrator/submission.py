@@ -16,7 +16,7 @@ from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreacha
 from service.sealing import NoKeyError, SecretBox
 from service.settings import Settings
 from service.store.attempts import find_attempt
-from service.store.database import Database, utc_now
+from service.store.database import Sessions, utc_now
 from service.store.jobs import find_job
 from service.store.packages import package_content
 from service.store.secrets import MissingSecretError, open_secrets, stored_environment, stored_names
@@ -36,18 +36,23 @@ _ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
 class Submitter:
     """Gives attempts to Ray; `python` is the one that runs drivers in the cluster."""
 
-    def __init__(self, settings: Settings, database: Database, cluster: Cluster, *, python: str) -> None:
+    def __init__(self, settings: Settings, database: Sessions, cluster: Cluster, *, python: str) -> None:
         self._settings, self._database, self._cluster = settings, database, cluster
         self._python = python
 
     async def submit(self, attempt: Attempt, job: Job) -> End | None:
         """Start the driver; the end of an attempt that Ray refuses. Where Ray cannot now, the job says so.
 
-        Repeating it after a lost answer is safe: the id is the attempt's.
+        Repeating it after a lost answer is safe: the id is the attempt's. Just before, the store is asked whether
+        it is still wanted, and wanted of this process; what is frozen even between that and Ray starts no second
+        driver (Ray knows the id) and none that trains (the control plane tells it at its first call).
         """
         began = time.time()
         try:
-            await self._cluster.submit(await self._submission(attempt))
+            submission = await self._submission(attempt)
+            if not await self._is_wanted(attempt.id):
+                return None
+            await self._cluster.submit(submission)
         except (MissingSecretError, NoKeyError) as error:
             return End(AttemptState.FAILED, Reason.SECRET_MISSING, str(error))
         except ClusterUnreachableError as error:
@@ -65,6 +70,14 @@ class Submitter:
             if starting is not None and starting.reason == _NOT_TAKEN:
                 starting.reason = starting.message = None
         return None
+
+    async def _is_wanted(self, attempt_id: str) -> bool:
+        async with self._database.write() as session:
+            fresh = await find_attempt(session, attempt_id)
+            job = None if fresh is None else await find_job(session, fresh.job_id)
+            if fresh is None or job is None:
+                return False
+            return job.current_attempt == fresh.id and not fresh.attempt_state.final
 
     async def profiling(self, run_id: str, spec: Mapping[str, Any], device: Device) -> Submission:
         """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from service.settings import Settings
-from service.store.database import Database, utc_now
+from service.store.database import Sessions, utc_now
 from service.store.retention import Keep, remove_old
 
 _TIDY_EVERY_S = 3600.0
@@ -14,7 +14,7 @@ _TIDY_EVERY_S = 3600.0
 class Tidier:
     """Removes what the settings no longer keep; `due` at the start and once an hour."""
 
-    def __init__(self, settings: Settings, database: Database) -> None:
+    def __init__(self, settings: Settings, database: Sessions) -> None:
         self._database = database
         self._keep = Keep(
             timelines_days=settings.keep_timelines_days,

@@ -31,7 +31,7 @@ from service.orchestrator.submission import Submitter
 from service.outage import Outage
 from service.settings import Settings
 from service.store.attempts import find_attempt
-from service.store.database import Database, utc_now
+from service.store.database import Sessions, utc_now
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Job
 from worker.logs import bound
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
+_NOTED_S = 5.0
+"""What was noted longer ago than this may no longer hold: the driver may have been heard of since."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class AttemptWatcher:
     def __init__(
         self,
         settings: Settings,
-        database: Database,
+        database: Sessions,
         cluster: Cluster,
         *,
         submitter: Submitter,
@@ -122,7 +124,9 @@ class AttemptWatcher:
                     await ask_to_end(session, attempt.id, decision.reason, decision.message, at=utc_now())
             elif isinstance(decision, Stop) and time.time() - watched.stopped_at >= _STOP_EVERY_S:
                 watched.stopped_at = time.time()
-                if await self._note_stop(attempt, decision.why):
+                noted_at = time.monotonic()
+                noted = await self._note_stop(attempt, decision.why)
+                if noted and time.monotonic() - noted_at < _NOTED_S:  # else it was frozen: decided anew
                     await self._cluster.stop(attempt.id)
             elif isinstance(decision, End):
                 await self._end(attempt, decision)

@@ -10,14 +10,12 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tenacity
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -25,12 +23,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 
 from service.instruments import DATABASE_SECONDS
 from service.outage import Outage
+from service.store.schema import migrate
 from service.store.spans import record_noted
 
 logger = logging.getLogger(__name__)
 AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 """What a database that is away, full or too busy raises."""
-_MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
 _BUSY_TIMEOUT_S = 30
 _POOL_TIMEOUT_S = 10
@@ -46,18 +44,30 @@ _POSTGRES_CLIENT = {
 """As libpq names them: seconds, the last in milliseconds."""
 _POSTGRES_SERVER = {
     "statement_timeout": "30s",
-    "idle_in_transaction_session_timeout": "60s",
+    "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": 10,
     "tcp_keepalives_interval": 5,
     "tcp_keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-"""Settings of each session at the server."""
+"""Settings of each session at the server. What waits in a transaction for its client is frozen or cut off, since no
+session of ours waits for anything else than the database: others want what it has locked."""
 
 
 def utc_now() -> datetime:
     """Now, aware, in UTC."""
     return datetime.now(UTC)
+
+
+class Sessions(Protocol):
+    """Where somebody reads and writes: a Database, or one that refuses the writes of a process that was replaced."""
+
+    @property
+    def outage(self) -> Outage: ...
+
+    def read(self) -> AbstractAsyncContextManager[AsyncSession]: ...
+
+    def write(self) -> AbstractAsyncContextManager[AsyncSession]: ...
 
 
 class Database:
@@ -70,8 +80,11 @@ class Database:
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
         _time_statements(self.engine)
 
-    async def start(self) -> None:
-        """Create what is missing and migrate to the newest tables; safe to run twice."""
+    async def start(self, *, to: str = "head") -> None:
+        """Create what is missing and migrate to the newest tables, or to a revision; safe to run twice.
+
+        Raises NewerTablesError where a newer Slotline has made tables that this one cannot work with.
+        """
         if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
             Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
         if self.is_sqlite:
@@ -85,7 +98,7 @@ class Database:
                     await connection.execute(
                         text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
                     )
-                await connection.run_sync(_migrate)
+                await connection.run_sync(migrate, to)
 
     async def _keep_a_write_ahead_log(self) -> None:
         """The file remembers it. SQLite does not wait for a lock when the journal changes, so we do."""
@@ -124,18 +137,11 @@ class Database:
                 record_noted(session)
 
 
-def _migrate(connection: Connection) -> None:
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
-
-
 def _postgres_engine(url: str) -> AsyncEngine:
     """An engine whose every wait ends; what the URL itself says of a connection goes before ours.
 
     Both ends find out within half a minute that the other is gone: we, that a query is asked in vain, and
-    the server, that nobody holds the locks of a connection any more (the leader's, above all).
+    the server, that nobody holds the locks of a connection any more.
     """
     return create_async_engine(
         url,

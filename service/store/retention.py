@@ -14,7 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import FINAL_STATES
 from service.jobspec import PACKAGE_PREFIX
-from service.store.database import Database
+from service.store.database import Sessions
+from service.store.pulse import forget_pulses
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Evaluation, Job, JobPlan, Package, PostMortem, Slot, Step, Timeline
 
@@ -35,7 +36,7 @@ class Keep:
     packages_days: float
 
 
-async def remove_old(database: Database, keep: Keep, *, now: datetime) -> None:
+async def remove_old(database: Sessions, keep: Keep, *, now: datetime) -> None:
     """Remove what has been kept for longer than `keep` says."""
     if keep.timelines_days != FOR_EVER:
         await _remove_timelines(database, keep.timelines_days, now)
@@ -43,16 +44,18 @@ async def remove_old(database: Database, keep: Keep, *, now: datetime) -> None:
         await _remove_history(database, keep.history_days, now)
     if keep.packages_days != FOR_EVER:
         await _remove_packages(database, keep.packages_days, now)
+    async with database.write() as session:
+        await forget_pulses(session, at=now)
 
 
-async def _remove_timelines(database: Database, days: float, now: datetime) -> None:
+async def _remove_timelines(database: Sessions, days: float, now: datetime) -> None:
     while jobs := await _ended_jobs(database, days, now, exists().where(Timeline.job_id == Job.id)):
         for job_id in jobs:
             while await _remove_some_timelines(database, job_id, days, now):
                 pass
 
 
-async def _remove_some_timelines(database: Database, job_id: str, days: float, now: datetime) -> bool:
+async def _remove_some_timelines(database: Sessions, job_id: str, days: float, now: datetime) -> bool:
     """Whether the job may have more of them."""
     async with database.write() as session:
         job = await _still_ended(session, job_id, days, now)
@@ -68,7 +71,7 @@ async def _remove_some_timelines(database: Database, job_id: str, days: float, n
         return False
 
 
-async def _remove_history(database: Database, days: float, now: datetime) -> None:
+async def _remove_history(database: Sessions, days: float, now: datetime) -> None:
     some = or_(
         exists().where(Step.job_id == Job.id),
         exists().where(JobPlan.job_id == Job.id),
@@ -86,14 +89,14 @@ async def _remove_history(database: Database, days: float, now: datetime) -> Non
                     _add_removal_event(session, job, "steps, plan and logs", days, "HISTORY", now)
 
 
-async def _remove_packages(database: Database, days: float, now: datetime) -> None:
+async def _remove_packages(database: Sessions, days: float, now: datetime) -> None:
     named = Job.spec["code"]["working_dir"].as_string() == literal(PACKAGE_PREFIX) + Package.digest
     unused = delete(Package).where(Package.created_at < now - timedelta(days=days), ~exists().where(named))
     async with database.write() as session:
         await session.execute(unused)
 
 
-async def _ended_jobs(database: Database, days: float, now: datetime, some: ColumnElement[bool]) -> list[str]:
+async def _ended_jobs(database: Sessions, days: float, now: datetime, some: ColumnElement[bool]) -> list[str]:
     query = (
         select(Job.id)
         .where(Job.state.in_(FINAL_STATES), Job.finished_at < now - timedelta(days=days), some)

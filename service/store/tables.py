@@ -348,3 +348,16 @@ class Pulse(Base):
 
     name: Mapped[str] = mapped_column(String(100), primary_key=True)
     at: Mapped[datetime]
+
+
+class Lease(Base):
+    """Which process has a role that one has at a time: see leases.py. Times are the database's own Unix seconds."""
+
+    __tablename__ = "leases"
+
+    name: Mapped[str] = mapped_column(String(100), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(200))
+    token: Mapped[int] = mapped_column(BigInteger)
+    """Grows with each holder: what carries an older one is refused."""
+    taken_at: Mapped[float]
+    expires_at: Mapped[float]

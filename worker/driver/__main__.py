@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from worker.driver.attempt import run_attempt
+from worker.driver.attempt import Outcome, run_attempt
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
@@ -21,6 +21,8 @@ from worker.driver.termination import Termination
 from worker.driver.trainer import Attempt
 from worker.logs import TraceParent, bind, set_up
 from worker.masking import mask_output
+from worker.protocol import control_plane_is_too_old
+from worker.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,10 @@ def main() -> int:
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)
     spans = Spans.from_environment(reporter.span)
-    outcome = run_attempt(attempt, control, reporter, metrics, termination, spans)
+    if too_old := control_plane_is_too_old(given.get("protocol")):
+        outcome = Outcome("FAILED", Reason.VERSION_MISMATCH, too_old)
+    else:
+        outcome = run_attempt(attempt, control, reporter, metrics, termination, spans)
     if outcome.state == "FAILED":
         log.error(
             "attempt %s of job %s failed: %s: %s",

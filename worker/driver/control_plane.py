@@ -14,6 +14,7 @@ import httpx
 import tenacity
 
 from worker.masking import Mask
+from worker.protocol import HEADER, PROTOCOL
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class ControlPlane:
             base_url=f"{url.rstrip('/')}/api/v1/attempts/{attempt_id}",
             headers={
                 "Authorization": f"Bearer {token}",
+                HEADER: str(PROTOCOL),
                 **({"traceparent": traceparent} if traceparent else {}),
             },
             timeout=REQUEST_TIMEOUT_S,

@@ -64,6 +64,8 @@ def test_the_process_tells_its_address_its_lag_and_its_planning_pool(scraped: ht
     found = samples(scraped.text)
     assert found["slotline_control_plane_info", Settings(port=0).url] == 1
     assert 0 <= found["slotline_orchestrator_lag_seconds", ""] < 60
+    assert found["slotline_orchestrator_leads", ""] == 1
+    assert found["slotline_lease_left_seconds", ""] <= 10
     assert (found["slotline_planning_plans", "running"], found["slotline_planning_plans", "waiting"]) == (
         0,
         0,

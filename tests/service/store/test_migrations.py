@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import Connection, text
+from sqlalchemy import text
 
 from service.principals import Principal, Role
-from service.store import database as room
 from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.jobs import find_by_idempotency_key, find_job
@@ -19,21 +15,11 @@ from service.store.tokens import find_token
 from tests.service.conftest import job_body
 
 
-async def test_older_jobs_get_their_columns_from_their_specifications(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-):
+async def test_older_jobs_get_their_columns_from_their_specifications(database_url: str):
     """Up from 0002 with jobs in it, also with some that no Slotline of today would take, down, and up again."""
 
-    def go(connection: Connection, to: str) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(room._MIGRATIONS))
-        config.attributes["connection"] = connection
-        (command.downgrade if to == "back to 0002" else command.upgrade)(config, to[-4:])
-
     older = Database(database_url)
-    with monkeypatch.context() as patched:
-        patched.setattr(room, "_migrate", lambda connection: go(connection, "0002"))
-        await older.start()
+    await older.start(to="0002")
     specs = {
         "a": job_body(resources={"workers_per_mesh": 2}),
         "b": {"training": [3], "resources": {"workers_per_mesh": "x"}},
@@ -60,28 +46,15 @@ async def test_older_jobs_get_their_columns_from_their_specifications(
         assert (a.steps_wanted, a.workers_per_mesh, a.device) == (10, 2, "cuda")
         assert (b.steps_wanted, b.workers_per_mesh, b.device) == (0, 1, "auto")
         assert (c.steps_wanted, c.workers_per_mesh) == (0, 1)
-        async with older.engine.connect() as connection:
-            connection = await connection.execution_options(slotline_write=True)
-            async with connection.begin():
-                await connection.run_sync(go, "back to 0002")
+        await older.start(to="0002")
     await older.close()
 
 
-async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-):
+async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database_url: str):
     """Up from 0004, down and up again: tokens may do what they could, jobs are nobody's, keys find their jobs."""
 
-    def go(connection: Connection, to: str) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(room._MIGRATIONS))
-        config.attributes["connection"] = connection
-        (command.downgrade if to == "back to 0004" else command.upgrade)(config, to[-4:])
-
     older = Database(database_url)
-    with monkeypatch.context() as patched:
-        patched.setattr(room, "_migrate", lambda connection: go(connection, "0004"))
-        await older.start()
+    await older.start(to="0004")
     at = "'2026-01-01 00:00:00'"
     async with older.engine.begin() as connection:
         await connection.execute(
@@ -116,8 +89,5 @@ async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(
             assert await find_package(session, "p", owner="")
             assert not await find_package(session, "p", owner="alice")
             assert [event.principal for event in await events_of(session, "a")] == [None]
-        async with older.engine.connect() as connection:
-            connection = await connection.execution_options(slotline_write=True)
-            async with connection.begin():
-                await connection.run_sync(go, "back to 0004")
+        await older.start(to="0004")
     await older.close()

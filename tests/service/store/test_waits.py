@@ -22,7 +22,7 @@ async def test_a_session_of_postgresql_has_limits_at_the_server(database: Databa
             name: (await session.execute(text(f"SHOW {name}"))).scalar_one()
             for name in ("statement_timeout", "idle_in_transaction_session_timeout")
         }
-    assert shown == {"statement_timeout": "30s", "idle_in_transaction_session_timeout": "1min"}
+    assert shown == {"statement_timeout": "30s", "idle_in_transaction_session_timeout": "15s"}
 
 
 @postgresql
