@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
@@ -18,6 +18,7 @@ from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
 from service.settings import Settings
 from service.store.database import Database
+from service.store.submissions import Submissions
 
 
 @dataclass
@@ -36,6 +37,10 @@ class Service:
     problem: Callable[[], str | None] = lambda: None
     identity: IdentityProvider | None = None
     lag_s: Callable[[], float | None] = lambda: None
+    submissions: Submissions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.submissions = Submissions(self.database)
 
     @property
     def backoff(self) -> Backoff:
@@ -47,7 +52,7 @@ def service_of(app: FastAPI) -> Service:
     return app.state.service
 
 
-def _current(connection: HTTPConnection) -> Service:
+async def _current(connection: HTTPConnection) -> Service:  # not async, it would be run in a thread
     return service_of(connection.app)
 
 

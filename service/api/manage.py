@@ -27,7 +27,7 @@ from service.settings import Settings
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
-from service.store.jobs import PageKey
+from service.store.jobs import NewJob, PageKey
 from service.store.packages import find_package
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
@@ -70,7 +70,7 @@ async def submit(
         )
     service.wake()
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
-    return await _view(service, job)
+    return job_view(job, []) if idempotency_key is None else await _view(service, job)
 
 
 @router.get("", responses=responses(422))
@@ -202,6 +202,8 @@ def check_queue(settings: Settings, queue: str) -> None:
 
 
 async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:
+    if not spec.secrets:
+        return
     async with service.database.read() as session:
         missing = await missing_secrets(session, caller.name, spec.secrets)
     if missing:
@@ -214,17 +216,9 @@ async def _create_once(
     service: Service, spec: JobSpec, caller: Principal, key: str | None, digest: str, traceparent: str
 ) -> Job:
     """A new job, or the one that is being made with this key at this moment."""
+    new = NewJob(spec, utc_now(), caller.name, key, digest, traceparent)
     try:
-        async with service.database.write() as session:
-            return await store.create_job(
-                session,
-                spec,
-                at=utc_now(),
-                owner=caller.name,
-                idempotency_key=key,
-                request_digest=digest,
-                traceparent=traceparent,
-            )
+        return await service.submissions.store(new)
     except IntegrityError:
         job = await _find_by_key(service, caller, key)
         if job is None:

@@ -31,6 +31,8 @@ from service.store.leader import Leadership
 
 logger = logging.getLogger(__name__)
 _STOP_LIMIT_S = 2.0
+_REST = 3.0
+"""A round is followed by a rest of so many times its length, of a tick at most."""
 
 
 class Orchestrator:
@@ -52,7 +54,7 @@ class Orchestrator:
         self._leadership = Leadership(database)
         self.pulse = Pulse(database, tick_s=settings.tick_s)
         self._wake = asyncio.Event()
-        self._stopping = False
+        self._stopping, self._stopped = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.logs = LogKeeper(database, cluster, watcher, limit_bytes=settings.log_limit_bytes)
         python = settings.driver_python or (sys.executable if local else "python")
@@ -76,6 +78,7 @@ class Orchestrator:
     def stop(self) -> None:
         """Let `run` come to its end; calls under way get a moment."""
         self._stopping = True
+        self._stopped.set()
         self.wake()
 
     async def run(self) -> None:
@@ -83,6 +86,7 @@ class Orchestrator:
         try:
             while not self._stopping:
                 self._wake.clear()
+                begun_at = time.monotonic()
                 try:
                     self._beat()
                     if await self._leadership.held():
@@ -93,6 +97,7 @@ class Orchestrator:
                     self._database.outage.away(error)  # one line an outage, not one a round
                 except Exception:
                     logger.exception("a round of the orchestrator failed; the next one tries again")
+                await self._rest(_REST * (time.monotonic() - begun_at))
                 if self._stopping:
                     break
                 with contextlib.suppress(TimeoutError):
@@ -104,6 +109,11 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._leadership.release()
+
+    async def _rest(self, seconds: float) -> None:
+        """Leave the process to those who ask, also where every submission wakes us: rounds grow with the line."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), min(seconds, self._settings.tick_s))
 
     async def round(self) -> None:
         """One pass over active attempts and waiting jobs; slow calls go on in tasks of their own."""

@@ -98,17 +98,22 @@ def add_event(
     by: str | None = None,
 ) -> None:
     """Append to the job's event log under the job's next number; `by` is who asked for what happened."""
+    session.add(new_event(job, kind, message, at=at, attempt=attempt, by=by))
+
+
+def new_event(
+    job: Job, kind: str, message: str, *, at: datetime, attempt: int | None = None, by: str | None = None
+) -> Event:
+    """An event under the job's next number, for the session in which the job is locked or new."""
     job.last_event += 1
-    session.add(
-        Event(
-            job_id=job.id,
-            number=job.last_event,
-            at=at,
-            attempt=attempt,
-            kind=kind,
-            message=printable(message) or "",
-            principal=by or None,
-        )
+    return Event(
+        job_id=job.id,
+        number=job.last_event,
+        at=at,
+        attempt=attempt,
+        kind=kind,
+        message=printable(message) or "",
+        principal=by or None,
     )
 
 
