@@ -23,6 +23,7 @@ help:
 	@echo "make bench-training whole training jobs, beside torch's own pipelining and one process (6 minutes)"
 	@echo "make bench-planned  steps and memory of five jobs as planned, beside what was measured"
 	@echo "make bench-models   public models in three layouts, beside training them plainly (20 minutes)"
+	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd, hostile bodies (6 minutes)"
 	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"
 
 setup: $(READY)
@@ -83,6 +84,9 @@ bench-models: $(VENV)/models/.ready
 
 bench-queues: setup
 	$(BIN)/python -m tests.benchmarks.queues
+
+bench-service: setup system-packages
+	$(BIN)/python -m tests.benchmarks.service
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI
 from starlette.requests import HTTPConnection
 
+from service.api.job_feed import JobFeed
 from service.api.oidc import IdentityProvider
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.exporting import JobExporter
@@ -38,9 +39,11 @@ class Service:
     identity: IdentityProvider | None = None
     lag_s: Callable[[], float | None] = lambda: None
     submissions: Submissions = field(init=False)
+    feed: JobFeed = field(init=False)
 
     def __post_init__(self) -> None:
         self.submissions = Submissions(self.database)
+        self.feed = JobFeed(self.database)
 
     @property
     def backoff(self) -> Backoff:

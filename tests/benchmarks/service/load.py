@@ -34,9 +34,15 @@ class Answers:
 
 
 async def by_clients(
-    url: str, ask: Ask, *, clients: int, lasts_s: float, headers: dict[str, str] | None = None
+    url: str,
+    ask: Ask,
+    *,
+    clients: int,
+    lasts_s: float,
+    pause_s: float = 0.0,
+    headers: dict[str, str] | None = None,
 ) -> Answers:
-    """`clients` that each ask again as soon as they have the answer, each over a connection of its own."""
+    """`clients` that each ask again `pause_s` after they have the answer, each over a connection of its own."""
     answers = Answers()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=120)
@@ -49,6 +55,8 @@ async def by_clients(
             while (asked_at := time.perf_counter()) < begun_at + lasts_s:
                 await ask(session)
                 answers.seconds.append(time.perf_counter() - asked_at)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
 
         await asyncio.gather(*(one() for _ in range(clients)))
         answers.lasted_s = time.perf_counter() - begun_at

@@ -1,0 +1,46 @@
+"""What follows jobs asks the database together: one query a look for all that is followed, however many follow."""
+
+from __future__ import annotations
+
+import asyncio
+
+from service.store.database import Database
+from service.store.events import Glance, glances
+
+
+class JobFeed:
+    """Looks only while somebody waits for a look."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._asked: dict[str, asyncio.Future[Glance | None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def now(self, job_id: str) -> Glance | None:
+        """The job at this moment; None: no such job."""
+        async with self._database.read() as session:
+            return (await glances(session, [job_id])).get(job_id)
+
+    async def next(self, job_id: str, *, within_s: float) -> Glance | None:
+        """The job at the next look, about `within_s` from now or from when somebody else asked for it."""
+        if (asked := self._asked.get(job_id)) is None:
+            asked = self._asked[job_id] = asyncio.get_running_loop().create_future()
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(within_s))
+        return await asyncio.shield(asked)  # others wait for it too
+
+    async def _look(self, after_s: float) -> None:
+        try:
+            await asyncio.sleep(after_s)
+        finally:
+            asked, self._asked, self._looking = self._asked, {}, None
+        try:
+            async with self._database.read() as session:
+                found = await glances(session, list(asked))
+        except Exception as error:
+            for one in asked.values():
+                one.set_exception(error)
+                one.exception()  # who waited may have gone: then nobody has to hear of it
+        else:
+            for job_id, one in asked.items():
+                one.set_result(found.get(job_id))
