@@ -20,6 +20,7 @@ from service.orchestrator.exporting import JobExporter
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
 from service.orchestrator.loop import Orchestrator
+from service.orchestrator.notifying import Notifier
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
 from service.orchestrator.ray_jobs import Cluster, RayCluster
@@ -35,6 +36,7 @@ class ControlPlane(Service):
     """What the API works with, and the orchestrator beside it."""
 
     orchestrator: Orchestrator = field(kw_only=True)
+    notifier: Notifier = field(kw_only=True)
 
 
 def control_plane_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
@@ -81,6 +83,9 @@ async def run_control_plane(
             stack.push_async_callback(identity.close)
         exporter = JobExporter(cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
         stack.push_async_callback(exporter.close)
+        notifier = Notifier(settings, database)
+        stack.push_async_callback(notifier.close)
+        notifier.start()
         watcher.start()
         stack.push_async_callback(watcher.stop)
         loop = asyncio.create_task(orchestrator.run())
@@ -98,6 +103,7 @@ async def run_control_plane(
             identity=identity,
             lag_s=lambda: orchestrator.pulse.lag_s,
             orchestrator=orchestrator,
+            notifier=notifier,
         )
 
 

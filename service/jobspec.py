@@ -14,6 +14,7 @@ from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
 from service.job_meshes import check_listed, check_shared, short_form
+from service.job_notifications import Notifications
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
@@ -295,6 +296,7 @@ class JobSpec(_Part):
         "checkpoint and ends then; a job with such a limit may overtake others that wait",
     )
     labels: Labels = {}
+    notifications: Notifications = Field(default=[], description="URLs that are told of the job's states")
 
     @model_validator(mode="before")
     @classmethod

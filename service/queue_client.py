@@ -7,6 +7,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
+from service.api.notification_schemas import DeliveryPage, DeliveryView
 from service.api.schemas import JobPage, JobSummary, JobView, QueueList, QueueView
 from service.job_states import JobState
 
@@ -46,6 +47,16 @@ class QueueCalls:
             page = self._get(JobPage, path, limit=size, page_token=token, **wanted)
             yield from page.items
             left = None if left is None else left - len(page.items)
+            if (token := page.next_page_token) is None:
+                return
+
+    def notifications(self, job_id: str) -> Iterator[DeliveryView]:
+        """Who was told of the job's states, and how that went."""
+        token = None
+        while True:
+            path = f"/api/v1/jobs/{job_id}/notifications"
+            page = self._get(DeliveryPage, path, limit=_PAGE, page_token=token)
+            yield from page.items
             if (token := page.next_page_token) is None:
                 return
 

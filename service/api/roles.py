@@ -19,6 +19,7 @@ _VIEWERS = (
     ("GET", "/api/v1/jobs/{job_id}/evaluations"),
     ("GET", "/api/v1/jobs/{job_id}/events"),
     ("GET", "/api/v1/jobs/{job_id}/logs"),
+    ("GET", "/api/v1/jobs/{job_id}/notifications"),
     ("GET", "/api/v1/jobs/{job_id}/plan"),
     ("GET", "/api/v1/jobs/{job_id}/postmortem"),
     ("GET", "/api/v1/jobs/{job_id}/steps"),

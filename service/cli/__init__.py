@@ -16,6 +16,7 @@ from rich.markup import escape
 from service.cli import (
     demo,
     migrate,
+    notifications,
     people,
     plan,
     reshard,
@@ -55,7 +56,7 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-for verbs in (serve, demo, submit, watch, why, weights, plan, verify, reshard, migrate):
+for verbs in (serve, demo, submit, watch, why, weights, notifications, plan, verify, reshard, migrate):
     app.add_typer(verbs.app)
 app.add_typer(tokens.app, name="token")
 app.add_typer(tokens.app, name="tokens", hidden=True)

@@ -69,6 +69,8 @@ class Database:
         self.outage = Outage("the database", logger)
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
         self._writing = asyncio.Lock()
+        self.session_info: dict[str, Any] = {}
+        """What every write session carries in its `info`: see notifications.EVERY_JOB."""
         _time_statements(self.engine)
 
     async def start(self) -> None:
@@ -119,7 +121,8 @@ class Database:
         """
         async with self._turn(), self.engine.connect() as connection:
             connection = await connection.execution_options(slotline_write=True)
-            async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
+            session = AsyncSession(connection, expire_on_commit=False, info=self.session_info)
+            async with session, session.begin():
                 yield session
 
     @asynccontextmanager

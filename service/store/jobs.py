@@ -20,6 +20,7 @@ from service.jobspec import JobSpec
 from service.principals import NOBODY, by_whom
 from service.store.audit import add_audit
 from service.store.job_filters import JobFilter, narrowed
+from service.store.notifications import tell
 from service.store.states import lock_job, move_job, new_event
 from service.store.tables import WITHOUT_SPEC, Job, JobLabel
 from worker.reasons import Reason
@@ -72,6 +73,8 @@ async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]
     session.add_all(jobs)
     await session.flush()
     session.add_all(events)
+    for job, event in zip(jobs, events, strict=True):
+        tell(session, job, event)
     for job, one in zip(jobs, new, strict=True):
         session.add_all(
             JobLabel(job_id=job.id, name=name, value=value) for name, value in one.spec.labels.items()
@@ -108,6 +111,7 @@ def _queued(new: NewJob) -> Job:
         infrastructure_forgiven=0,
         last_event=0,
         labels=spec.labels,
+        notifications=[one.model_dump(mode="json") for one in spec.notifications] or None,
         max_duration_s=spec.max_duration,
         held_s=0.0,
     )

@@ -12,6 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import TRANSITIONS, AttemptState, JobState
+from service.store.notifications import tell
 from service.store.tables import WITHOUT_SPEC, Attempt, Event, Job
 
 _MESSAGE_LIMIT = 20_000
@@ -60,7 +61,9 @@ def move_job(
         job.finished_at = at
     described = f"{to}: {reason}" if reason else str(to)
     told = f"{described}: {message}" if message else described
-    add_event(session, job, "state", told, at=at, attempt=attempt, by=by)
+    event = new_event(job, "state", told, at=at, attempt=attempt, by=by)
+    session.add(event)
+    tell(session, job, event)
 
 
 def explain_wait(session: AsyncSession, job: Job, reason: str, message: str, *, at: datetime) -> None:

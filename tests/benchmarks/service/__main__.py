@@ -39,13 +39,12 @@ async def compare_submissions(databases: dict[str, str], rounds: int, lasts_s: f
             name: stack.enter_context(served(url, Path(stack.enter_context(_folder())), accelerators=0))
             for name, url in databases.items()
         }
-        async with submissions.local_ray(Path(stack.enter_context(_folder()))) as ray:
-            for _ in range(rounds):
-                for name, server in servers.items():
-                    _add(sides[name], *await submissions.to_slotline(server, lasts_s=lasts_s))
-                    await asyncio.sleep(2.0)
-                answers, processor_s, _ = await submissions.to_ray(ray, lasts_s=lasts_s)
-                _add(sides["Ray Jobs API"], answers, processor_s)
+        for _ in range(rounds):
+            for name, server in servers.items():
+                _add(sides[name], *await submissions.to_slotline(server, lasts_s=lasts_s))
+                await asyncio.sleep(2.0)
+            async with submissions.local_ray(Path(stack.enter_context(_folder()))) as ray:
+                _add(sides["Ray Jobs API"], *await submissions.to_ray(ray, lasts_s=lasts_s))
     ray_side = sides["Ray Jobs API"]
     print(
         f"\n| {submissions.CLIENTS} clients | submissions/s (rounds) | beside Ray | p50 ms | p99 ms | cpu ms each |"
