@@ -6,6 +6,7 @@ from service.principals import Role
 
 _VIEWERS = (
     ("GET", "/"),
+    ("GET", "/cluster"),
     ("GET", "/jobs/{job_id}"),
     ("GET", "/jobs/{job_id}/choice"),
     ("GET", "/jobs/{job_id}/gaps"),
