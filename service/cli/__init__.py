@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from service.cli import (
+    completion,
     demo,
     migrate,
     notifications,
@@ -24,6 +25,7 @@ from service.cli import (
     serve,
     submit,
     tokens,
+    top,
     verify,
     watch,
     weights,
@@ -56,7 +58,21 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-for verbs in (serve, demo, submit, watch, why, weights, notifications, plan, verify, reshard, migrate):
+for verbs in (
+    serve,
+    demo,
+    submit,
+    watch,
+    top,
+    why,
+    weights,
+    notifications,
+    plan,
+    verify,
+    reshard,
+    migrate,
+    completion,
+):
     app.add_typer(verbs.app)
 app.add_typer(tokens.app, name="token")
 app.add_typer(tokens.app, name="tokens", hidden=True)
@@ -66,6 +82,7 @@ app.add_typer(secrets.app, name="secret")
 
 def main() -> None:
     """Entry point of the command."""
+    completion.answer_shells()
     try:
         app()
     except BrokenPipeError:  # `slotline logs JOB | head`
