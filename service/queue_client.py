@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from service.api.notification_schemas import DeliveryPage, DeliveryView
-from service.api.schemas import JobPage, JobSummary, JobView, QueueList, QueueView
+from service.api.schemas import JobPage, JobSummary, JobView, QueueList, QueueQuotaView, QueueView
 from service.job_states import JobState
 
 _PAGE = 500
@@ -69,3 +69,12 @@ class QueueCalls:
     def queues(self) -> list[QueueView]:
         """Quotas, and why each waiting job waits."""
         return self._get(QueueList, "/api/v1/queues").items
+
+    def set_quota(self, queue: str, quota: int | None) -> QueueQuotaView:
+        """Let the queue's running jobs hold so many accelerators together (None: any number), for operators."""
+        answer = self._call("PUT", f"/api/v1/queues/{queue}/quota", json={"quota": quota})
+        return self._parsed(QueueQuotaView, answer)
+
+    def reset_quota(self, queue: str) -> QueueQuotaView:
+        """Back to the configured quota, for operators."""
+        return self._parsed(QueueQuotaView, self._call("DELETE", f"/api/v1/queues/{queue}/quota"))

@@ -42,6 +42,10 @@ _SUBMITTERS = (
     ("PUT", "/api/v1/secrets/{name}"),
     ("DELETE", "/api/v1/secrets/{name}"),
 )
+_OPERATORS = (
+    ("PUT", "/api/v1/queues/{name}/quota"),
+    ("DELETE", "/api/v1/queues/{name}/quota"),
+)
 _ADMINS = (
     ("GET", "/api/v1/audit"),
     ("GET", "/api/v1/tokens"),
@@ -52,6 +56,7 @@ LEAST_ROLE: dict[tuple[str, str], Role] = {
     ("GET", "/api/v1/prometheus/targets"): Role.METRICS,
     **dict.fromkeys(_VIEWERS, Role.VIEWER),
     **dict.fromkeys(_SUBMITTERS, Role.SUBMITTER),
+    **dict.fromkeys(_OPERATORS, Role.OPERATOR),
     **dict.fromkeys(_ADMINS, Role.ADMIN),
 }
 

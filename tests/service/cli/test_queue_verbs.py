@@ -51,3 +51,13 @@ def test_who_was_told_of_a_job_is_listed(run: Run, served: Served, tmp_path: Pat
     assert "https://hooks.example.com/x" in run("notifications", job_id).out
     file.write_text(yaml.safe_dump(job_body()))
     assert "no notifications" in run("notifications", run("submit", file, "--json").json["id"]).out
+
+
+def test_an_operator_sets_a_quota_and_leaves_it_to_the_configuration(run: Run, served: Served):
+    assert run("quota", "default", 3, "--json").json == {"name": "default", "quota": 3, "configured": None}
+    assert "a quota of 3 accelerators" in run("quota", "default", 3).out
+    assert run("quota", "default", "none", "--json").json["quota"] is None
+    assert run("quota", "default", "configured").out == "queue default has no quota\n"
+    assert "is no quota" in run("quota", "default", "many").err
+    nowhere = run("quota", "nowhere", 1)
+    assert nowhere.code == 1 and "there is no queue nowhere" in nowhere.err
