@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from service.store.database import Database
-from service.store.events import Glance, glances
+from service.store.events import Glance, events_of, glances
+from service.store.tables import Event
 
 
 class JobFeed:
@@ -15,6 +17,7 @@ class JobFeed:
         self._database = database
         self._asked: dict[str, asyncio.Future[Glance | None]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._reading: dict[tuple[str, int], asyncio.Task[Sequence[Event]]] = {}
 
     async def now(self, job_id: str) -> Glance | None:
         """The job at this moment; None: no such job."""
@@ -28,6 +31,19 @@ class JobFeed:
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(within_s))
         return await asyncio.shield(asked)  # others wait for it too
+
+    async def events(self, job_id: str, *, after: int) -> Sequence[Event]:
+        """The job's events behind `after`; read once for all that ask for the same at the same time, as all do that
+        have seen as much: each with a read of its own would take every connection at once."""
+        key = (job_id, after)
+        if (reading := self._reading.get(key)) is None:
+            reading = self._reading[key] = asyncio.create_task(self._read(job_id, after))
+            reading.add_done_callback(lambda _: self._reading.pop(key))
+        return await asyncio.shield(reading)
+
+    async def _read(self, job_id: str, after: int) -> Sequence[Event]:
+        async with self._database.read() as session:
+            return await events_of(session, job_id, after=after)
 
     async def _look(self, after_s: float) -> None:
         try:

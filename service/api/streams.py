@@ -21,7 +21,7 @@ from service.api.schemas import LogLine
 from service.api.views import event_view
 from service.orchestrator.ray_jobs import ClusterError
 from service.store.attempts import log_places
-from service.store.events import Glance, events_of
+from service.store.events import Glance
 from service.store.tables import Event, Job
 
 MEDIA_TYPE = "text/event-stream"
@@ -136,8 +136,7 @@ async def _events(service: Service, job_id: str, after: int) -> AsyncIterator[Se
     while True:
         found: Sequence[Event] = ()
         if glance is not None and glance.last_event > after:
-            async with service.database.read() as session:
-                found = await events_of(session, job_id, after=after)
+            found = await service.feed.events(job_id, after=after)
         for event in found:
             after = event.number
             yield ServerSentEvent(data=event_view(event).model_dump_json(), event=event.kind, id=str(after))

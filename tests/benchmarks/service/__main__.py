@@ -73,11 +73,12 @@ async def ask_in_a_crowd(name: str, url: str, lasts_s: float) -> None:
             attempts = await crowd.started(server, url)
             await crowd.add_waiting(server)
             begun = server.told()["processor_s"]
-            answers = await crowd.measured(server, attempts, lasts_s=lasts_s)
+            answers, seen = await crowd.measured(server, attempts, lasts_s=lasts_s)
             told = server.told()
     print(
         f"\n{name}, {lasts_s:g} s: {told['processor_s'] - begun:.1f} s of processor time, "
-        f"the loop blocked for at most {told['blocked_wall_s']:.3f} s ({told['blocked_cpu_s']:.3f} s of its own time)\n"
+        f"the loop blocked for at most {told['blocked_wall_s']:.3f} s ({told['blocked_cpu_s']:.3f} s of its own time), "
+        f"{seen.events} events through {crowd.STREAMS} streams, which broke {seen.broken} times\n"
     )
     print("| | answers | p50 ms | p99 ms |\n|---|---|---|---|")
     for kind, found in answers.items():

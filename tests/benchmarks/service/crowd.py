@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import aiohttp
@@ -124,20 +125,37 @@ async def driver(url: str, attempt: Attempt) -> None:
             await asyncio.sleep(_REPORT_EVERY_S)
 
 
-async def follower(url: str, job_id: str, seen: list[int]) -> None:
-    """Reads the event stream of a job until it is cancelled; counts the events."""
-    timeout = aiohttp.ClientTimeout(total=None)
+@dataclass
+class Followed:
+    """What came through all event streams: events, and how often a stream broke and was opened again."""
+
+    events: int = 0
+    broken: int = 0
+
+
+async def follower(url: str, job_id: str, seen: Followed) -> None:
+    """Follows the events of a job until it is cancelled, as a browser does."""
+    timeout, last = aiohttp.ClientTimeout(total=None), ""
     async with aiohttp.ClientSession(url, timeout=timeout, trust_env=False) as session:
-        headers = {"Accept": "text/event-stream"}
-        async with session.get(f"/api/v1/jobs/{job_id}/events", headers=headers) as response:
-            assert response.status == 200, response.status
-            async for line in response.content:
-                seen[0] += line.startswith(b"data:")
+        while True:
+            headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last} if last else {})}
+            try:
+                async with session.get(f"/api/v1/jobs/{job_id}/events", headers=headers) as response:
+                    assert response.status == 200, response.status
+                    async for line in response.content:
+                        seen.events += line.startswith(b"data:")
+                        last = line[3:].decode().strip() if line.startswith(b"id:") else last
+            except aiohttp.ClientError:
+                pass
+            seen.broken += 1
+            await asyncio.sleep(1.0)
 
 
-async def measured(served: Served, attempts: list[Attempt], *, lasts_s: float) -> dict[str, Answers]:
+async def measured(
+    served: Served, attempts: list[Attempt], *, lasts_s: float
+) -> tuple[dict[str, Answers], Followed]:
     """What clients wait for, each kind asked all the time while the rest goes on."""
-    seen, job_id = [0], attempts[0].job_id
+    seen, job_id = Followed(), attempts[0].job_id
     background = [asyncio.create_task(driver(served.url, attempt)) for attempt in attempts]
     background += [
         asyncio.create_task(follower(served.url, attempts[n % TRAINING].job_id, seen)) for n in range(STREAMS)
@@ -164,6 +182,6 @@ async def measured(served: Served, attempts: list[Attempt], *, lasts_s: float) -
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*background, return_exceptions=True)
-    if not seen[0]:
+    if not seen.events:
         raise RuntimeError("no event came through any of the streams")
-    return dict(zip(kinds, answers, strict=True))
+    return dict(zip(kinds, answers, strict=True)), seen

@@ -232,13 +232,13 @@ async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_
 ):
     job_id = await api.started()
     monkeypatch.setattr(streams, "_LOOK_EVERY_S", 3600.0)
-    looked, ask = [], streams.events_of
+    looked, ask = [], job_feed.events_of
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         looked.append(keywords["after"])
         return ask(*arguments, **keywords)
 
-    monkeypatch.setattr(streams, "events_of", counted)
+    monkeypatch.setattr(job_feed, "events_of", counted)
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
     async with asyncio.timeout(LIMIT_S):
         while not looked:
@@ -265,3 +265,21 @@ async def test_all_that_follow_jobs_look_together(api: Api, monkeypatch: pytest.
     found = await asyncio.gather(*waiting)
     assert asked == [sorted([*job_ids, "job-0000000000"])]
     assert {one.state for one in found} == {"QUEUED"} and await gone is None
+
+
+async def test_events_are_read_once_for_all_that_have_seen_as_much(api: Api, monkeypatch: pytest.MonkeyPatch):
+    job_id = await api.submit()
+    asked, ask = [], job_feed.events_of
+
+    async def counted(session: Any, of: str, *, after: int) -> Any:
+        asked.append(after)
+        return await ask(session, of, after=after)
+
+    monkeypatch.setattr(job_feed, "events_of", counted)
+    reading = [asyncio.create_task(api.service.feed.events(job_id, after=n % 2)) for n in range(40)]
+    await asyncio.sleep(0)
+    reading.pop().cancel()
+    found = await asyncio.gather(*reading)
+    assert sorted(asked) == [0, 1] and [[e.number for e in one] for one in found[:2]] == [[1], []]
+    await api.service.feed.events(job_id, after=0)
+    assert len(asked) == 3, "what was read is not kept"
