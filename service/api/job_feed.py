@@ -17,6 +17,7 @@ class JobFeed:
         self._database = database
         self._asked: dict[str, asyncio.Future[Glance | None]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()  # the loop itself holds its tasks weakly
         self._reading: dict[tuple[str, int], asyncio.Task[Sequence[Event]]] = {}
 
     async def now(self, job_id: str) -> Glance | None:
@@ -30,6 +31,8 @@ class JobFeed:
             asked = self._asked[job_id] = asyncio.get_running_loop().create_future()
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(within_s))
+            self._looks.add(self._looking)
+            self._looking.add_done_callback(self._looks.discard)
         return await asyncio.shield(asked)  # others wait for it too
 
     async def events(self, job_id: str, *, after: int) -> Sequence[Event]:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from datetime import timedelta
 
 from service.orchestrator.signing import headers
@@ -22,7 +23,7 @@ from service.store.secrets import MissingSecretError, open_secrets
 
 logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
-_AT_ONCE = 16
+_AT_ONCE = 64
 _FOR_HOST = 4
 _LONGEST_PAUSE_S = 3600.0
 
@@ -34,7 +35,8 @@ class Notifier:
         self._settings, self._database = settings, database
         self._sender = WebhookSender(limit_s=settings.webhook_timeout_s)
         self._task: asyncio.Task[None] | None = None
-        self._sending: set[asyncio.Task[None]] = set()
+        self._sending: dict[asyncio.Task[None], str] = {}
+        """What is on its way, and to which host."""
         if settings.webhook_url is not None:
             database.session_info[EVERY_JOB] = EveryJob(settings.webhook_url, settings.webhook_states)
 
@@ -61,18 +63,20 @@ class Notifier:
 
     async def look(self) -> None:
         """Begin to send what is due, as far as there are places."""
-        places = _AT_ONCE - len(self._sending)
-        now = utc_now()
+        places, now = _AT_ONCE - len(self._sending), utc_now()
+        busy = Counter(self._sending.values())
         async with self._database.read() as session:
             if places <= 0 or not await any_due(session, at=now):
                 return
         until = now + timedelta(seconds=2 * self._settings.webhook_timeout_s + 30)
         async with self._database.write() as session:
-            claimed = await claim_due(session, at=now, until=until, for_host=_FOR_HOST, limit=places)
+            claimed = await claim_due(
+                session, at=now, until=until, for_host=_FOR_HOST, busy=busy, limit=places
+            )
         for delivery, owner in claimed:
             task = asyncio.create_task(self._deliver(delivery, owner))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+            self._sending[task] = delivery.host
+            task.add_done_callback(lambda done: self._sending.pop(done, None))
 
     async def settle(self) -> None:
         """Wait for what is on its way (tests)."""

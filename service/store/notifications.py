@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -83,23 +85,42 @@ def _body(job: Job, event: Event) -> str:
 
 
 async def claim_due(
-    session: AsyncSession, *, at: datetime, until: datetime, for_host: int, limit: int
+    session: AsyncSession,
+    *,
+    at: datetime,
+    until: datetime,
+    for_host: int,
+    busy: Mapping[str, int] = MappingProxyType({}),
+    limit: int,
 ) -> list[tuple[Delivery, str]]:
     """Deliveries that are due, with the owner of each job, which nobody else claims before `until`.
 
-    At most `for_host` of one host: one that hangs must not take the places of the others.
+    At most `for_host` of one host, with those on their way to it (`busy`): one that hangs must not take the places of
+    the others.
     """
-    due = (Delivery.state == DeliveryState.PENDING, Delivery.next_at <= at)
+    full = [host for host, number in busy.items() if number >= for_host]
+    due = (
+        Delivery.state == DeliveryState.PENDING,
+        Delivery.next_at <= at,
+        Delivery.host.not_in(full),
+    )
     in_line = func.row_number().over(
         partition_by=Delivery.host, order_by=(Delivery.next_at, Delivery.event, Delivery.id)
     )
-    places = select(Delivery.id.label("id"), in_line.label("place")).where(*due).subquery()
-    first = select(places.c.id).where(places.c.place <= for_host).order_by(places.c.place).limit(limit)
-    claimed = []
-    for delivery_id in (await session.execute(first)).scalars().all():
+    places = (
+        select(Delivery.id.label("id"), Delivery.host.label("host"), in_line.label("place"))
+        .where(*due)
+        .subquery()
+    )
+    first = select(places.c.id, places.c.host).where(places.c.place <= for_host).order_by(places.c.place)
+    claimed, going = [], Counter(busy)
+    for delivery_id, host in (await session.execute(first.limit(limit))).all():
+        if going[host] >= for_host:
+            continue
         taken = update(Delivery).where(Delivery.id == delivery_id, *due).values(next_at=until)
         if (await session.execute(taken)).rowcount:  # type: ignore[attr-defined]
             claimed.append(delivery_id)
+            going[host] += 1
     query = (
         select(Delivery, Job.owner)
         .join(Job, Delivery.job_id == Job.id)
