@@ -20,6 +20,7 @@ from service.orchestrator.exporting import JobExporter
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
 from service.orchestrator.loop import Orchestrator
+from service.orchestrator.notifying import Notifier
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
 from service.orchestrator.ray_jobs import Cluster, RayCluster
@@ -36,6 +37,7 @@ class ControlPlane(Service):
     """What the API works with, and the orchestrator beside it."""
 
     orchestrator: Orchestrator = field(kw_only=True)
+    notifier: Notifier = field(kw_only=True)
 
 
 def control_plane_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
@@ -83,6 +85,9 @@ async def run_control_plane(
             stack.push_async_callback(identity.close)
         exporter = JobExporter(cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
         stack.push_async_callback(exporter.close)
+        notifier = Notifier(settings, database)
+        stack.push_async_callback(notifier.close)
+        notifier.start()
         watcher.start()
         stack.push_async_callback(watcher.stop)
         if settings.orchestrator:
@@ -104,6 +109,7 @@ async def run_control_plane(
             lag_s=lambda: orchestrator.pulse.lag_s if settings.orchestrator else None,
             leads=lambda: orchestrator.lease.token is not None,
             orchestrator=orchestrator,
+            notifier=notifier,
         )
 
 

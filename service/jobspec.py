@@ -15,6 +15,7 @@ from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
 from service.job_meshes import check_shard, check_shared
+from service.job_notifications import Notifications
 from service.job_precision import Precision
 from service.job_resources import Resources
 from service.job_values import FiniteJson, ParameterGroup, Patterns, Text, finite
@@ -247,6 +248,7 @@ class JobSpec(_Part):
         "checkpoint and ends then; a job with such a limit may overtake others that wait",
     )
     labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
+    notifications: Notifications = Field(default=[], description="URLs that are told of the job's states")
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-from service.api.schemas import JobPage, JobSummary, JobView, QueueList, QueueView
+from service.api.notification_schemas import DeliveryPage, DeliveryView
+from service.api.schemas import JobPage, JobSummary, JobView, QueueList, QueueQuotaView, QueueView
 from service.job_states import JobState
 
 _PAGE = 500
@@ -49,6 +50,16 @@ class QueueCalls:
             if (token := page.next_page_token) is None:
                 return
 
+    def notifications(self, job_id: str) -> Iterator[DeliveryView]:
+        """Who was told of the job's states, and how that went."""
+        token = None
+        while True:
+            path = f"/api/v1/jobs/{job_id}/notifications"
+            page = self._get(DeliveryPage, path, limit=_PAGE, page_token=token)
+            yield from page.items
+            if (token := page.next_page_token) is None:
+                return
+
     def change(self, job_id: str, *, queue: str | None = None, priority: int | None = None) -> JobView:
         """Move a waiting job to another queue or priority."""
         given = {"queue": queue, "priority": priority}
@@ -58,3 +69,12 @@ class QueueCalls:
     def queues(self) -> list[QueueView]:
         """Quotas, and why each waiting job waits."""
         return self._get(QueueList, "/api/v1/queues").items
+
+    def set_quota(self, queue: str, quota: int | None) -> QueueQuotaView:
+        """Let the queue's running jobs hold so many accelerators together (None: any number), for operators."""
+        answer = self._call("PUT", f"/api/v1/queues/{queue}/quota", json={"quota": quota})
+        return self._parsed(QueueQuotaView, answer)
+
+    def reset_quota(self, queue: str) -> QueueQuotaView:
+        """Back to the configured quota, for operators."""
+        return self._parsed(QueueQuotaView, self._call("DELETE", f"/api/v1/queues/{queue}/quota"))

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from service.job_notifications import StateName, check_signed, checked_url
 from service.jobspec import Name
 from service.principals import Role
 
@@ -113,6 +114,23 @@ class Settings(BaseSettings):
     )
     queue_patience_s: Annotated[float, Field(gt=0)] = Field(
         default=3600.0, description="After so long without a start an owner has the next turn of their queue"
+    )
+
+    # Who is told of states of jobs
+    webhook_url: str | None = Field(
+        default=None, description="Told of every job, beside its own notifications"
+    )
+    webhook_secret: SecretStr | None = Field(default=None, description="Signs what webhook_url is sent")
+    webhook_states: list[StateName] = ["SUCCEEDED", "FAILED", "CANCELLED"]
+    webhooks_anywhere: bool = Field(
+        default=False,
+        description="Jobs may also name URLs of this machine and of private networks: the server calls them",
+    )
+    webhook_timeout_s: Annotated[float, Field(gt=0, le=120)] = 10.0
+    webhook_tries: Annotated[int, Field(ge=1, le=30)] = 8
+    webhook_backoff_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        default=5.0,
+        description="Before the second try; three times as long before each later one, at most an hour",
     )
 
     # The orchestrator
@@ -296,6 +314,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "SLOTLINE_ORCHESTRATOR is false: set RAY_ADDRESS to the Ray cluster that the others use"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _webhook_is_signed(self) -> Settings:
+        if self.webhook_url is not None:
+            check_signed(checked_url(self.webhook_url), self.webhook_secret)
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from service.orchestrator.snapshot import in_line
 from service.store.attempts import active_attempts, measured_attempts
 from service.store.database import utc_now
 from service.store.jobs import unlike_meshes, waiting_jobs
+from service.store.queue_quotas import quotas_in_force
 
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
@@ -88,8 +89,8 @@ async def list_queues(service: Current) -> QueueList:
     async with service.database.read() as session:
         active = await active_attempts(session)
         waiting = await waiting_jobs(session)
+        quotas = await quotas_in_force(session, service.settings.queues)
     waiting = await asyncio.to_thread(in_line, waiting, active, service.cluster.capacity, service.settings)
-    quotas = dict(service.settings.queues)
     names = dict.fromkeys([*quotas, *(job.queue for job in waiting), *(job.queue for _, job in active)])
     items = []
     for name in names:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
 from starlette.requests import HTTPConnection
 
+from service.api.job_feed import JobFeed
 from service.api.oidc import IdentityProvider
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.exporting import JobExporter
@@ -18,6 +19,7 @@ from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
 from service.settings import Settings
 from service.store.database import Database
+from service.store.submissions import Submissions
 
 
 @dataclass
@@ -38,6 +40,12 @@ class Service:
     identity: IdentityProvider | None = None
     lag_s: Callable[[], float | None] = lambda: None
     leads: Callable[[], bool] = lambda: False
+    submissions: Submissions = field(init=False)
+    feed: JobFeed = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.submissions = Submissions(self.database)
+        self.feed = JobFeed(self.database)
 
     @property
     def backoff(self) -> Backoff:
@@ -49,7 +57,7 @@ def service_of(app: FastAPI) -> Service:
     return app.state.service
 
 
-def _current(connection: HTTPConnection) -> Service:
+async def _current(connection: HTTPConnection) -> Service:  # not async, it would be run in a thread
     return service_of(connection.app)
 
 

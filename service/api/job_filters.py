@@ -17,7 +17,7 @@ from service.store.job_filters import JobFilter, LabelFilter
 _LONGEST_LABEL = 2 * 63 + 1
 
 
-def _job_filter(
+async def _job_filter(
     state: Annotated[
         list[JobState] | None, Query(max_length=len(JobState), description="One of these states")
     ] = None,

@@ -8,6 +8,7 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from datetime import UTC, datetime
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from sqlalchemy.exc import IntegrityError
@@ -23,11 +24,12 @@ from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
 from service.jobspec import JOB_ID_PATTERN, KEY_PATTERN, NAME_PATTERN, OWNER_PATTERN, PACKAGE_PREFIX, JobSpec
 from service.principals import Principal, Role
+from service.public_addresses import is_known_private
 from service.settings import Settings
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
-from service.store.jobs import PageKey
+from service.store.jobs import NewJob, PageKey
 from service.store.packages import find_package
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
@@ -71,7 +73,7 @@ async def submit(
         )
     service.wake()
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
-    return await _view(service, job)
+    return job_view(job, []) if idempotency_key is None else await _view(service, job)
 
 
 @router.get("", responses=responses(422))
@@ -177,6 +179,7 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
         )
     await _check_secrets(service, spec, caller)
+    _check_notifications(service.settings, spec)
     if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
         raise _field_problem(
             "model.weights",
@@ -203,29 +206,36 @@ def check_queue(settings: Settings, queue: str) -> None:
 
 
 async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:
+    signing = [one.secret for one in spec.notifications]
+    if not spec.secrets and not signing:
+        return
     async with service.database.read() as session:
-        missing = await missing_secrets(session, caller.name, spec.secrets)
+        missing = await missing_secrets(session, caller.name, [*spec.secrets, *signing])
     if missing:
+        field = "secrets" if missing[0] in spec.secrets else "notifications.secret"
         raise _field_problem(
-            "secrets", missing[0], f"you have no such secret: `slotline secret set {missing[0]}` first"
+            field, missing[0], f"you have no such secret: `slotline secret set {missing[0]}` first"
         )
+
+
+def _check_notifications(settings: Settings, spec: JobSpec) -> None:
+    for number, one in enumerate(spec.notifications):
+        if not settings.webhooks_anywhere and is_known_private(urlsplit(one.url).hostname or ""):
+            raise _field_problem(
+                f"notifications.{number}.url",
+                one.url,
+                "is of the server's own machine or of a private network, which jobs may not have it call: give a public "
+                "one, or ask the operator for SLOTLINE_WEBHOOKS_ANYWHERE",
+            )
 
 
 async def _create_once(
     service: Service, spec: JobSpec, caller: Principal, key: str | None, digest: str, traceparent: str
 ) -> Job:
     """A new job, or the one that is being made with this key at this moment."""
+    new = NewJob(spec, utc_now(), caller.name, key, digest, traceparent)
     try:
-        async with service.database.write() as session:
-            return await store.create_job(
-                session,
-                spec,
-                at=utc_now(),
-                owner=caller.name,
-                idempotency_key=key,
-                request_digest=digest,
-                traceparent=traceparent,
-            )
+        return await service.submissions.store(new)
     except IntegrityError:
         job = await _find_by_key(service, caller, key)
         if job is None:

@@ -6,6 +6,7 @@ from service.principals import Role
 
 _VIEWERS = (
     ("GET", "/"),
+    ("GET", "/cluster"),
     ("GET", "/jobs/{job_id}"),
     ("GET", "/jobs/{job_id}/choice"),
     ("GET", "/jobs/{job_id}/gaps"),
@@ -19,6 +20,7 @@ _VIEWERS = (
     ("GET", "/api/v1/jobs/{job_id}/evaluations"),
     ("GET", "/api/v1/jobs/{job_id}/events"),
     ("GET", "/api/v1/jobs/{job_id}/logs"),
+    ("GET", "/api/v1/jobs/{job_id}/notifications"),
     ("GET", "/api/v1/jobs/{job_id}/plan"),
     ("GET", "/api/v1/jobs/{job_id}/postmortem"),
     ("GET", "/api/v1/jobs/{job_id}/steps"),
@@ -40,6 +42,10 @@ _SUBMITTERS = (
     ("PUT", "/api/v1/secrets/{name}"),
     ("DELETE", "/api/v1/secrets/{name}"),
 )
+_OPERATORS = (
+    ("PUT", "/api/v1/queues/{name}/quota"),
+    ("DELETE", "/api/v1/queues/{name}/quota"),
+)
 _ADMINS = (
     ("GET", "/api/v1/audit"),
     ("GET", "/api/v1/tokens"),
@@ -50,6 +56,7 @@ LEAST_ROLE: dict[tuple[str, str], Role] = {
     ("GET", "/api/v1/prometheus/targets"): Role.METRICS,
     **dict.fromkeys(_VIEWERS, Role.VIEWER),
     **dict.fromkeys(_SUBMITTERS, Role.SUBMITTER),
+    **dict.fromkeys(_OPERATORS, Role.OPERATOR),
     **dict.fromkeys(_ADMINS, Role.ADMIN),
 }
 

@@ -282,6 +282,14 @@ class QueueView(BaseModel):
     waiting: list[JobSummary]
 
 
+class QueueQuotaView(BaseModel):
+    """What is in force, and what the configuration says (null: no quota)."""
+
+    name: str
+    quota: int | None
+    configured: int | None
+
+
 class QueueList(BaseModel):
     items: list[QueueView]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -21,9 +21,8 @@ from service.api.schemas import LogLine
 from service.api.views import event_view
 from service.orchestrator.ray_jobs import ClusterError
 from service.store.attempts import log_places
-from service.store.events import events_of
-from service.store.jobs import find_job
-from service.store.tables import Job
+from service.store.events import Glance
+from service.store.tables import Event, Job
 
 MEDIA_TYPE = "text/event-stream"
 _LOOK_EVERY_S = 0.4
@@ -133,29 +132,29 @@ def _written_at(line: str) -> datetime | None:
 
 
 async def _events(service: Service, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
+    glance = await service.feed.now(job_id)
     while True:
-        async with service.database.read() as session:
-            job = await find_job(session, job_id)
-            found = await events_of(session, job_id, after=after)
+        found: Sequence[Event] = ()
+        if glance is not None and glance.last_event > after:
+            found = await service.feed.events(job_id, after=after)
         for event in found:
             after = event.number
             yield ServerSentEvent(data=event_view(event).model_dump_json(), event=event.kind, id=str(after))
-        if job is None or (job.job_state.final and after >= job.last_event):
-            yield _end(job)
+        if glance is None or (glance.state.final and after >= glance.last_event):
+            yield _end(glance)
             return
-        if not found:
-            await asyncio.sleep(_LOOK_EVERY_S)
+        if not found or after >= glance.last_event:
+            glance = await service.feed.next(job_id, within_s=_LOOK_EVERY_S)
 
 
 async def _logs(
     service: Service, job_id: str, wanted: LogFilter, after: LinePlace
 ) -> AsyncIterator[ServerSentEvent]:
     missed, read = 0, set[str]()
+    glance = await service.feed.now(job_id)
     while True:
-        async with service.database.read() as session:
-            job = await find_job(session, job_id)
         try:
-            running = job is not None and not job.job_state.final
+            running = glance is not None and not glance.state.final
             lines = await log_lines(
                 service, job_id, wanted, after=after, limit=_LINES_A_LOOK, follow=running, read=read
             )
@@ -171,14 +170,14 @@ async def _logs(
             )
         if len(lines) >= _LINES_A_LOOK:
             continue
-        if job is None or (job.job_state.final and not 0 < missed < _MISSED_LOOKS):
-            yield _end(job)
+        if glance is None or (glance.state.final and not 0 < missed < _MISSED_LOOKS):
+            yield _end(glance)
             return
-        await asyncio.sleep(_LOG_LOOK_EVERY_S)
+        glance = await service.feed.next(job_id, within_s=_LOG_LOOK_EVERY_S)
 
 
-def _end(job: Job | None) -> ServerSentEvent:
-    return ServerSentEvent(data=json.dumps({"state": None if job is None else job.state}), event="end")
+def _end(glance: Glance | None) -> ServerSentEvent:
+    return ServerSentEvent(data=json.dumps({"state": None if glance is None else glance.state}), event="end")
 
 
 def _stream(content: AsyncIterator[ServerSentEvent]) -> Response:

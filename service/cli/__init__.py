@@ -14,15 +14,19 @@ import typer
 from rich.markup import escape
 
 from service.cli import (
+    completion,
     demo,
     migrate,
+    notifications,
     people,
     plan,
+    quota,
     reshard,
     secrets,
     serve,
     submit,
     tokens,
+    top,
     verify,
     watch,
     weights,
@@ -55,7 +59,22 @@ def options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-for verbs in (serve, demo, submit, watch, why, weights, plan, verify, reshard, migrate):
+for verbs in (
+    serve,
+    demo,
+    submit,
+    watch,
+    top,
+    why,
+    weights,
+    notifications,
+    quota,
+    plan,
+    verify,
+    reshard,
+    migrate,
+    completion,
+):
     app.add_typer(verbs.app)
 app.add_typer(tokens.app, name="token")
 app.add_typer(tokens.app, name="tokens", hidden=True)
@@ -65,6 +84,7 @@ app.add_typer(secrets.app, name="secret")
 
 def main() -> None:
     """Entry point of the command."""
+    completion.answer_shells()
     try:
         app()
     except BrokenPipeError:  # `slotline logs JOB | head`

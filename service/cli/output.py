@@ -13,6 +13,8 @@ from rich.console import Console
 
 from service.jobspec import JOB_ID_PATTERN
 
+_TAB_JOBS = 50
+_TAB_LIMIT_S = 2.0
 out = Console()
 err = Console(stderr=True)
 
@@ -33,8 +35,28 @@ def checked(pattern: str, what: str) -> Callable[[str | None], str | None]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+
+def newest_jobs(incomplete: str) -> list[tuple[str, str]]:
+    """Ids of the newest jobs with their names and states, for the shell's Tab key; none where no server answers soon."""
+    from service.client import Client, ClientError
+
+    try:
+        with Client(timeout_s=_TAB_LIMIT_S) as client:
+            jobs = list(client.jobs(limit=_TAB_JOBS))
+    except ClientError:
+        return []
+    return [(job.id, f"{job.name} {job.state}") for job in jobs if job.id.startswith(incomplete)]
+
+
 JobArgument = Annotated[
-    str, typer.Argument(metavar="JOB", callback=checked(JOB_ID_PATTERN, "a job's id"), help="A job's id")
+    str,
+    typer.Argument(
+        metavar="JOB",
+        callback=checked(JOB_ID_PATTERN, "a job's id"),
+        help="A job's id",
+        autocompletion=newest_jobs,
+    ),
 ]
 
 

@@ -9,11 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from service.api.schemas import (
-    ClusterView,
     EvaluationView,
     JobSummary,
     JobView,
-    QueueView,
     TimelineSide,
     TimelineView,
 )
@@ -63,23 +61,11 @@ def jobs_table(jobs: Sequence[JobSummary]) -> Table:
             job.id,
             job.name,
             job.queue,
-            f"[{_colour(job)}]{job.state}[/]",
+            state_text(job),
             f"{done.step}/{done.steps}",
             "" if done.loss is None else f"{done.loss:.4g}",
             escape((job.message or job.reason or "")[:120]),
         )
-    return table
-
-
-def overview_table(cluster: ClusterView, queues: Sequence[QueueView], jobs: Sequence[JobSummary]) -> Table:
-    """Jobs under the cluster's free accelerators, above the depth of each queue."""
-    table = jobs_table(jobs)
-    if cluster.available:
-        parts = [f"{a.free} of {a.total} {a.resource} free" for a in cluster.accelerators if a.total]
-        table.title = ", ".join(parts) or "no accelerators"
-    else:
-        table.title = escape(cluster.error or "")
-    table.caption = ", ".join(f"{queue.name}: {queue.depth} wait" for queue in queues)
     return table
 
 
@@ -107,6 +93,11 @@ def _job_line(job: JobView) -> str:
     owner = f" of {escape(job.owner)}" if job.owner else ""
     line = f"{job.id} {job.name}{owner} [{_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
     return f"{line}  {escape(why)}" if why else line
+
+
+def state_text(job: JobSummary) -> str:
+    """The job's state in its colour."""
+    return f"[{_colour(job)}]{job.state}[/]"
 
 
 def _colour(job: JobSummary) -> str:

@@ -1,25 +1,20 @@
-"""The verbs that look at jobs and change nothing: jobs, job, events, logs, timeline, top."""
+"""The verbs that look at jobs and change nothing: jobs, job, events, logs, timeline."""
 
 from __future__ import annotations
 
 import json
-import sys
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.live import Live
-from rich.table import Table
 
 from service.cli.output import CliError, JobArgument, Json, out, print_json, to_json
-from service.cli.tables import evaluations_table, jobs_table, overview_table, show_job, timeline_table
+from service.cli.tables import evaluations_table, jobs_table, show_job, timeline_table
 from service.client import Client
 from service.job_states import JobState
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
-_TOP_JOBS = 20
 app = typer.Typer()
 
 
@@ -132,27 +127,6 @@ def timeline(
     out.print(where, soft_wrap=True)
 
 
-@app.command()
-def top(
-    once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False, as_json: Json = False
-) -> None:
-    """Accelerators, queues and running jobs, renewed every second; Ctrl-C ends it."""
-    client = Client()
-    if as_json:
-        print_json(_overview(client))
-        return
-    if once or not sys.stdout.isatty():
-        out.print(_overview_table(client))
-        return
-    with Live(_overview_table(client), console=out, screen=True) as live:
-        try:
-            while True:
-                time.sleep(1.0)
-                live.update(_overview_table(client))
-        except KeyboardInterrupt:
-            return
-
-
 def _ago(minutes: float | None) -> datetime | None:
     try:
         return None if minutes is None else datetime.now(UTC) - timedelta(minutes=minutes)
@@ -163,15 +137,3 @@ def _ago(minutes: float | None) -> datetime | None:
 def _label(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     return name, value if equals else None
-
-
-def _overview(client: Client) -> dict[str, Any]:
-    return {
-        "cluster": client.cluster().model_dump(mode="json"),
-        "queues": to_json(client.queues()),
-        "jobs": to_json(client.jobs(limit=_TOP_JOBS)),
-    }
-
-
-def _overview_table(client: Client) -> Table:
-    return overview_table(client.cluster(), client.queues(), list(client.jobs(limit=_TOP_JOBS)))

@@ -17,6 +17,7 @@ from service.orchestrator.snapshot import holder, rules_of, waiting_job
 from service.settings import Settings
 from service.store.attempts import create_attempt
 from service.store.database import Sessions, utc_now
+from service.store.queue_quotas import quotas_in_force
 from service.store.states import explain_wait, lock_job, lock_jobs
 from service.store.tables import Attempt, Job
 from worker.reasons import Reason
@@ -39,12 +40,14 @@ class Admission:
         capacity, now = self._watcher.capacity, time.time()
         if capacity is not None:
             capacity = replace(capacity, others=self._watcher.others([a.id for a, _ in active]))
+        async with self._database.read() as session:
+            quotas = await quotas_in_force(session, self._settings.queues)
         answers = await asyncio.to_thread(  # thousands of jobs take their time
             admit,
             [waiting_job(job, self._settings) for job in waiting],
             [holder(attempt, job, self._settings, now=now) for attempt, job in active],
             capacity=capacity,
-            quotas=self._settings.queues,
+            quotas=quotas,
             now=now,
             rules=rules_of(self._settings),
         )

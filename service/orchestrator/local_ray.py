@@ -39,6 +39,7 @@ _OF_THE_CONTROL_PLANE = (
     "SLOTLINE_METRICS_TOKEN",
     "SLOTLINE_DATABASE_URL",
     "SLOTLINE_SECRETS_KEY",
+    "SLOTLINE_WEBHOOK_SECRET",
 )
 
 
@@ -54,6 +55,11 @@ class LocalRay:
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
         self._choose_ports()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the child that holds it, and of the session of all its processes; None while there is none."""
+        return None if self._process is None else self._process.pid
 
     def _choose_ports(self) -> None:
         dashboard, self._gcs_port, self._client_port = free_ports(3)

@@ -35,6 +35,8 @@ _STOP_LIMIT_S = 2.0
 _RENEWALS_A_LEASE = 4
 _WEDGED_S = 120.0
 """A loop that has not come round for so long gives the lease away: another's may."""
+_REST = 3.0
+"""A round is followed by a rest of so many times its length, of a tick at most."""
 
 
 class Orchestrator:
@@ -58,7 +60,7 @@ class Orchestrator:
         self.fenced = FencedDatabase(database, self.lease)
         self.pulse = Pulse(database, tick_s=settings.tick_s, name=name)
         self._wake = asyncio.Event()
-        self._stopping = False
+        self._stopping, self._stopped = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat: set[asyncio.Task[None]] = set()
         self.logs = LogKeeper(self.fenced, cluster, watcher, limit_bytes=settings.log_limit_bytes)
@@ -83,6 +85,7 @@ class Orchestrator:
     def stop(self) -> None:
         """Let `run` come to its end; calls under way get a moment."""
         self._stopping = True
+        self._stopped.set()
         self.wake()
 
     async def run(self) -> None:
@@ -91,6 +94,7 @@ class Orchestrator:
         try:
             while not self._stopping:
                 self._wake.clear()
+                begun_at = time.monotonic()
                 try:
                     await self.round()
                     self.pulse.turned()
@@ -100,6 +104,7 @@ class Orchestrator:
                     self._database.outage.away(error)  # one line an outage, not one a round
                 except Exception:
                     logger.exception("a round of the orchestrator failed; the next one tries again")
+                await self._rest(_REST * (time.monotonic() - begun_at))
                 if self._stopping:
                     break
                 with contextlib.suppress(TimeoutError):
@@ -112,6 +117,11 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*last, return_exceptions=True)
             await self.lease.release()
+
+    async def _rest(self, seconds: float) -> None:
+        """Leave the process to those who ask, also where every submission wakes us: rounds grow with the line."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), min(seconds, self._settings.tick_s))
 
     async def round(self) -> None:
         """One pass over active attempts and waiting jobs, where this control plane has the lease; slow calls go on

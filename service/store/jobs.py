@@ -20,7 +20,8 @@ from service.jobspec import JobSpec
 from service.principals import NOBODY, by_whom
 from service.store.audit import add_audit
 from service.store.job_filters import JobFilter, narrowed
-from service.store.states import add_event, lock_job, move_job
+from service.store.notifications import tell
+from service.store.states import lock_job, move_job, new_event
 from service.store.tables import WITHOUT_SPEC, Job, JobLabel
 from worker.reasons import Reason
 
@@ -35,6 +36,18 @@ class PageKey:
     job_id: str
 
 
+@dataclass(frozen=True)
+class NewJob:
+    """A job to be stored as QUEUED, and where it comes from."""
+
+    spec: JobSpec
+    at: datetime
+    owner: str = NOBODY
+    idempotency_key: str | None = None
+    request_digest: str | None = None
+    traceparent: str | None = None
+
+
 async def create_job(
     session: AsyncSession,
     spec: JobSpec,
@@ -46,7 +59,37 @@ async def create_job(
     traceparent: str | None = None,
 ) -> Job:
     """Store a job as QUEUED. An `idempotency_key` that its owner has used raises sqlalchemy's IntegrityError."""
-    job = Job(
+    new = NewJob(spec, at, owner, idempotency_key, request_digest, traceparent)
+    return (await create_jobs(session, [new]))[0]
+
+
+async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]:
+    """Store jobs as QUEUED, with as many statements for all as for one. One key that was used refuses all."""
+    jobs = [_queued(one) for one in new]
+    events = [
+        new_event(job, "state", f"QUEUED: {_submitted(one.owner)}", at=one.at, by=one.owner)
+        for job, one in zip(jobs, new, strict=True)
+    ]
+    session.add_all(jobs)
+    await session.flush()
+    session.add_all(events)
+    for job, event in zip(jobs, events, strict=True):
+        tell(session, job, event)
+    for job, one in zip(jobs, new, strict=True):
+        session.add_all(
+            JobLabel(job_id=job.id, name=name, value=value) for name, value in one.spec.labels.items()
+        )
+        add_audit(session, one.owner, "job.submit", job.id, at=one.at, detail=job.name)
+    return jobs
+
+
+def _submitted(owner: str) -> str:
+    return f"submitted by {owner}" if owner else "submitted"
+
+
+def _queued(new: NewJob) -> Job:
+    spec, key = new.spec, new.idempotency_key
+    return Job(
         id="job-" + "".join(secrets.choice(_ALPHABET) for _ in range(10)),
         name=spec.name,
         queue=spec.queue,
@@ -57,27 +100,21 @@ async def create_job(
         steps_wanted=spec.training.steps,
         spec=spec.model_dump(mode="json"),
         state=JobState.QUEUED,
-        created_at=at,
-        queued_at=at,
-        owner=owner,
-        idempotency_key=None if idempotency_key is None else owned_key(owner, idempotency_key),
-        request_digest=request_digest,
-        traceparent=traceparent,
+        created_at=new.at,
+        queued_at=new.at,
+        owner=new.owner,
+        idempotency_key=None if key is None else owned_key(new.owner, key),
+        request_digest=new.request_digest,
+        traceparent=new.traceparent,
         attempts_made=0,
         attempts_forgiven=0,
         infrastructure_forgiven=0,
         last_event=0,
         labels=spec.labels,
+        notifications=[one.model_dump(mode="json") for one in spec.notifications] or None,
         max_duration_s=spec.max_duration,
         held_s=0.0,
     )
-    session.add(job)
-    await session.flush()
-    session.add_all(JobLabel(job_id=job.id, name=name, value=value) for name, value in spec.labels.items())
-    submitted = f"submitted by {owner}" if owner else "submitted"
-    add_event(session, job, "state", f"QUEUED: {submitted}", at=at, by=owner)
-    add_audit(session, owner, "job.submit", job.id, at=at, detail=job.name)
-    return job
 
 
 async def find_job(session: AsyncSession, job_id: str) -> Job | None:

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.job_states import FINAL_STATES
 from service.jobspec import PACKAGE_PREFIX
 from service.store.database import Sessions
+from service.store.notification_tables import Delivery
 from service.store.pulse import forget_pulses
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Evaluation, Job, JobPlan, Package, PostMortem, Slot, Step, Timeline
@@ -76,13 +77,14 @@ async def _remove_history(database: Sessions, days: float, now: datetime) -> Non
         exists().where(Step.job_id == Job.id),
         exists().where(JobPlan.job_id == Job.id),
         exists().where(PostMortem.job_id == Job.id),
+        exists().where(Delivery.job_id == Job.id),
         exists().where(Attempt.job_id == Job.id, Attempt.log != ""),
     )
     while jobs := await _ended_jobs(database, days, now, some):
         for job_id in jobs:
             async with database.write() as session:
                 if job := await _still_ended(session, job_id, days, now):
-                    for table in (Step, Evaluation, JobPlan, PostMortem):
+                    for table in (Step, Evaluation, JobPlan, PostMortem, Delivery):
                         await session.execute(delete(table).where(table.job_id == job_id))
                     # not NULL: Ray would be asked for the log again
                     await session.execute(update(Attempt).where(Attempt.job_id == job_id).values(log=""))

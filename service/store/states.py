@@ -12,6 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import TRANSITIONS, AttemptState, JobState
+from service.store.notifications import tell
 from service.store.spans import note_job
 from service.store.tables import WITHOUT_SPEC, Attempt, Event, Job
 
@@ -62,7 +63,9 @@ def move_job(
         note_job(session, job, at=at)
     described = f"{to}: {reason}" if reason else str(to)
     told = f"{described}: {message}" if message else described
-    add_event(session, job, "state", told, at=at, attempt=attempt, by=by)
+    event = new_event(job, "state", told, at=at, attempt=attempt, by=by)
+    session.add(event)
+    tell(session, job, event)
 
 
 def explain_wait(session: AsyncSession, job: Job, reason: str, message: str, *, at: datetime) -> None:
@@ -100,17 +103,22 @@ def add_event(
     by: str | None = None,
 ) -> None:
     """Append to the job's event log under the job's next number; `by` is who asked for what happened."""
+    session.add(new_event(job, kind, message, at=at, attempt=attempt, by=by))
+
+
+def new_event(
+    job: Job, kind: str, message: str, *, at: datetime, attempt: int | None = None, by: str | None = None
+) -> Event:
+    """An event under the job's next number, for the session in which the job is locked or new."""
     job.last_event += 1
-    session.add(
-        Event(
-            job_id=job.id,
-            number=job.last_event,
-            at=at,
-            attempt=attempt,
-            kind=kind,
-            message=printable(message) or "",
-            principal=by or None,
-        )
+    return Event(
+        job_id=job.id,
+        number=job.last_event,
+        at=at,
+        attempt=attempt,
+        kind=kind,
+        message=printable(message) or "",
+        principal=by or None,
     )
 
 

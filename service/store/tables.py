@@ -107,6 +107,8 @@ class Job(Base):
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
     labels: Mapped[dict[str, Any] | None]
     """As submitted, for lists to show; they are found by JobLabel."""
+    notifications: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    """As submitted: whom it tells of its states."""
     max_duration_s: Mapped[float | None]
     held_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
     """Seconds for which attempts that are over held accelerators, since the user's last retry."""

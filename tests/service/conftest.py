@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +13,7 @@ from sqlalchemy import text
 
 from service.store.database import Database
 from tests.missing import leave_out
+from tests.service.postgres import is_installed, private_postgres
 
 
 def job_body(**changes: Any) -> dict[str, Any]:
@@ -51,46 +49,12 @@ async def somebody_waits(database: Database, tasks: Sequence[asyncio.Task]) -> N
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """A PostgreSQL cluster of this test session, on a socket in a folder of its own."""
-    binaries = _postgres_binaries()
-    if binaries is None:
+    if not is_installed():
         leave_out("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    as_user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-    folder = Path("/tmp") / f"slotline-postgres-{uuid.uuid4().hex[:8]}"  # a socket's path must be short
-    folder.mkdir(mode=0o700)
-    if as_user:
-        shutil.chown(folder, "postgres", "postgres")
-    data = folder / "data"
-    run = {"check": True, "cwd": "/", "stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    try:
-        subprocess.run(
-            [
-                *as_user,
-                binaries / "initdb",
-                "-D",
-                data,
-                "-U",
-                "test",
-                "-A",
-                "trust",
-                "-E",
-                "UTF8",
-                "--no-sync",
-            ],
-            **run,
-        )
-        options = f"-c listen_addresses='' -k {folder} -c fsync=off -c full_page_writes=off"
-        log = folder / "log"
-        subprocess.run(
-            [*as_user, binaries / "pg_ctl", "-D", data, "-l", log, "-o", options, "-w", "start"], **run
-        )
-        try:
-            yield f"postgresql+psycopg://test@/{{}}?host={folder}"
-        finally:
-            subprocess.run([*as_user, binaries / "pg_ctl", "-D", data, "-m", "immediate", "stop"], **run)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with private_postgres(durable=False) as url:
+        yield url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -114,11 +78,3 @@ async def database(database_url: str) -> AsyncIterator[Database]:
     await database.start()
     yield database
     await database.close()
-
-
-def _postgres_binaries() -> Path | None:
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda p: float(p.parts[-3]))
-    if found:
-        return found[-1].parent
-    on_path = shutil.which("initdb")
-    return Path(on_path).parent if on_path else None

@@ -1,4 +1,4 @@
-"""Routes of the web pages: two HTML shells and their script, style and icon.
+"""Routes of the web pages: HTML shells and their script, style and icon.
 
 The pages fill themselves from the JSON API; of the store this module asks only whether a job is there.
 """
@@ -35,10 +35,16 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/", response_class=HTMLResponse)
-async def jobs_page(request: Request) -> HTMLResponse:
+async def jobs_page(request: Request, service: Current) -> HTMLResponse:
     """The list of jobs."""
-    context = {"states": list(JobState)}
+    context = {"states": list(JobState), "queues": list(service.settings.queues)}
     return _templates.TemplateResponse(request, "jobs.html", context, headers=_HEADERS)
+
+
+@router.get("/cluster", response_class=HTMLResponse)
+async def cluster_page(request: Request) -> HTMLResponse:
+    """Accelerators, queues, nodes, meshes, and why each job waits."""
+    return _templates.TemplateResponse(request, "cluster.html", headers=_HEADERS)
 
 
 @router.get("/jobs/{job_id}", response_class=HTMLResponse)

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api import streams
+from service.api import job_feed, streams
+from service.api.job_feed import JobFeed
 from service.orchestrator.logs import clip_log
 from service.store.attempts import find_attempt
 from tests.service.api.conftest import Api
@@ -68,7 +69,7 @@ async def test_a_stream_holds_what_was_and_what_comes_until_the_job_ends(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ):
     job_id = await api.started()
-    looks = count_calls(monkeypatch, streams, "events_of")
+    looks = count_calls(monkeypatch, JobFeed, "next")
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
     await looks(2)
     await api.report(job_id, 1, state="RUNNING")
@@ -231,17 +232,54 @@ async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_
 ):
     job_id = await api.started()
     monkeypatch.setattr(streams, "_LOOK_EVERY_S", 3600.0)
-    looked, ask = [], streams.events_of
+    looked, ask = [], job_feed.events_of
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         looked.append(keywords["after"])
         return ask(*arguments, **keywords)
 
-    monkeypatch.setattr(streams, "events_of", counted)
+    monkeypatch.setattr(job_feed, "events_of", counted)
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
     async with asyncio.timeout(LIMIT_S):
-        while len(looked) < 2:
+        while not looked:
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.3)
     following.cancel()
-    assert looked == [0, 2], "once for what there is, once more, and then it waits"
+    assert looked == [0], "once for what there is, and then it waits"
+
+
+async def test_all_that_follow_jobs_look_together(api: Api, monkeypatch: pytest.MonkeyPatch):
+    job_ids = [await api.submit() for _ in range(3)]
+    asked, ask = [], job_feed.glances
+
+    async def counted(session: Any, ids: list[str]) -> Any:
+        asked.append(sorted(ids))
+        return await ask(session, ids)
+
+    monkeypatch.setattr(job_feed, "glances", counted)
+    feed = api.service.feed
+    waiting = [asyncio.create_task(feed.next(job_ids[n % 3], within_s=0.05)) for n in range(30)]
+    gone = asyncio.create_task(feed.next("job-0000000000", within_s=0.05))
+    await asyncio.sleep(0)
+    waiting.pop().cancel()  # takes nobody with it
+    found = await asyncio.gather(*waiting)
+    assert asked == [sorted([*job_ids, "job-0000000000"])]
+    assert {one.state for one in found} == {"QUEUED"} and await gone is None
+
+
+async def test_events_are_read_once_for_all_that_have_seen_as_much(api: Api, monkeypatch: pytest.MonkeyPatch):
+    job_id = await api.submit()
+    asked, ask = [], job_feed.events_of
+
+    async def counted(session: Any, of: str, *, after: int) -> Any:
+        asked.append(after)
+        return await ask(session, of, after=after)
+
+    monkeypatch.setattr(job_feed, "events_of", counted)
+    reading = [asyncio.create_task(api.service.feed.events(job_id, after=n % 2)) for n in range(40)]
+    await asyncio.sleep(0)
+    reading.pop().cancel()
+    found = await asyncio.gather(*reading)
+    assert sorted(asked) == [0, 1] and [[e.number for e in one] for one in found[:2]] == [[1], []]
+    await api.service.feed.events(job_id, after=0)
+    assert len(asked) == 3, "what was read is not kept"

@@ -70,6 +70,28 @@ def test_top_shows_accelerators_and_why_jobs_wait(run: Run, served: Served, job_
     assert state["cluster"]["accelerators"][0]["used"] == 4 and len(state["jobs"]) == 2
 
 
+def test_top_shows_queues_steps_a_second_and_nodes(run: Run, served: Served, job_file: Path):
+    job_id = run("submit", job_file, "--json").json["id"]
+    until(lambda: f"{job_id}-1" in served.cluster.submissions)
+    waiting = run("submit", job_file, "--json").json["id"]
+    step = {"grad_norm": None, "bubble_ratio": None, "makespan_s": None, "exposed_transfer_s": None}
+    steps = [StepRecord(3, 2.5, 0.25, overlap_ratio=None, started_at=None, metrics={}, **step)]
+    report(served, job_id, 1, state=AttemptState.RUNNING, steps=steps)
+    until(lambda: "0 of 4 slotline_worker free" in run("top", "--once").out)
+    until(lambda: "not looked at yet" not in run("top", "--once").out)
+    lines = [line.strip() for line in run("top", "--once").out.splitlines()]
+    (queue,) = [line.split() for line in lines if line.startswith("default")]
+    assert queue[:4] == ["default", "4", "-", "1"] and "accelerators" in queue, (
+        "used, quota, waiting, and why"
+    )
+    shown = [line.split() for line in lines if line.startswith("job-")]
+    assert shown[0] == [job_id, "small", "default", "RUNNING", "3/10", "4", "2.5"], (
+        "those that run come first"
+    )
+    assert shown[1][0] == waiting and shown[1][3:] == ["QUEUED", "0/10"]
+    assert any(line.startswith("node-1") and "4 slotline_worker" in line for line in lines)
+
+
 def test_a_job_is_waited_for_and_followed_while_the_server_restarts(
     monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path, job_file: Path
 ):

@@ -17,6 +17,14 @@ export async function read(path) {
   throw new Problem(response.status, body.detail || body.title || `HTTP ${response.status}`);
 }
 
+/** POST without a body to `path`; the answer's JSON. Throws as `read` does. */
+export async function change(path) {
+  const response = await fetch(`${location.origin}${path}`, { method: "POST", headers: { Accept: "application/json" } });
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Problem(response.status, body.detail || body.title || `HTTP ${response.status}`);
+  return body;
+}
+
 /**
  * Run `work` now and again `pause` ms after it ended, as long as it returns true and the tab is seen.
  * Says so at the top of the page while the server is away.

@@ -29,6 +29,7 @@ let attempt = null;
 async function refresh() {
   const job = await read(api);
   showJob(job);
+  document.dispatchEvent(new CustomEvent("job", { detail: job })); // for actions.js
   const now = job.attempts?.at(-1)?.number ?? null;
   if (now !== attempt) begin(now);
   await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, (step) => addStep(step));
@@ -63,6 +64,7 @@ function showJob(job) {
     ...(job.best_checkpoint ? { "Best checkpoint": `${job.best_checkpoint.metric} ${number(job.best_checkpoint.value)} after step ${job.best_checkpoint.step}` } : {}),
     Schedule: spec.pipeline?.schedule ?? "–",
     Queue: `${job.queue}, priority ${job.priority}`,
+    ...(job.owner ? { Owner: job.owner } : {}),
     ...(job.max_duration_s ? { "At most": seconds(job.max_duration_s) } : {}),
     ...(Object.keys(job.labels ?? {}).length ? { Labels: Object.entries(job.labels).map(([name, value]) => `${name}=${value}`).join(", ") } : {}),
     Submitted: time(job.created_at),
@@ -225,4 +227,5 @@ for (const button of document.querySelectorAll("[data-zoom]")) button.addEventLi
 $("transfers").addEventListener("change", (event) => { view.transfers = event.target.checked; view.draw(); });
 $("step").addEventListener("change", refreshTimeline);
 addEventListener("resize", showCharts);
+document.addEventListener("again", () => repeat(refresh, PAUSE_MS));
 repeat(refresh, PAUSE_MS);

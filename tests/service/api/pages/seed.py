@@ -141,6 +141,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         failed = await jobs.create_job(session, job_spec("broken"), at=now - timedelta(minutes=2))
         broken = await create_attempt(session, failed, device="cpu", at=now)
         broken.metrics_endpoint = serve_metrics(failed.id) if serve_metrics else None
+        broken.log = "building <i>nope</i>\nTraceback: no module\n"
         reason = {"reason": "MODEL_BUILD_FAILED", "message": "<b>no module named 'nope'</b>"}
         states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
         states.move_job(session, failed, JobState.FAILED, at=now, **reason)

@@ -1,0 +1,149 @@
+"""`slotline top`: the cluster, its queues and its jobs at a glance, renewed until Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from service.api.schemas import ClusterView, JobSummary, QueueView
+from service.cli.output import Json, out, print_json, to_json
+from service.cli.tables import state_text
+from service.client import Client, ClientError
+from service.job_states import JobState
+
+_JOBS = 20
+_EVERY_S = 1.0
+_ACTIVE = (JobState.RUNNING, JobState.STARTING, JobState.CANCELLING, JobState.RECOVERING)
+app = typer.Typer()
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What is shown: jobs that run before those that were submitted last."""
+
+    cluster: ClusterView
+    queues: Sequence[QueueView]
+    jobs: Sequence[JobSummary]
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False, as_json: Json = False
+) -> None:
+    """Accelerators, queues, jobs and their steps a second, nodes; renewed every second, Ctrl-C ends it."""
+    client = Client()
+    if as_json:
+        print_json(_as_json(_read(client)))
+    elif once or not sys.stdout.isatty():
+        out.print(overview(_read(client)))
+    else:
+        _keep_showing(client)
+
+
+def _keep_showing(client: Client) -> None:
+    seen = _read(client)
+    with Live(overview(seen), console=out, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(_EVERY_S)
+                try:
+                    seen = _read(client)
+                    live.update(overview(seen), refresh=True)
+                except ClientError as error:
+                    if not error.temporary:
+                        raise
+                    told = Text(f"{error}; trying again", style="red")
+                    live.update(Group(told, overview(seen)), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _read(client: Client) -> Overview:
+    """Jobs that hold accelerators or recover first; then the newest of all, ended ones too."""
+    active = list(client.jobs(state=_ACTIVE, limit=_JOBS))
+    known = {job.id for job in active}
+    newest = [job for job in client.jobs(limit=_JOBS) if job.id not in known]
+    return Overview(client.cluster(), client.queues(), [*active, *newest][:_JOBS])
+
+
+def _as_json(seen: Overview) -> dict[str, Any]:
+    return {
+        "cluster": seen.cluster.model_dump(mode="json"),
+        "queues": to_json(seen.queues),
+        "jobs": to_json(seen.jobs),
+    }
+
+
+def overview(seen: Overview) -> RenderableType:
+    """Tables of accelerators, queues, jobs and nodes, for eyes."""
+    return Group(_accelerators(seen.cluster), _queues(seen.queues), _jobs(seen.jobs), _nodes(seen.cluster))
+
+
+def _accelerators(cluster: ClusterView) -> Text:
+    if not cluster.available:
+        return Text(cluster.error or "the cluster has not been seen yet", style="red")
+    parts = [f"{one.free} of {one.total} {one.resource} free" for one in cluster.accelerators if one.total]
+    return Text(", ".join(parts) or "no accelerators", style="bold")
+
+
+def _queues(queues: Sequence[QueueView]) -> Table:
+    table = _table(
+        ("queue", "used", "quota", "waiting", "next in line"), numbers=("used", "quota", "waiting")
+    )
+    for queue in queues:
+        first = queue.waiting[0] if queue.waiting else None
+        line = (
+            "" if first is None else f"{first.name}: {first.message or first.reason or 'not looked at yet'}"
+        )
+        quota = "-" if queue.quota is None else str(queue.quota)
+        table.add_row(queue.name, str(queue.used), quota, str(queue.depth), escape(line))
+    return table
+
+
+def _jobs(jobs: Sequence[JobSummary]) -> Table:
+    titles = ("job", "name", "owner", "queue", "state", "step", "steps/s", "loss")
+    table = _table(titles, numbers=("step", "steps/s", "loss"))
+    for job in jobs:
+        done = job.progress
+        moves = job.state is JobState.RUNNING and done.step_s
+        table.add_row(
+            job.id,
+            escape(job.name),
+            escape(job.owner),
+            job.queue,
+            state_text(job),
+            f"{done.step}/{done.steps}",
+            f"{1 / done.step_s:.3g}" if moves and done.step_s else "",
+            "" if done.loss is None else f"{done.loss:.4g}",
+        )
+    return table
+
+
+def _nodes(cluster: ClusterView) -> Table:
+    table = _table(("node", "address", "offers"), numbers=())
+    for node in cluster.nodes:
+        shown = [
+            f"{amount:g} {name}"
+            for name, amount in sorted(node.resources.items())
+            if not name.startswith(("node:", "object_store", "memory"))
+        ]
+        table.add_row(escape(node.id[:12]), node.address, escape(", ".join(shown)))
+    return table
+
+
+def _table(titles: Sequence[str], *, numbers: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    return table
