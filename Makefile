@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-reduces system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-training whole training jobs, beside torch's own pipelining and one process (6 minutes)"
 	@echo "make bench-planned  steps and memory of five jobs as planned, beside what was measured"
 	@echo "make bench-models   public models in three layouts, beside training them plainly (20 minutes)"
+	@echo "make bench-reduces  sums of gradients behind a step and beside it, over rate-limited links (root)"
 	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"
 
 setup: $(READY)
@@ -80,6 +81,9 @@ $(VENV)/models/.ready: constraints.txt | setup
 
 bench-models: $(VENV)/models/.ready
 	$(BIN)/python -m tests.benchmarks.models $(MODELS_ARGS)
+
+bench-reduces: setup
+	$(BIN)/python -m tests.benchmarks.reduces
 
 bench-queues: setup
 	$(BIN)/python -m tests.benchmarks.queues

@@ -72,3 +72,13 @@ def test_an_optimizer_that_cannot_be_shared_is_refused_before_anything_is_planne
         AttemptFailure, match=r"resources\.shard is optimizer: optimizer Adafactor cannot update"
     ):
         Workers(given)
+
+
+def test_an_evaluation_is_that_of_meshes_that_share_nothing():
+    evaluation = {"data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 8}}, "steps": 1}
+    found = []
+    for entry in (SHARED, WHOLE):
+        with Workers(on([entry, entry], job(evaluation=evaluation))) as run:
+            run.losses(range(1, 3))
+            found.append(run.evaluate())
+    assert found[0] == found[1]
