@@ -44,6 +44,18 @@ def test_losses_of_meshes_that_share_an_optimizer_are_those_of_a_plain_loop_and_
         assert run.losses(range(5, 7)) == pytest.approx(expected[4:], rel=1e-5)
 
 
+def test_losses_of_an_encoder_and_decoder_that_share_are_those_of_a_plain_loop():
+    """The memory of the encoder crosses the meshes, and every block of the decoder reads it."""
+    spec = job(stages=2)
+    spec["model"] = {
+        "factory": "tests.benchmarks.planned_models.planned_models:encoder_decoder",
+        "args": {"layers": 1, "width": 16, "heads": 2},
+    }
+    expected, _ = plain(spec, range(1, 4))
+    with Workers(on([SHARED, SHARED], spec)) as run:
+        assert run.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_a_worker_keeps_is_planned_as_half_where_two_share_it():
     spec = job()
     with Workers(on([SHARED, WHOLE], spec)) as run:
