@@ -78,7 +78,10 @@ class Evaluator:
             optimizer=None,
             transport=_Connected(transport),
             options=replace(
-                run_options(job, limits=limits, device=device), ignored_target=None, keeps_random=True
+                run_options(job, limits=limits, device=device),
+                ignored_target=None,
+                keeps_random=True,
+                sharded=(),
             ),
             planned_s=planned.planned_s,
             planned_starts_s=planned.planned_starts_s,

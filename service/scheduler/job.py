@@ -13,7 +13,7 @@ from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.unlike import unlike_profile
 from service.scheduler.job_reduces import planned_reduces
-from service.scheduler.joint import JobPlan, choose
+from service.scheduler.joint import JobPlan, choose, longest
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.programs.messages import check_messages
 from worker.choices import stage_counts
@@ -176,7 +176,7 @@ def answer_json(found: JobPlan) -> dict[str, Any]:
         "spec": found.partition.spec.model_dump(mode="json"),
         "plan": found.plan.model_dump(mode="json"),
         "step_s": found.step_s,
-        "update_s": found.step_s - found.plan.makespan_s,
+        "update_s": longest(found.update) if found.update_s is None else found.update_s,
         "update": [asdict(one) for one in found.update],
         "slowdown": found.slowdown,
         **_reshardings(found),

@@ -44,6 +44,18 @@ def test_losses_of_meshes_that_share_an_optimizer_are_those_of_a_plain_loop_and_
         assert run.losses(range(5, 7)) == pytest.approx(expected[4:], rel=1e-5)
 
 
+def test_losses_of_an_encoder_and_decoder_that_share_are_those_of_a_plain_loop():
+    """The memory of the encoder crosses the meshes, and every block of the decoder reads it."""
+    spec = job(stages=2)
+    spec["model"] = {
+        "factory": "tests.benchmarks.planned_models.planned_models:encoder_decoder",
+        "args": {"layers": 1, "width": 16, "heads": 2},
+    }
+    expected, _ = plain(spec, range(1, 4))
+    with Workers(on([SHARED, SHARED], spec)) as run:
+        assert run.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_a_worker_keeps_is_planned_as_half_where_two_share_it():
     spec = job()
     with Workers(on([SHARED, WHOLE], spec)) as run:
@@ -72,3 +84,13 @@ def test_an_optimizer_that_cannot_be_shared_is_refused_before_anything_is_planne
         AttemptFailure, match=r"resources\.shard is optimizer: optimizer Adafactor cannot update"
     ):
         Workers(given)
+
+
+def test_an_evaluation_is_that_of_meshes_that_share_nothing():
+    evaluation = {"data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 8}}, "steps": 1}
+    found = []
+    for entry in (SHARED, WHOLE):
+        with Workers(on([entry, entry], job(evaluation=evaluation))) as run:
+            run.losses(range(1, 3))
+            found.append(run.evaluate())
+    assert found[0] == found[1]

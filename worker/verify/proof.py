@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from worker.driver.planning import PlannedJob
@@ -221,10 +222,23 @@ class _Run:
                 if result["learning_rate"] is not None
             },
             skipped=any(result["skipped"] for result in results),
-            gradients=[given.gradients() for given in self._given],
+            gradients=self._whole([given.gradients() for given in self._given]),
             record=record,
             loss_scales=[result["loss_scale"] for result in results if result["loss_scale"] is not None],
         )
+
+    def _whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Of workers that share the optimizer's state, whose optimizers were given parts, those of whole parameters."""
+        for mesh in self._job.sharded:
+            own = [k for k, holder in enumerate(self.holders) if holder.mesh == mesh]
+            shapes = {name: p.shape for name, p in self.holders[own[0]].parameters.items()}
+            whole = {
+                name: torch.cat([gradients[k][name] for k in own]).view(shapes[name])
+                for name in gradients[own[0]]
+            }
+            for k in own:
+                gradients[k] = whole
+        return gradients
 
     def _shared(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """By name, of the first that has it; what the plain model has no gradient of gets none."""
@@ -240,7 +254,8 @@ class _Given:
     """The gradients that a worker's optimizer is given, before it may change them."""
 
     def __init__(self, worker: OpenWorker) -> None:
-        self._parameters = {name: p for name, p in _holder(worker).parameters.items() if p.requires_grad}
+        held = _holder(worker).parameters
+        self._parameters = {name: p for name, p in worker.updated.items() if p.requires_grad and name in held}
         self._kept: dict[str, Tensor] | None = None
         if worker.optimizer is not None:
             worker.optimizer.register_step_pre_hook(lambda *_: self._keep())

@@ -57,6 +57,11 @@ class OpenWorker(Worker):
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self._optimizer
 
+    @property
+    def updated(self) -> Mapping[str, torch.Tensor]:
+        """What its optimizer updates, by name: parts of parameters where the workers of its mesh share the state."""
+        return self._engine._update.updated
+
 
 def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
     """The workers of `job`, mesh by mesh."""

@@ -123,6 +123,12 @@ class FakeCommunicator:
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
         self._check("allReduce", stream, count, datatype)
 
+    def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
+        self._check("reduceScatter", stream, recvcount, datatype)
+
+    def allGather(self, sendbuf, recvbuf, count, datatype, stream):
+        self._check("allGather", stream, count, datatype)
+
     def check_async_error(self):
         if self.nccl.broken:
             raise self.nccl.broken

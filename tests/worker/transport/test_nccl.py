@@ -133,6 +133,19 @@ def test_a_sum_tells_nccl_how_many_numbers_of_which_type(connected):
         transports["m0"].all_reduce("meshes/0", torch.ones(2, dtype=torch.bool))
 
 
+def test_parts_tell_nccl_how_much_each_worker_has_of_them(connected):
+    """A reduce-scatter counts the numbers of a part, an all-gather its bytes."""
+    nccl, transports = connected
+    del nccl.calls[:]
+    transports["m0"].start_reduce_scatter("meshes/0", torch.empty(3), torch.ones(12))
+    transports["m0"].start_all_gather("meshes/0", torch.empty(12), torch.ones(3))
+    assert [(call[0], *call[4:]) for call in nccl.calls] == [("reduceScatter", 3, 7), ("allGather", 12, 1)]
+    with pytest.raises(TypeError, match=r"cannot sum tensors of torch\.bool"):
+        transports["m0"].start_reduce_scatter(
+            "meshes/0", torch.ones(1, dtype=torch.bool), torch.ones(4, dtype=torch.bool)
+        )
+
+
 def test_the_identity_of_a_communicator_arrives_as_nccl_made_it():
     nccl, store = FakeNccl(), host_store("127.0.0.1")
     run_all(lambda mesh: make(nccl, store, mesh).connect({}, LANES))
