@@ -167,6 +167,17 @@ class HostileByIndex:
         return hostile(index, self.at, self.what)
 
 
+class MaskedByIndex(HostileByIndex):
+    """Tokens of which some are masked at random."""
+
+    def __init__(self, length: int):
+        super().__init__(length, -1, "nothing")
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, following = super().__getitem__(index)
+        return torch.where(torch.rand(tokens.shape) < 0.3, 0, tokens), following
+
+
 def hostile(number: int, at: int, what: str) -> Any:
     if number != at or what == "nothing":
         return tokens_of(number)
