@@ -1,8 +1,8 @@
 """`make bench-checkpoints`: what a save costs training, waited for beside written while training goes on, in one run.
 
 One worker with the engine, the saver and the driver's own code (worker/driver/saving.py), without Ray: a GPT with AdamW
-whose state is some hundred MB, and a folder on this machine's disk. Saves of the two kinds take turns; the delay of one is
-how much longer all took from its step to the step in which it is known to be written, than so many undisturbed steps.
+whose state is some hundred MB, and a folder on this machine's disk. Saves of the two kinds take turns. A step's delay is how
+much later than an undisturbed one the step behind a save ends; the writing goes on for some steps more.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ QUIET = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one save, in seconds: training stood still, was later by, and the writing itself."""
+    """Of one save: for how long training stood still, by how much later the step behind it ended, the writing itself, and
+    how many times as long as undisturbed ones the steps took meanwhile."""
 
     block_s: float
     delay_s: float
     write_s: float
+    slowdown: float
 
 
 class Saver:
@@ -97,15 +99,16 @@ def measure(spec: dict, rounds: int, folder: str) -> tuple[float, int, dict[bool
         for turn in range(2 * rounds):
             around = [timed_step() for _ in range(QUIET)]
             quiet += around
-            began, steps = time.monotonic(), 1
+            began = time.monotonic()
             saver.begin(step, beside=bool(turn % 2))
-            timed_step()
+            meanwhile = [timed_step()]
+            usual = statistics.median(around)
+            delay_s = time.monotonic() - began - usual
             while not saver.look(step):
-                timed_step()
-                steps += 1
-            delay_s = time.monotonic() - began - steps * statistics.median(around)
+                meanwhile.append(timed_step())
             seconds = saver.seconds
-            found[bool(turn % 2)].append(Cost(seconds["block"], delay_s, seconds["write"]))
+            slowdown = statistics.mean(meanwhile) / usual
+            found[bool(turn % 2)].append(Cost(seconds["block"], delay_s, seconds["write"], slowdown))
         size = sum(path.stat().st_size for path in sorted(Path(folder).glob("job/*"))[-1].glob("*.pt"))
     return statistics.median(quiet), size, found
 
@@ -115,11 +118,12 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--width", type=int, default=512)
+    arguments.add_argument("--length", type=int, default=16, help="tokens of a sample: how long a step takes")
     given = arguments.parse_args()
     spec = job(stages=1, meshes=1)
-    sizes = {"layers": given.layers, "width": given.width, "heads": 8, "length": 64, "tied": True}
+    sizes = {"layers": given.layers, "width": given.width, "heads": 8, "length": given.length, "tied": True}
     spec["model"] = {**spec["model"], "args": sizes}
-    spec["data"] = {**spec["data"], "args": {"length": 64}}
+    spec["data"] = {**spec["data"], "args": {"length": given.length}}
     spec["training"] |= {"steps": 10**6, "check_trace": False}
     with tempfile.TemporaryDirectory(dir=os.environ.get("SLOTLINE_BENCH_DIR")) as folder:
         step_s, size, costs = measure(spec, given.rounds, folder)
@@ -127,24 +131,29 @@ def main() -> None:
         f"state {size / 1e6:.0f} MB, an undisturbed step {step_s:.2f} s, {given.rounds} saves of each kind, medians"
     )
     print(f"load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores\n")
-    print("| checkpoint | training stands still | training is later by | of a step | written in |")
+    print(
+        "| checkpoint | training stands still | the step behind it ends later by | steps meanwhile | written in |"
+    )
     print("|---|---|---|---|---|")
     middle = {}
     for beside, name in ((False, "waited for"), (True, "beside training")):
         one = middle[beside] = Cost(
             *(
                 statistics.median(getattr(cost, what) for cost in costs[beside])
-                for what in ("block_s", "delay_s", "write_s")
+                for what in ("block_s", "delay_s", "write_s", "slowdown")
             )
         )
-        print(
-            f"| {name} | {one.block_s:.3f} s | {one.delay_s:.2f} s | {one.delay_s / step_s:.2f} | {one.write_s:.2f} s |"
-        )
+        meanwhile = f"× {one.slowdown:.2f}" if beside else ""
+        print(f"| {name} | {one.block_s:.3f} s | {one.delay_s:.2f} s | {meanwhile} | {one.write_s:.2f} s |")
     waiting, beside = middle[False], middle[True]
     print(
-        f"\nBeside training it stands still for {beside.block_s / waiting.block_s:.1%} of the time, and is later by "
-        f"{beside.delay_s / waiting.delay_s:.1%} of it."
+        f"\nBeside training it stands still for {beside.block_s / waiting.block_s:.1%} of the time, and the step behind a "
+        f"save is later by {beside.delay_s / waiting.delay_s:.1%} of what it is later by where the save is waited for."
     )
+    for kind, name in ((False, "waited for"), (True, "beside training")):
+        print(
+            f"{name}, each: " + "; ".join(f"{one.block_s:.3f} s, {one.delay_s:.2f} s" for one in costs[kind])
+        )
 
 
 if __name__ == "__main__":
