@@ -118,9 +118,8 @@ def _training() -> list[Any]:
             "Model FLOPs per second",
             "flops",
             (_max("model_flops_per_second"), "model"),
-            (_max("peak_flops_per_second"), "peak"),
             about="Forward and backward of every sample, over the time of a step; what is computed again to save memory "
-            "does not count. Peak: what the job's accelerators could do, by their vendor, where that is known.",
+            "does not count.",
             span=6,
         ),
         curves(

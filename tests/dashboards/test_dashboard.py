@@ -280,7 +280,6 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
         "Makespan: planned and measured/A": plan.makespan_s,
         "Makespan: planned and measured/B": plan.makespan_s * 1.1,
         "Model FLOPs per second/A": 0.4 * FLOPS,
-        "Model FLOPs per second/B": FLOPS,
         "MFU/A": 0.4,
         "Metrics of the loss/A": {("accuracy",): 0.175},
         "Evaluation loss/A": 1.4,
