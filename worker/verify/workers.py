@@ -5,7 +5,10 @@ They are the actors' own class with their own engines, programs and transports; 
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +28,8 @@ from worker.model.evaluating import EvaluationEdge
 from worker.transport import topology_of
 from worker.transport.rendezvous import host_store
 
+CALL_LIMIT_S = 3600.0
+"""So long a call of all workers may take: slots, connections and data have limits of their own, which come before."""
 _CONNECT_S = 60.0
 _SLOT_LIMITS = SlotLimits(factor=20.0, floor_s=60.0)
 
@@ -61,6 +66,19 @@ class OpenWorker(Worker):
     def updated(self) -> Mapping[str, torch.Tensor]:
         """What its optimizer updates, by name: parts of parameters where the workers of its mesh share the state."""
         return self._engine._update.updated
+
+
+def _late(threads: Sequence[threading.Thread], late: Sequence[int], errors: Sequence[BaseException]) -> str:
+    """Who is not done, where each stands, and what others raised."""
+    frames = sys._current_frames()
+    places = []
+    for index in late:
+        frame = frames.get(threads[index].ident or 0)
+        last = traceback.extract_stack(frame)[-1] if frame is not None else None
+        where = f"{last.filename}:{last.lineno}, in {last.name}" if last else "nowhere"
+        places.append(f"worker {index} ({where})")
+    raised = "".join(f"; another raised {type(error).__name__}: {error}" for error in errors[:1])
+    return f"not done after {CALL_LIMIT_S:g} s: {', '.join(places)}{raised}"
 
 
 def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
@@ -113,11 +131,17 @@ class LocalWorkers:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=item) for item in enumerate(self.workers)]
+        threads = [
+            threading.Thread(target=run, args=item, daemon=True, name=f"slotline-worker-{item[0]}")
+            for item in enumerate(self.workers)
+        ]
+        ends = time.monotonic() + CALL_LIMIT_S
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(max(ends - time.monotonic(), 0.0))
+        if late := [index for index, thread in enumerate(threads) if thread.is_alive()]:
+            raise TimeoutError(_late(threads, late, errors))
         if errors:
             known = [error for error in errors if isinstance(error, AttemptFailure)]
             raise first_cause(known) if len(known) == len(errors) else errors[0]

@@ -68,6 +68,25 @@ ENTRIES = (
     _causal("Mistral", "MistralConfig", DECODER),
     _causal("Mixtral", "MixtralConfig", DECODER | {"num_local_experts": 4}),
     _causal("Phi", "PhiConfig", DECODER),
+    _causal("Cohere", "CohereConfig", DECODER),
+    _causal("Nemotron", "NemotronConfig", DECODER),
+    _causal("GLM", "GlmConfig", HEADED),
+    _causal("Gemma3 (text)", "Gemma3TextConfig", HEADED),
+    _causal("Granite", "GraniteConfig", DECODER),
+    _causal("SmolLM3", "SmolLM3Config", DECODER),
+    _causal(
+        "Qwen3-MoE",
+        "Qwen3MoeConfig",
+        HEADED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    _causal(
+        "DeepSeek-V3",
+        "DeepseekV3Config",
+        DECODER
+        | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
     _causal("Phi-3", "Phi3Config", DECODER),
     _causal("OPT", "OPTConfig", WIDE | {"ffn_dim": 48, "num_attention_heads": 2, "word_embed_proj_dim": 32}),
     _causal(
@@ -107,6 +126,8 @@ ENTRIES = (
     _classifier("ALBERT", "AlbertConfig", CLASSIFIER | {"embedding_size": 16}),
     _classifier("DeBERTa", "DebertaConfig", CLASSIFIER | DISENTANGLED),
     _classifier("DeBERTa-v2", "DebertaV2Config", CLASSIFIER | DISENTANGLED | {"pooler_hidden_size": 32}),
+    _classifier("ModernBERT", "ModernBertConfig", CLASSIFIER | {"cls_token_id": 1, "sep_token_id": 2}),
+    _classifier("LayoutLM", "LayoutLMConfig", CLASSIFIER),
     _classifier("ELECTRA", "ElectraConfig", CLASSIFIER | {"embedding_size": 16}),
     transformers(
         "Whisper",
