@@ -202,7 +202,7 @@ async def test_news_for_a_long_line_is_written_in_few_transactions(
     monkeypatch.setattr(world.database, "write", counted)
     await world.orchestrator.round()
     await world.orchestrator.settle()
-    assert written <= 5
+    assert written <= 7  # the pulse, the lease, a start in two: and two for 250 jobs
     for job_id in waiting:
         assert f"job {first} uses 4" in (await world.job(job_id)).message
 
