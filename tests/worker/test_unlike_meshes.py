@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_actor import job, plain
+from test_raw_models import plain_losses, spec_of
 from workers import Workers
 
 from service.jobspec import JobSpec
@@ -53,3 +54,15 @@ def test_losses_are_those_of_a_plain_loop_on_two_and_one_workers_and_resumed_on_
 def test_a_proof_beside_the_plain_model_is_refused_for_meshes_of_unlike_sizes():
     with pytest.raises(ValueError, match="verify compares meshes of one size, and these have 2, 1 workers"):
         prove(Job.from_json(on((2, 1), job())), lambda workers: pytest.fail("nothing is planned"))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_an_encoder_and_a_decoder_of_a_public_model_on_unlike_meshes(sizes):
+    """The model's own loss is a mean over tokens, of which samples have unlike numbers: a worker has that of its rows."""
+    pytest.importorskip("transformers")
+    spec = spec_of("t5", loss=None, stages=2, meshes=2)
+    of_rows = {**spec["training"], "microbatches": sizes[-1] * spec["training"]["microbatches"]}
+    plainly = {**spec, "training": of_rows}
+    expected = plain_losses(plainly, range(1, 4), lambda model, batch: model(**batch).loss)
+    with Workers(on(sizes, spec)) as workers:
+        assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
