@@ -17,7 +17,7 @@ from service.sealing import NoKeyError, SecretBox
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from service.store.database import Sessions, utc_now
-from service.store.jobs import find_job
+from service.store.jobs import find_job, is_current
 from service.store.packages import package_content
 from service.store.secrets import MissingSecretError, open_secrets, stored_environment, stored_names
 from service.store.spans import record_submission
@@ -74,10 +74,9 @@ class Submitter:
     async def _is_wanted(self, attempt_id: str) -> bool:
         async with self._database.write() as session:
             fresh = await find_attempt(session, attempt_id)
-            job = None if fresh is None else await find_job(session, fresh.job_id)
-            if fresh is None or job is None:
+            if fresh is None or fresh.attempt_state.final:
                 return False
-            return job.current_attempt == fresh.id and not fresh.attempt_state.final
+            return await is_current(session, fresh)
 
     async def profiling(self, run_id: str, spec: Mapping[str, Any], device: Device) -> Submission:
         """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own."""

@@ -22,7 +22,7 @@ from service.store.audit import add_audit
 from service.store.job_filters import JobFilter, narrowed
 from service.store.notifications import tell
 from service.store.states import lock_job, move_job, new_event
-from service.store.tables import WITHOUT_SPEC, Job, JobLabel
+from service.store.tables import WITHOUT_SPEC, Attempt, Job, JobLabel
 from worker.reasons import Reason
 
 _ALPHABET = string.ascii_lowercase + string.digits
@@ -115,6 +115,12 @@ def _queued(new: NewJob) -> Job:
         max_duration_s=spec.max_duration,
         held_s=0.0,
     )
+
+
+async def is_current(session: AsyncSession, attempt: Attempt) -> bool:
+    """Whether its job, whose specification may be long, goes by this attempt."""
+    query = select(Job.current_attempt).where(Job.id == attempt.job_id)
+    return (await session.execute(query)).scalar_one_or_none() == attempt.id
 
 
 async def find_job(session: AsyncSession, job_id: str) -> Job | None:

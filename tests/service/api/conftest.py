@@ -102,6 +102,9 @@ def make_api(tmp_path: Path) -> ApiMaker:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 yield Api(client, service_of(app), cluster)
+            await service_of(
+                app
+            ).orchestrator.lease.release()  # as its loop does when it ends, which here never ran
 
     return make
 
