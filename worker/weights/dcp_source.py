@@ -16,8 +16,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from worker.model.errors import ModelError
+from worker.weights.request import DCP_METADATA
 
-METADATA = ".metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     (metadata.__name__, name): getattr(metadata, name)
     for name in (
@@ -55,7 +55,7 @@ class DcpFolder:
             found = self._reader.read_metadata()
         except (pickle.UnpicklingError, EOFError, OSError, AttributeError, ValueError, TypeError) as error:
             raise ModelError(
-                f"{folder / METADATA} cannot be read as torch.distributed.checkpoint's: {error}"
+                f"{folder / DCP_METADATA} cannot be read as torch.distributed.checkpoint's: {error}"
             ) from None
         self._described = {
             name: one
@@ -93,7 +93,7 @@ class DcpFolder:
 
 class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        found = _Descriptions(io.BytesIO((Path(self.path) / METADATA).read_bytes())).load()
+        found = _Descriptions(io.BytesIO((Path(self.path) / DCP_METADATA).read_bytes())).load()
         if not isinstance(found, metadata.Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
         found.storage_meta = found.storage_meta or metadata.StorageMeta()

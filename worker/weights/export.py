@@ -24,11 +24,9 @@ from worker import checkpoint
 from worker.checkpoint_files import CheckpointError, folder_name, job_uri
 from worker.weights.adapters import STEM as ADAPTERS
 from worker.weights.adapters import Delta
-from worker.weights.dcp import write_dcp
-from worker.weights.dcp_source import METADATA
 from worker.weights.entry import Entry
 from worker.weights.record import SHARD, ModelRecord, from_state
-from worker.weights.request import ExportRequest
+from worker.weights.request import DCP_METADATA, ExportRequest
 
 FILE_BYTES = 5_000_000_000
 """So much goes into one file at most, as transformers has it; a larger tensor is a file of its own."""
@@ -138,11 +136,13 @@ def export_dcp(uri: str, target: str) -> Exported:
         raise ExportTargetError(
             f"torch.distributed.checkpoint writes into folders, and {target} is none: give one (-o)"
         )
-    there = [*files.glob(f"{folder}/*{_DCP_ENDING}"), f"{folder}/{METADATA}"]
+    there = [*files.glob(f"{folder}/*{_DCP_ENDING}"), f"{folder}/{DCP_METADATA}"]
     _check_folder(files, folder, target, {path.rsplit("/", 1)[-1] for path in there})
     for path in reversed(there):  # the description first: without it the folder is no checkpoint
         with suppress(FileNotFoundError):
             files.rm_file(path)
+    from worker.weights.dcp import write_dcp  # loads much that an export of weights does not need
+
     step, tensors = write_dcp(uri, folder)
     written = sorted(files.ls(folder, detail=False, refresh=True))
     return Exported(

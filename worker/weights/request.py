@@ -14,6 +14,7 @@ from worker.marked import marked_answer
 
 REQUEST_VARIABLE = "SLOTLINE_EXPORT"
 ANSWER_MARK = "SLOTLINE_EXPORTED "
+DCP_METADATA = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
 FORMATS = ("safetensors", "dcp")
 """Weights alone, for from_pretrained; all of a checkpoint, as torch.distributed.checkpoint writes one."""
 

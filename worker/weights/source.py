@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.model.errors import ModelError
-from worker.weights.dcp_source import METADATA, DcpFolder
+from worker.weights.request import DCP_METADATA
 
 _SAFETENSORS = ".safetensors"
 _INDEX = ".safetensors.index.json"
@@ -54,7 +54,7 @@ def open_weights(path: str) -> Iterator[WeightFiles]:
     Raises ModelError where there are none, and where a file cannot be read, with its name.
     """
     place = Path(path).expanduser()
-    if (place / METADATA).is_file():
+    if (place / DCP_METADATA).is_file():
         opened: WeightFiles = _Dcp(place)
     else:
         files = _files_of(place)
@@ -160,6 +160,8 @@ class _Torch:
 
 class _Dcp:
     def __init__(self, folder: Path):
+        from worker.weights.dcp_source import DcpFolder  # loads much that workers need for nothing else
+
         self._folder = DcpFolder(folder)
         nested = {path[0] for path in self._folder.path_of.values() if len(path) == 2}
         found = [key for key in _NESTED if key in nested]
