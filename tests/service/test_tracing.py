@@ -19,6 +19,7 @@ from service.tracing import REQUEST, Span, exporting, record, record_within
 from tests.otlp import Received, Receiver, receiver
 from tests.service.api.conftest import ApiMaker, make_api  # noqa: F401 (a fixture)
 from tests.service.conftest import job_body
+from worker.driver.scaling import StepScaling
 from worker.driver.spans import Spans
 from worker.driver.step_record import StepRecord
 from worker.driver.usage import StepUsage
@@ -49,7 +50,7 @@ def a_step(number: int) -> StepRecord:
     slots.append({**slot, "mesh": "m1", "lane": "in", "action": "RECV_F", "start_s": 0.5, "end_s": 0.75})
     timeline = {"step": number, "started_at": time.time() - 2, "uncertainty_s": 0.0, "slots": slots}
     report = {"step": number, "loss": 2.5, "step_s": 1.5, "bubble_ratio": 0.25}
-    return StepRecord(report, timeline, StepUsage(2.5, {}, 4))
+    return StepRecord(report, timeline, StepUsage(2.5, {}, 4), StepScaling(None, False, False))
 
 
 async def test_a_job_is_one_trace_from_its_request_to_its_profiled_steps(

@@ -58,7 +58,7 @@ def batches():
 
 
 def same(first: Batches, second: Batches, steps: range) -> bool:
-    pairs = [(one.microbatch(step, m) for step in steps for m in range(2)) for one in (first, second)]
+    pairs = [[one.microbatch(step, m) for step in steps for m in range(2)] for one in (first, second)]
     return all(
         torch.equal(x, y)
         for mine, theirs in zip(*pairs, strict=True)
