@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from worker.reasons import Reason
+
 
 class Code(StrEnum):
     """Those of one HTTP status first, which stand where no other says more."""
@@ -24,7 +26,7 @@ class Code(StrEnum):
     JOB_NOT_WAITING = "JOB_NOT_WAITING"
     STATE_FORBIDS = "STATE_FORBIDS"
     ATTEMPT_OVER = "ATTEMPT_OVER"
-    VERSION_MISMATCH = "VERSION_MISMATCH"
+    VERSION_MISMATCH = Reason.VERSION_MISMATCH.value
     PLAN_REFUSED = "PLAN_REFUSED"
     PLANNER_BUSY = "PLANNER_BUSY"
     PLAN_TOO_SLOW = "PLAN_TOO_SLOW"

@@ -103,6 +103,7 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
         "priority",
         "max_duration",
         "labels",
+        "notifications",
         "env",
         "secrets",
     }

@@ -32,6 +32,7 @@ def test_every_reason_that_a_worker_fails_with_has_a_rank():
         "DRIVER_LOST",
         "PREEMPTED",
         "MAX_DURATION",
+        "VERSION_MISMATCH",  # the driver's, before it has workers
     }
     assert {*failures} - {*CAUSES_BEFORE_CONSEQUENCES} == of_the_control_plane
 

@@ -107,7 +107,9 @@ def test_a_fake_that_disagrees_is_told_line_by_line():
     )
     assert disagreements(other, FakeNccl()) == [
         "groupEnd takes ['communicators'], the fake []",
+        "allGather does not exist",
         "allReduce does not exist",
+        "reduceScatter does not exist",
         "send takes ['sendbuf', 'count', 'peer', 'datatype', 'stream'], "
         "the fake ['sendbuf', 'count', 'datatype', 'peer', 'stream']",
         "get_unique_id gives tuple, the fake bytes",

@@ -155,14 +155,21 @@ def test_the_identity_of_a_communicator_arrives_as_nccl_made_it():
 def test_a_cupy_before_14_is_refused_by_what_it_gives():
     nccl, store = FakeNccl(), host_store("127.0.0.1")
     nccl.get_unique_id = lambda: (1,) * 128
-    with pytest.raises(ConnectError, match="identity as tuple, not bytes: install cupy 14"):
-        run_all(lambda mesh: make(nccl, store, mesh, connect_timeout_s=2).connect({}, LANES))
+    told = []
+
+    def connect(mesh):  # who makes an identity is told so; the others wait for it, as long as they may
+        with pytest.raises(ConnectError) as refused:
+            make(nccl, store, mesh, connect_timeout_s=2).connect({}, LANES)
+        told.append(str(refused.value))
+
+    run_all(connect)
+    assert any("identity as tuple, not bytes: install cupy 14" in one for one in told)
 
 
 def test_what_installs_cupy_asks_for_14():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    assert extras["cuda12"] == ["cupy-cuda12x>=14"] and extras["cuda13"] == ["cupy-cuda13x>=14"]
+    assert "cupy-cuda12x>=14" in extras["cuda12"] and "cupy-cuda13x>=14" in extras["cuda13"]
 
 
 def test_abort_ends_every_communicator_and_later_calls_name_the_peer(connected):
