@@ -36,9 +36,31 @@ class TensorShare:
             return name
         return f"{name} (part {self._group.worker + 1} of {self._group.workers})"
 
+    def counts(self, name: str) -> bool:
+        """Whether this worker counts where all add up: its parts, and what is whole on the first alone."""
+        return name in self._splits or self._group.worker == 0
+
     def counted(self, names: Sequence[str]) -> list[str]:
-        """Those of a norm's parameters that this worker counts: its parts, and what is whole on the first alone."""
-        return [name for name in names if name in self._splits or self._group.worker == 0]
+        """Those of a norm's parameters that this worker counts."""
+        return [name for name in names if self.counts(name)]
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this worker has of the whole of `name`."""
+        split = self._splits.get(name)
+        if split is None:
+            return whole
+        return split.pick(whole, self._group.worker, self._group.workers).clone()
+
+    def placed(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of `name` with zeros for what others have: those of all workers add up to it."""
+        split = self._splits.get(name)
+        if split is None:
+            return part
+        shape = list(part.shape)
+        shape[split.dim] = split.size
+        whole = part.new_zeros(shape)
+        split.place(part, whole, self._group.worker, self._group.workers)
+        return whole
 
     def sum(self, total: torch.Tensor) -> None:
         """Add up what the workers counted, in place."""
@@ -59,11 +81,11 @@ class TensorShare:
     def part_of_state(self, state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
         """What this worker takes of a state with whole tensors: its parts of `names`."""
         parameters = {
-            name: self._part(name, tensor) for name, tensor in state["parameters"].items() if name in names
+            name: self.part(name, tensor) for name, tensor in state["parameters"].items() if name in names
         }
         optimizer = {
             name: {
-                key: self._part(name, value) if _like(value, state["parameters"][name]) else value
+                key: self.part(name, value) if _like(value, state["parameters"][name]) else value
                 for key, value in entry.items()
             }
             for name, entry in state["optimizer"].items()
@@ -82,12 +104,6 @@ class TensorShare:
                 "shape of its parameters, as SGD, Adam and AdamW"
             )
         return self._group.gather(value, split)
-
-    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        split = self._splits.get(name)
-        if split is None:
-            return whole
-        return split.pick(whole, self._group.worker, self._group.workers).clone()
 
 
 def _like(value: Any, parameter: torch.Tensor) -> bool:

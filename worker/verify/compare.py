@@ -36,13 +36,16 @@ class Worst:
 
 @dataclass(frozen=True)
 class Holder:
-    """A worker's tensors by original name, and the stages of each name there."""
+    """A worker's tensors by original name, and the stages of each name there; which part of a microbatch is its, and which
+    `part` it has of the whole of a parameter."""
 
     mesh: str
     worker: int
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     stages_of: Mapping[str, tuple[int, ...]]
+    rows: int = 0
+    part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole
 
     def __str__(self) -> str:
         return self.mesh + (f" (worker {self.worker})" if self.worker else "")
@@ -79,12 +82,13 @@ def compare_initial(
             for name, tensor in found.items():
                 if name not in expected:
                     raise Different(f"{holder.place(name)} holds {name!r}, which the model has not")
-                same = torch.equal(tensor.detach().cpu(), expected[name].detach())
+                wanted = holder.part(name, expected[name].detach())
+                same = torch.equal(tensor.detach().cpu(), wanted)
                 worst.add(kind, 0.0 if same else 1.0, 0.0)
                 if not same:
                     raise Different(
                         f"before the first step: {name!r} of {holder.place(name)} does not begin with the model's "
-                        f"values (apart by {distance(expected[name].detach(), tensor.detach().cpu(), 0.0):.3g} of "
+                        f"values (apart by {distance(wanted, tensor.detach().cpu(), 0.0):.3g} of "
                         "its size)"
                     )
 
@@ -180,15 +184,16 @@ class StepComparison:
         """After the update; the plain model's was made by the pipeline's gradients, which are equal to rounding."""
         for holder in self._holders:
             for name, tensor in holder.parameters.items():
-                expected, found = after[name].detach(), tensor.detach().cpu()
-                moved = size(expected - before[name])
+                expected, found = holder.part(name, after[name].detach()), tensor.detach().cpu()
+                was = holder.part(name, before[name])
+                moved = size(expected - was)
                 eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
                 allowed = _UPDATE * moved + _ROUNDINGS * eps * size(expected)
                 difference = size(found - expected)
                 apart = difference / moved if moved else (math.inf if difference > allowed else 0.0)
                 self._worst.add("parameters after the step", apart if difference > allowed else 0.0, _UPDATE)
                 if difference > allowed or not math.isfinite(difference):
-                    still = moved and size(found - before[name]) == 0.0
+                    still = moved and size(found - was) == 0.0
                     what = (
                         "did not change, as the plain model's does: is it in no group of the optimizer?"
                         if still
@@ -199,7 +204,7 @@ class StepComparison:
     def check_buffers(self, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         for holder in self._holders:
             for name, tensor in holder.buffers.items():
-                expected = buffers[holder.worker].get(name)
+                expected = buffers[holder.rows].get(name)
                 if expected is None:
                     continue
                 apart = distance(expected, tensor.detach().cpu(), 0.0)
@@ -277,7 +282,7 @@ class StepComparison:
         """The backwards that added something else to a gradient than the plain model's of the same microbatch."""
         by_microbatch: dict[tuple[int, int], dict[Slot, Tensor]] = {}
         for slot, added in self._pipeline.record.added.get(name, {}).items():
-            by_microbatch.setdefault((slot.worker, slot.microbatch), {})[slot] = added
+            by_microbatch.setdefault((slot.rows, slot.microbatch), {})[slot] = added
         sizes = [norm_of(added[name]) for added in self._plain.added.values() if name in added]
         least = LEAST * max(sizes, default=0.0)
         wrong = []

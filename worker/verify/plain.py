@@ -55,7 +55,7 @@ class PlainModel:
     def __init__(self, job: Job, microbatches: int, calls: Sequence[RandomCall], probes: Probes) -> None:
         training = job.training
         self._job, self._calls, self._probes = job, calls, probes
-        self._microbatches, self._workers = microbatches, job.resources.workers_per_mesh
+        self._microbatches, self._workers = microbatches, job.data_workers
         own_loss = job.loss is None
         order = Order(job.data, training.seed, training.global_batch, microbatches)
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))

@@ -82,11 +82,6 @@ def prove(
             f"verify compares meshes of one size, and these have {', '.join(map(str, job.mesh_sizes))} workers: a mesh of "
             "each size has other parts of a microbatch; verify the job with equal sizes"
         )
-    if job.resources.tensor > 1:
-        raise ValueError(
-            f"verify compares whole tensors, and each of resources.tensor {job.resources.tensor} workers has a part; verify "
-            "the job with tensor 1"
-        )
     if job.training.sync_batch_norm and job.resources.workers_per_mesh > 1:
         raise ValueError(
             "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
@@ -147,7 +142,9 @@ class _Run:
         self._planned = planned
         self._tolerance = _tolerance(plain)
         self.holders = [_holder(worker) for worker in gang.workers]
-        self._recorders = [Recorder(w.mesh, w.index, w.stages, probes) for w in gang.workers]
+        self._recorders = [
+            Recorder(w.mesh, w.index, w.stages, probes, rows=w.rows, share=w.share) for w in gang.workers
+        ]
         self._given = [_Given(worker) for worker in gang.workers]
         for worker, recorder in zip(gang.workers, self._recorders, strict=True):
             worker.engine.observe(recorder)
@@ -208,7 +205,7 @@ class _Run:
                 f"gradients are {'finite' if finite else 'not finite either'})"
             ) from failure
         losses = {
-            (worker.index, microbatch): loss
+            (worker.rows, microbatch): loss
             for worker, result in zip(self._gang.workers, results, strict=True)
             for microbatch, loss in enumerate(result["losses"])
         }
@@ -222,7 +219,7 @@ class _Run:
                 if result["learning_rate"] is not None
             },
             skipped=any(result["skipped"] for result in results),
-            gradients=self._whole([given.gradients() for given in self._given]),
+            gradients=self._of_shared_matrices(self._whole([given.gradients() for given in self._given])),
             record=record,
             loss_scales=[result["loss_scale"] for result in results if result["loss_scale"] is not None],
         )
@@ -239,6 +236,25 @@ class _Run:
             for k in own:
                 gradients[k] = whole
         return gradients
+
+    def _of_shared_matrices(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Of workers that share matrices, whose gradients are parts, those of whole parameters."""
+        if self._job.resources.tensor == 1:
+            return gradients
+        workers, found = self._gang.workers, []
+        for worker in workers:
+            own = [k for k, one in enumerate(workers) if (one.mesh, one.rows) == (worker.mesh, worker.rows)]
+            found.append(
+                {
+                    name: sum(
+                        workers[k].share.placed(name, gradients[k][name])
+                        for k in own
+                        if workers[k].share.counts(name)
+                    )
+                    for name in gradients[own[0]]
+                }
+            )
+        return found
 
     def _shared(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """By name, of the first that has it; what the plain model has no gradient of gets none."""
@@ -292,4 +308,6 @@ def _holder(worker: OpenWorker) -> Holder:
         parameters,
         buffers,
         {name: tuple(stages) for name, stages in stages_of.items()},
+        worker.rows,
+        *([worker.share.part] if worker.share is not None else []),
     )

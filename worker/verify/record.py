@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from worker.agreement import checksum
 from worker.engine.routes import Route
+from worker.engine.tensor_share import TensorShare
 
 _OFFSETS = (0, 17, 101, 997)
 
@@ -50,13 +51,14 @@ def norm_of(probe: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Slot:
-    """A backward that added to gradients (B or W)."""
+    """A backward that added to gradients (B or W), of this part of the microbatch's rows."""
 
     stage: int
     action: str
     microbatch: int
     mesh: str
     worker: int
+    rows: int = 0
 
     def __str__(self) -> str:
         return f"{self.stage}{self.action}{self.microbatch} on {self.mesh}" + (
@@ -144,8 +146,18 @@ class StepRecord:
 class Recorder:
     """The observer of one worker's stages; writes into the record of the step that runs."""
 
-    def __init__(self, mesh: str, worker: int, stages: Mapping[int, nn.Module], probes: Probes) -> None:
-        self._mesh, self._worker = mesh, worker
+    def __init__(
+        self,
+        mesh: str,
+        worker: int,
+        stages: Mapping[int, nn.Module],
+        probes: Probes,
+        *,
+        rows: int | None = None,
+        share: TensorShare | None = None,
+    ) -> None:
+        self._mesh, self._worker, self._share = mesh, worker, share
+        self._rows = worker if rows is None else rows
         self._parameters = {
             stage: {
                 module.original_names[local]: parameter
@@ -163,7 +175,7 @@ class Recorder:
         self._step, self._before = step, {}
 
     def made(self, stage: int, tensor: str, microbatch: int, value: Tensor) -> None:
-        self._step.made(self._worker, stage, microbatch, tensor, value)
+        self._step.made(self._rows, stage, microbatch, tensor, value)
 
     def gave(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
         self._step.gave(self._worker, route, backward, microbatch, tensor)
@@ -175,13 +187,21 @@ class Recorder:
         if not self._before:  # the first action of the step, a forward
             for parameters in self._parameters.values():
                 for name, parameter in parameters.items():
-                    self._before[name] = self._probes.of(parameter.grad)
+                    self._before[name] = self._probe(name, parameter)
                     if parameter.grad is not None and bool(parameter.grad.any()):
                         self._step.left_over.add(name)
         if action not in ("B", "W"):
             return
-        slot = Slot(stage, action, microbatch, self._mesh, self._worker)
+        slot = Slot(stage, action, microbatch, self._mesh, self._worker, self._rows)
         for name, parameter in self._parameters[stage].items():
-            now = self._probes.of(parameter.grad)
-            self._step.add(name, slot, now - self._before[name])
+            now = self._probe(name, parameter)
+            if self._share is None or self._share.counts(name):
+                self._step.add(name, slot, now - self._before[name])
             self._before[name] = now
+
+    def _probe(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Of workers that share a parameter those of their parts, which add up to that of the whole."""
+        gradient = parameter.grad
+        if gradient is not None and self._share is not None:
+            gradient = self._share.placed(name, gradient)
+        return self._probes.of(gradient)

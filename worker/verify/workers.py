@@ -20,6 +20,7 @@ from worker.actor import Worker
 from worker.driver.planned_times import planned_seconds, planned_starts
 from worker.driver.planning import PlannedJob
 from worker.engine import Engine, SlotLimits
+from worker.engine.tensor_share import TensorShare
 from worker.evaluation import EvaluationProgram
 from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
@@ -57,6 +58,16 @@ class OpenWorker(Worker):
     @property
     def stages(self) -> Mapping[int, nn.Module]:
         return self._stages
+
+    @property
+    def share(self) -> TensorShare | None:
+        """What this worker has of the parameters, where several share matrices."""
+        return self._share
+
+    @property
+    def rows(self) -> int:
+        """Which part of a microbatch is its: that of all who share matrices with it."""
+        return self._worker // self._job.resources.tensor
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
