@@ -40,6 +40,7 @@ GROUPS = [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}]
 
 def spec_of(name):
     spec = test_actor.job() if name == "gpt" else unet()
+    spec["optimizer"] = test_actor.job()["optimizer"]
     spec["optimizer"]["groups"] = GROUPS
     return spec
 
