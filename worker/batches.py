@@ -214,13 +214,3 @@ class Batches:
 
     def _last_step(self) -> int:
         return self._job.training.steps
-
-    # by index, for what has one
-
-    def first_row(self) -> Rows:
-        """Sample 0, as step 0 draws it."""
-        return self._made.stacked([self.example(0, 0)]).rows
-
-    def example(self, step: int, index: int) -> Any:
-        """Sample `index` as step `step` draws it."""
-        return self._source.example(step, index)

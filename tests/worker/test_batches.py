@@ -71,11 +71,13 @@ def test_a_plan_for_other_microbatches_than_the_job_says_is_refused():
 
 def test_the_first_row_is_sample_0_alone_as_step_0_draws_it():
     one = batches(job("Noisy", length=30))
-    (value,), number = one.first_row()
+    (value,), number = one._made.stacked([one._source.example(0, 0)]).rows
     assert number.tolist() == [0] and value.shape == (1, 1)
-    assert torch.equal(value[0], one.example(0, 0)[0])
-    assert not torch.equal(value[0], one.example(1, 0)[0])
-    assert not torch.equal(value[0], batches(job("Noisy", length=30, training={"seed": 6})).example(0, 0)[0])
+    assert torch.equal(value[0], one._source.example(0, 0)[0])
+    assert not torch.equal(value[0], one._source.example(1, 0)[0])
+    assert not torch.equal(
+        value[0], batches(job("Noisy", length=30, training={"seed": 6}))._source.example(0, 0)[0]
+    )
 
 
 def test_a_data_set_that_draws_when_it_is_made_is_the_same_on_every_worker():
@@ -124,7 +126,7 @@ def test_a_sample_that_cannot_be_read_is_told_with_its_number():
     with pytest.raises(
         RuntimeError, match=r"sample 1 of data small_data:Broken raised OSError: the disk is gone"
     ):
-        one.example(0, 1)
+        one._source.example(0, 1)
     with pytest.raises(AttemptFailure, match="the disk is gone") as caught:
         batches(job("Broken", length=2, training={"global_batch": 2}), microbatches=1)
     assert caught.value.reason is Reason.DATA_FAILED

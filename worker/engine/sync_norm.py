@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from worker.model.batch_norms import is_batch_norm
+from worker.seeding import others_turn
 from worker.transport.base import Transport
-from worker.turns import GENERATORS
 
 Sum = Callable[[Tensor], None]
 """Sums a tensor over the workers of the mesh, in place."""
@@ -101,11 +101,13 @@ class _Normalise(torch.autograd.Function):
         values = x if x.dtype == torch.float64 else x.float()
         rows, channels = workers * (x.numel() // x.shape[1]), [d for d in range(x.dim()) if d != 1]
         mean = values.sum(channels)
-        _with_generators_free(add, mean)
+        with others_turn():  # a forward may have the generators, and so may those that it waits for
+            add(mean)
         mean /= rows
         made = values - _by_channel(mean, x)
         variance = made.square().sum(channels)
-        _with_generators_free(add, variance)
+        with others_turn():
+            add(variance)
         variance /= rows
         inverse = (variance + eps).rsqrt()
         made *= _by_channel(inverse, x)
@@ -126,12 +128,3 @@ class _Normalise(torch.autograd.Function):
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def _with_generators_free(add: Sum, tensor: Tensor) -> None:
-    """A forward may hold the process's random generators, for which another worker of it waits before it sums."""
-    state = torch.get_rng_state() if GENERATORS.mine else None
-    with GENERATORS.free():
-        add(tensor)
-    if state is not None:
-        torch.set_rng_state(state)

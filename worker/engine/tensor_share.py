@@ -54,13 +54,7 @@ class TensorShare:
     def placed(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole of `name` with zeros for what others have: those of all workers add up to it."""
         split = self._splits.get(name)
-        if split is None:
-            return part
-        shape = list(part.shape)
-        shape[split.dim] = split.size
-        whole = part.new_zeros(shape)
-        split.place(part, whole, self._group.worker, self._group.workers)
-        return whole
+        return part if split is None else split.padded(part, self._group.worker, self._group.workers)
 
     def sum(self, total: torch.Tensor) -> None:
         """Add up what the workers counted, in place."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from worker.model.checkpointing import is_checkpointed, regions_marked
 from worker.model.conversions import needless_left_out
 from worker.model.cuda_autocast import cuda_casts
 from worker.model.errors import CutError, TraceError
+from worker.model.fake_values import fake_values
 from worker.model.guards import FiniteAssumed
 from worker.model.inplace import isolate_changes
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
@@ -155,7 +155,7 @@ def trace(
         (parameters if isinstance(value, nn.Parameter) else buffers)[node] = name
     calls = layer_calls(module.graph, expanded_modules(model))
     try:
-        fakes = _fake_values(module, values, cast)
+        fakes = fake_values(module, values, cast.entered())
     except Exception as error:  # shapes or numbers that only values tell
         raise untraceable(model, error) from error
     updated = isolate_changes(module.graph, calls, fakes, buffers, parameters)
@@ -169,7 +169,7 @@ def trace(
         layers=layers.names,
         layer_of=layers.layer_of,
         replicated=layers.replicated,
-        values=_fake_values(module, values, cast),
+        values=fake_values(module, values, cast.entered()),
         inputs=inputs,
         parameters=parameters,
         buffers=buffers,
@@ -257,23 +257,6 @@ def _state(model: nn.Module, exported: torch.export.ExportedProgram, spec: Any) 
     if not isinstance(value, Tensor):
         raise TraceError(f"the model holds {spec.target!r}, a {type(value).__name__}, which cannot be cut")
     return value
-
-
-def _fake_values(module: fx.GraphModule, inputs: Sequence[Tensor], cast: _Autocast) -> dict:
-    """Results by node of a run that computes shapes, types, aliases and requires_grad only."""
-    found: dict[fx.Node, Any] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            found[node] = super().run_node(node)
-            return found[node]
-
-    mode = FakeTensorMode()
-    known: dict[int, Tensor] = {}
-    fakes = [known.setdefault(id(value), mode.from_tensor(value, static_shapes=True)) for value in inputs]
-    with torch.random.fork_rng(devices=[]), mode, torch.enable_grad(), cast.entered():
-        Recorder(module, garbage_collect_values=False).run(*fakes)
-    return found
 
 
 def _check_output(model: nn.Module, exported: torch.export.ExportedProgram) -> None:

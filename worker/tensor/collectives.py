@@ -37,19 +37,14 @@ class TensorGroup:
 
     def gather(self, local: torch.Tensor, split: Split) -> torch.Tensor:
         """The whole tensor. It is summed from parts that are zero elsewhere: adding zero changes nothing."""
-        shape = list(local.shape)
-        shape[split.dim] = split.size
-        whole = local.new_zeros(shape)
-        split.place(local.detach(), whole, self.worker, self.workers)
+        whole = split.padded(local.detach(), self.worker, self.workers)
         self._reduce(whole)
         return whole
 
     def _reduce(self, tensor: torch.Tensor) -> None:
         if self.all_reduce is None:
             raise RuntimeError("the tensor-parallel group is not connected: a stage ran before connect()")
-        with (
-            others_turn()
-        ):  # a forward may have the generators, and so may those that it waits for, in one process
+        with others_turn():  # a forward may have the generators, and so may those that it waits for
             self.all_reduce(tensor)
 
 

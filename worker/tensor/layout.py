@@ -77,6 +77,14 @@ class Split:
             start += part
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
+    def padded(self, local: torch.Tensor, worker: int, workers: int) -> torch.Tensor:
+        """What `worker` has, in a whole of zeros: those of all workers add up to the tensor."""
+        shape = list(local.shape)
+        shape[self.dim] = self.size
+        whole = local.new_zeros(shape)
+        self.place(local, whole, worker, workers)
+        return whole
+
     def place(self, local: torch.Tensor, whole: torch.Tensor, worker: int, workers: int) -> None:
         """Write what `worker` has into `whole`: the inverse of `pick`."""
         start = taken = 0

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import fx, nn
 
 from worker.tensor.collectives import Enter, Gather, Pick, Sum, TensorGroup
 from worker.tensor.layout import LayoutError, Split
@@ -234,22 +233,3 @@ def is_inplace(node: fx.Node) -> bool:
     return schema is not None and any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
     )
-
-
-def whole_values(body: fx.GraphModule, inputs: list[Tensor]) -> dict[fx.Node, Any]:
-    """Every value of a stage's graph, without numbers: `inputs` give shapes and types."""
-    found: dict[fx.Node, Any] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            found[node] = super().run_node(node)
-            return found[node]
-
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        torch.no_grad(),
-        torch.random.fork_rng(devices=[]),
-    ):
-        fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
-        Recorder(body, garbage_collect_values=False).run(*fakes)
-    return found

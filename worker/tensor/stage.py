@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from worker.model.fake_values import fake_values
 from worker.model.stages import StageModule
 from worker.tensor.collectives import TensorGroup
 from worker.tensor.layout import Split
 from worker.tensor.plans import other_parts, split_parameters
-from worker.tensor.rewrite import Gathered, Rewriter, whole_values
+from worker.tensor.rewrite import Gathered, Rewriter
 from worker.tensor.rules import RULES
 
 
@@ -95,7 +96,7 @@ def _values(stage: StageModule) -> dict[fx.Node, Any]:
         torch.empty(shape, dtype=dtype)
         for shape, dtype in zip(stage.input_shapes, stage.input_dtypes, strict=True)
     ]
-    return whole_values(stage.body, inputs)
+    return fake_values(stage.body, inputs, with_real=True)
 
 
 def _module(split: Split) -> str:
