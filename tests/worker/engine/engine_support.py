@@ -443,3 +443,15 @@ def random_graph(rng) -> Graph:
         outputs = ["output"] if s == count - 1 else made[s]
         stages.append(make_stage(s, names, outputs, function, layers=layers))
     return Graph(stages, tuple(edges))
+
+
+def merged_state(pipeline):
+    """What a checkpoint of all meshes would hold, in memory of its own."""
+    merged = {"parameters": {}, "buffers": {}, "optimizer": {}, "optimizer_groups": []}
+    for engine in pipeline.engines.values():
+        state = copy.deepcopy(engine.state())
+        for kind in ("parameters", "buffers", "optimizer"):
+            merged[kind].update(state[kind])
+        merged["optimizer_groups"] += state["optimizer_groups"]
+        merged |= {kind: state[kind] for kind in ("lr_schedule", "loss_scale")}
+    return merged

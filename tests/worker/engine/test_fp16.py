@@ -1,12 +1,11 @@
 """fp16 by autocast with a dynamic loss scale: the pipelined run is the plain loop with torch.amp.GradScaler."""
 
-import copy
 import functools
 import random
 
 import pytest
 import torch
-from engine_support import LocalPipeline, planned, serial_programs
+from engine_support import LocalPipeline, merged_state, planned, serial_programs
 from torch import nn
 
 from worker.engine import NonFiniteError
@@ -109,17 +108,6 @@ def pipeline_of(meshes, schedule, optimizer, clip, scaling=SCALING, block=Block,
     )
 
 
-def state_of(pipeline):
-    merged = {"parameters": {}, "buffers": {}, "optimizer": {}, "optimizer_groups": []}
-    for engine in pipeline.engines.values():
-        state = copy.deepcopy(engine.state())
-        for kind in ("parameters", "buffers", "optimizer"):
-            merged[kind].update(state[kind])
-        merged["optimizer_groups"] += state["optimizer_groups"]
-        merged["loss_scale"] = state["loss_scale"]
-    return merged
-
-
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -149,7 +137,7 @@ def test_losses_scales_norms_and_skipped_steps_are_those_of_a_loop_with_torchs_s
                 assert (result.loss_scale, result.overflowed, result.skipped) == (scale, skipped, skipped)
                 if not skipped:
                     assert result.grad_norm == pytest.approx(norm, rel=1e-5 if step < 2 else 1e-3)
-        state = state_of(pipeline)
+        state = merged_state(pipeline)
     assert state["loss_scale"]["scale"] == scaler.get_scale() == 2.0**11
     assert state["loss_scale"]["growth_tracker"] == scaler.state_dict()["_growth_tracker"]
     for name, parameter in parameters.items():
@@ -173,7 +161,7 @@ def test_two_workers_a_mesh_skip_alike_though_only_one_overflowed():
             assert {(r.loss_scale, r.overflowed) for r in results.values()} == {(scale, skipped)}
             found = [sum(pair) / 2 for pair in zip(*(results["m1", w].losses for w in (0, 1)), strict=True)]
             assert found == pytest.approx(losses, rel=1e-5 if step < 2 else 1e-4)
-        state = state_of(pipeline)
+        state = merged_state(pipeline)
     for name, parameter in parameters.items():
         torch.testing.assert_close(state["parameters"][name], parameter.detach(), rtol=1e-3, atol=1e-4)
 
@@ -182,7 +170,7 @@ def test_an_overflow_of_one_mesh_alone_skips_the_step_on_all():
     """Of the first stage's weights only: what its backward is given is finite, and so is every other gradient."""
     with pipeline_of(MESHES, "1f1b", adamw, None) as pipeline:
         pipeline.step(0, [batch(0)])
-        before = state_of(pipeline)["parameters"]
+        before = merged_state(pipeline)["parameters"]
         update = pipeline.engines["m0", 0]._update
         reduce = update.reduce
 
@@ -193,7 +181,7 @@ def test_an_overflow_of_one_mesh_alone_skips_the_step_on_all():
         update.reduce = planted
         results = pipeline.step(1, [batch(1)])
         assert [result.overflowed for result in results.values()] == [True] * 4
-        after = state_of(pipeline)
+        after = merged_state(pipeline)
     assert after["loss_scale"] == {"scale": 2.0**9, "growth_tracker": 0, "skipped_steps": 1}
     for name, value in after["parameters"].items():
         assert torch.equal(value, before[name])
@@ -205,15 +193,15 @@ def test_a_run_goes_on_bit_for_bit_on_another_layout_with_the_scale_that_was_sav
         for step in range(5):
             pipeline.step(step, [batch(step, planted)])
             if step == 2:
-                saved = state_of(pipeline)
-        expected = state_of(pipeline)
+                saved = merged_state(pipeline)
+        expected = merged_state(pipeline)
     assert saved["loss_scale"]["scale"] != SCALING.init_scale and saved["loss_scale"]["growth_tracker"] == 1
     with pipeline_of(two, "serial", adamw, 0.5) as pipeline:
         for engine in pipeline.engines.values():
             engine.load_state(saved)
         for step in (3, 4):
             pipeline.step(step, [batch(step, planted)])
-        found = state_of(pipeline)
+        found = merged_state(pipeline)
     assert found["loss_scale"] == expected["loss_scale"]
     for kind in ("parameters", "optimizer"):
         torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=0)

@@ -14,6 +14,7 @@ from engine_support import (
     chain,
     linear,
     make_stage,
+    merged_state,
     planned,
     serial_programs,
     skips,
@@ -38,18 +39,6 @@ def parameters_of(pipeline):
     for engine in pipeline.engines.values():
         found.update({name: p.clone() for name, p in engine.state()["parameters"].items()})
     return found
-
-
-def merged_state(pipeline):
-    """What a checkpoint of all meshes would hold, in memory of its own."""
-    merged = {"parameters": {}, "buffers": {}, "optimizer": {}, "optimizer_groups": []}
-    for engine in pipeline.engines.values():
-        state = copy.deepcopy(engine.state())
-        for kind in ("parameters", "buffers", "optimizer"):
-            merged[kind].update(state[kind])
-        merged["optimizer_groups"] += state["optimizer_groups"]
-        merged["lr_schedule"] = state["lr_schedule"]
-    return merged
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
