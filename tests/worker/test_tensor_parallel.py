@@ -14,6 +14,7 @@ from worker.failure import AttemptFailure
 from worker.job import Job
 from worker.model.errors import ModelError
 from worker.model.profile import LayerProfile
+from worker.reasons import Reason
 from worker.tensor.plans import check_plan
 from worker.verify.workers import make_workers
 
@@ -140,8 +141,10 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused_when_it_is_saved(t
 def test_heads_that_do_not_fit_end_the_attempt_with_what_fits():
     spec = job()
     spec["model"]["args"] |= {"heads": 3, "width": 48}
-    with pytest.raises(AttemptFailure, match="3 cannot be split over 2 workers; set `tensor` to one of 1, 3"):
+    said = "3 cannot be split over 2 workers; set `tensor` to one of 1, 3"
+    with pytest.raises(AttemptFailure, match=said) as refused:
         Workers(on([(1, 2)] * 2, spec)).__enter__()
+    assert refused.value.reason is Reason.PLAN_INFEASIBLE
 
 
 def test_a_model_without_a_known_matrix_is_refused():

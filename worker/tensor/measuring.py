@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from worker.failure import attributed_to
 from worker.model.stages import StageModule
+from worker.reasons import Reason
 from worker.tensor.collectives import TensorGroup
 from worker.tensor.stage import tensor_stage
 
@@ -19,8 +21,9 @@ class Sharing:
         self._group = TensorGroup(0, workers, self._count)
         self._sums = self._bytes = 0
 
+    @attributed_to(Reason.PLAN_INFEASIBLE)
     def of(self, stage: StageModule) -> StageModule:
-        """Raises LayoutError as `tensor_stage` does."""
+        """AttemptFailure for what so many workers cannot share."""
         return tensor_stage(stage, self._plan, self._group).module
 
     def take(self) -> tuple[int, int]:
