@@ -271,7 +271,8 @@ def test_a_flush_waits_for_all_there_is_of_a_kind_and_reports_count_from_one(pla
     reporter.close()
     assert [r["sequence"] for r in found] == list(range(1, len(found) + 1))
     if kind == "states":
-        assert [r["message"] for r in found] == ["0", "1", "2"]
+        told = [r["message"] for r in found if r["state"]]  # on a busy machine a heartbeat comes between
+        assert told == ["0", "1", "2"]
     elif kind == "checkpoint":
         assert [r["checkpoint"] for r in found if r["checkpoint"]] == [{"step": 7, "uri": "here"}]
     else:

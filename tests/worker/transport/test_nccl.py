@@ -155,15 +155,10 @@ def test_the_identity_of_a_communicator_arrives_as_nccl_made_it():
 def test_a_cupy_before_14_is_refused_by_what_it_gives():
     nccl, store = FakeNccl(), host_store("127.0.0.1")
     nccl.get_unique_id = lambda: (1,) * 128
-    told = []
-
-    def connect(mesh):  # who makes an identity is told so; the others wait for it, as long as they may
-        with pytest.raises(ConnectError) as refused:
-            make(nccl, store, mesh, connect_timeout_s=2).connect({}, LANES)
-        told.append(str(refused.value))
-
-    run_all(connect)
-    assert any("identity as tuple, not bytes: install cupy 14" in one for one in told)
+    for rank in range(1, len(MESHES)):
+        store.set(f"joined/{rank}", "1")  # the others are there; the first worker makes the first identity
+    with pytest.raises(ConnectError, match="identity as tuple, not bytes: install cupy 14"):
+        make(nccl, store, "m0").connect({}, LANES)
 
 
 def test_what_installs_cupy_asks_for_14():
@@ -225,7 +220,7 @@ def waiting_receives(transport, peers):
     return threads, raised
 
 
-def wait_until(condition, limit_s=5.0):
+def wait_until(condition, limit_s=30.0):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
