@@ -83,7 +83,7 @@ async def run_control_plane(
         identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
         if identity is not None:
             stack.push_async_callback(identity.close)
-        exporter = JobExporter(cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
+        exporter = JobExporter(database, cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
         stack.push_async_callback(exporter.close)
         notifier = Notifier(settings, database)
         stack.push_async_callback(notifier.close)

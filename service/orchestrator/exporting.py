@@ -1,66 +1,51 @@
-"""Final weights of a job: a short Ray job writes them where the checkpoints lie, since workers see that place.
-
-What was begun and what came of it is in this process only, and is told once.
-"""
+"""Final weights of a job: a short Ray job writes them where the checkpoints lie, since workers see that place."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from service.orchestrator.planning import PlannerBusyError
 from service.orchestrator.ray_jobs import Cluster
+from service.orchestrator.shared_runs import RunFailedError, SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
+from service.store.database import Database
 from worker.weights.request import ExportFailedError, ExportRequest, read_answer
 
-_RUNS_KEPT = 16
-
-
-class ExportsBusyError(PlannerBusyError):
-    """As many exports as may are under way."""
+_RUNS = 16
 
 
 class JobExporter:
     """Exports weights; each request once at a time, for `limit_s` at most, few at once."""
 
-    def __init__(self, cluster: Cluster, submitter: Submitter, *, limit_s: float) -> None:
+    def __init__(self, database: Database, cluster: Cluster, submitter: Submitter, *, limit_s: float) -> None:
         self._cluster, self._submitter, self._limit_s = cluster, submitter, limit_s
-        self._runs: dict[ExportRequest, asyncio.Task[Mapping[str, Any]]] = {}
+        self._runs = SharedRuns(
+            database, "export", at_once=_RUNS, busy=lambda runs: f"{runs} exports are under way"
+        )
 
     async def exported(self, request: ExportRequest) -> Mapping[str, Any] | None:
         """What was written (JSON of an Exported), once; None while it is being written, which begins with the first
-        call: ask again. Raises ExportFailedError, once, and ExportsBusyError."""
-        run = self._runs.get(request)
-        if run is None:
-            for key in [key for key, other in self._runs.items() if other.done()]:  # nobody asked any more
-                if len(self._runs) >= _RUNS_KEPT:
-                    self._forget(key)
-            if len(self._runs) >= _RUNS_KEPT:
-                raise ExportsBusyError(f"{len(self._runs)} exports are under way")
-            self._runs[request] = asyncio.create_task(self._run(request))
-            return None
-        if not run.done():
-            return None
-        del self._runs[request]
-        return run.result()
+        call: ask again. Raises ExportFailedError, once, and PlannerBusyError."""
+        try:
+            answer = await self._runs.answer(request.to_json(), functools.partial(self._run, request))
+        except RunFailedError as error:
+            raise ExportFailedError(str(error)) from None
+        return None if answer is None else json.loads(answer)
 
     async def close(self) -> None:
         """End what is being written."""
-        runs = list(self._runs.values())
-        for task in runs:
-            task.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
+        await self._runs.close()
 
-    def _forget(self, key: ExportRequest) -> None:
-        self._runs.pop(key).exception()  # else asyncio says that nobody looked
-
-    async def _run(self, request: ExportRequest) -> Mapping[str, Any]:
+    async def _run(self, request: ExportRequest) -> str:
         submission = self._submitter.exporting(f"export-{secrets.token_hex(8)}", request)
         try:
-            return await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)
+            return json.dumps(
+                await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)
+            )
         except RunTooLongError as error:
             what = "was written" if error.began else "waited for the cluster"
             raise ExportFailedError(
@@ -69,7 +54,3 @@ class JobExporter:
             ) from None
         except NoAnswerError as error:
             raise ExportFailedError(f"the process that wrote them ended without a result ({error})") from None
-        except ExportFailedError:
-            raise
-        except Exception as error:  # a cluster that is away
-            raise ExportFailedError(str(error) or type(error).__name__) from error

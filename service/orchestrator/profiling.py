@@ -1,12 +1,8 @@
-"""Costs of jobs that do not train: from the store, else measured by one worker, a short Ray job.
-
-State is in this process only: what is measured is in the store afterwards; a run that is lost with this
-control plane ends by itself and is begun again by the next request.
-"""
+"""Costs of jobs that do not train: from the store, else measured by one worker, a short Ray job."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +10,8 @@ from typing import Any
 
 from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.decide import device_of
-from service.orchestrator.planning import PlannerBusyError
 from service.orchestrator.ray_jobs import Cluster
+from service.orchestrator.shared_runs import RunFailedError, SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
 from service.principals import NOBODY
@@ -27,15 +23,10 @@ from worker.marked import marked_answer
 
 _RUNS_AT_ONCE = 4
 _RUNS_IN_LINE = 64
-_FAILURES_KEPT = 100
 
 
 class ProfilingFailedError(ValueError):
     """The job could not be measured; the message says why, as an attempt would have."""
-
-
-class ProfilingBusyError(PlannerBusyError):
-    """As many jobs are being measured, and wait for it, as may."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,13 @@ class JobProfiler:
         self._database, self._cluster = database, cluster
         self._watcher, self._submitter = watcher, submitter
         self._limit_s = limit_s
-        self._runs: dict[str, asyncio.Task[None]] = {}
-        self._turn = asyncio.Semaphore(_RUNS_AT_ONCE)
-        self._failures: dict[str, str] = {}
+        self._runs = SharedRuns(
+            database,
+            "profile",
+            at_once=_RUNS_AT_ONCE,
+            in_line=_RUNS_IN_LINE,
+            busy=lambda runs: f"{runs} jobs are being measured or wait for it",
+        )
 
     async def costs(
         self, spec: Mapping[str, Any], counts: Sequence[int], *, owner: str = NOBODY
@@ -71,43 +66,31 @@ class JobProfiler:
         """What is known of the owner's job (JSON of a JobSpec) with these numbers of microbatches; None while it is being
         measured, which begins with the first call: ask again.
 
-        Raises ProfilingFailedError, once, where measuring has failed, and ProfilingBusyError.
+        Raises ProfilingFailedError, once, where measuring has failed, and PlannerBusyError.
         """
         digest = owned_digest(costs_digest(spec), owner)
         async with self._database.read() as session:
             found = await find_costs(session, digest, counts)
         if found is not None:
             return KnownCosts(*found)
-        if (failure := self._failures.pop(digest, None)) is not None:
-            raise ProfilingFailedError(failure)
         if names := stored_names(spec):
             raise ProfilingFailedError(
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
             )
-        if digest not in self._runs:
-            if len(self._runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
-                raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured or wait for it")
-            task = self._runs[digest] = asyncio.create_task(self._measure(digest, spec))
-            task.add_done_callback(lambda _: self._runs.pop(digest, None))
+        try:
+            await self._runs.answer(digest, functools.partial(self._measure, digest, spec))
+        except RunFailedError as error:
+            raise ProfilingFailedError(str(error)) from None
         return None
 
     async def close(self) -> None:
         """End what is being measured."""
-        runs = list(self._runs.values())
-        for task in runs:
-            task.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
+        await self._runs.close()
 
     async def _measure(self, digest: str, spec: Mapping[str, Any]) -> None:
-        try:
-            async with self._turn:
-                costs = await self._run(spec)
-            async with self._database.write() as session:
-                await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
-        except Exception as error:
-            while len(self._failures) >= _FAILURES_KEPT:
-                self._failures.pop(next(iter(self._failures)))
-            self._failures[digest] = str(error) or type(error).__name__
+        costs = await self._run(spec)
+        async with self._database.write() as session:
+            await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
 
     async def _run(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Have one worker measure; ProfilingFailedError where it fails or takes too long."""

@@ -1,6 +1,6 @@
 """Short Ray jobs that answer with a line of their output: measuring a job, exporting its weights.
 
-State is in this process only: a run that is lost with this control plane ends by itself.
+One that is lost with this control plane ends by itself; who waits for it, in which process, is up to shared_runs.py.
 """
 
 from __future__ import annotations

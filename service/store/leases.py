@@ -19,11 +19,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Double, cast, extract, func, literal_column, or_, select, update
+from sqlalchemy import func, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.outage import Outage
+from service.store.clock import clock
 from service.store.database import Database
 from service.store.tables import Lease as Row
 from service.store.upsert import insert_missing
@@ -47,7 +48,7 @@ class LeaseSeen:
 
 async def lease_seen(database: Database, name: str = ORCHESTRATOR) -> LeaseSeen | None:
     """Who has the role; None where nobody ever had it."""
-    query = select(Row.holder, Row.token, Row.expires_at - _clock(database)).where(Row.name == name)
+    query = select(Row.holder, Row.token, Row.expires_at - clock()).where(Row.name == name)
     async with database.read() as session:
         found = (await session.execute(query)).one_or_none()
     return None if found is None else LeaseSeen(*found)
@@ -87,7 +88,7 @@ class Lease:
         token, asked_at = self.token, time.monotonic()
         if token is None:
             return
-        renewed = self._change(token).values(expires_at=_clock(self._database) + self.lease_s)
+        renewed = self._change(token).values(expires_at=clock() + self.lease_s)
         async with self._database.write() as session:
             found = (await session.execute(renewed.returning(Row.token))).scalar_one_or_none()
         if found is None:
@@ -102,7 +103,7 @@ class Lease:
             return
         with contextlib.suppress(SQLAlchemyError, OSError):
             async with self._database.write() as session:
-                await session.execute(self._change(token).values(expires_at=_clock(self._database)))
+                await session.execute(self._change(token).values(expires_at=clock()))
 
     async def check(self, session: AsyncSession) -> None:
         """Refuse what `session` has written where the role was taken since; until its end nobody can take it.
@@ -128,15 +129,15 @@ class Lease:
                 logger.info("%s orchestrates (term %d): this one serves", seen.holder, seen.token)
             self._followed = seen.token
             return False
-        clock, asked_at = _clock(self._database), time.monotonic()
+        now, asked_at = clock(), time.monotonic()
         first = {"name": self.name, "holder": "", "token": 0, "taken_at": 0.0, "expires_at": 0.0}
-        free = Row.expires_at <= clock
+        free = Row.expires_at <= now
         if self._alone and seen is not None:
             # whoever opened this file has it to itself (sole_user): a holder that was killed is not waited for
             free = or_(free, Row.token == seen.token)
         taken = update(Row).where(Row.name == self.name, free)
         taken = taken.values(
-            holder=self.holder, token=Row.token + 1, taken_at=clock, expires_at=clock + self.lease_s
+            holder=self.holder, token=Row.token + 1, taken_at=now, expires_at=now + self.lease_s
         )
         async with self._database.write() as session:
             if seen is None:
@@ -188,10 +189,3 @@ class FencedDatabase:
             yield session
             await session.flush()
             await self._lease.check(session)
-
-
-def _clock(database: Database) -> ColumnElement[float]:
-    """Unix seconds by the database's clock, at the moment of the statement rather than of its transaction."""
-    if database.is_sqlite:
-        return literal_column("((julianday('now') - 2440587.5) * 86400.0)", Double)
-    return cast(extract("epoch", func.clock_timestamp()), Double)

@@ -17,6 +17,7 @@ from service.jobspec import PACKAGE_PREFIX
 from service.store.database import Sessions
 from service.store.notification_tables import Delivery
 from service.store.pulse import forget_pulses
+from service.store.short_runs import forget_runs
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Evaluation, Job, JobPlan, Package, PostMortem, Slot, Step, Timeline
 
@@ -47,6 +48,7 @@ async def remove_old(database: Sessions, keep: Keep, *, now: datetime) -> None:
         await _remove_packages(database, keep.packages_days, now)
     async with database.write() as session:
         await forget_pulses(session, at=now)
+        await forget_runs(session)
 
 
 async def _remove_timelines(database: Sessions, days: float, now: datetime) -> None:

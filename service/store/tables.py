@@ -363,3 +363,16 @@ class Lease(Base):
     """Grows with each holder: what carries an older one is refused."""
     taken_at: Mapped[float]
     expires_at: Mapped[float]
+
+
+class ShortRun(Base):
+    """A run whose answer somebody waits for, in whichever process: see short_runs.py. Times are as of a Lease."""
+
+    __tablename__ = "short_runs"
+
+    key: Mapped[str] = mapped_column(String(100), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(200))
+    beat_at: Mapped[float]
+    ended: Mapped[bool]
+    answer: Mapped[str | None] = mapped_column(Text)
+    failure: Mapped[str | None] = mapped_column(Text)

@@ -41,7 +41,7 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
             database,
             planner,
             profiler,
-            JobExporter(cluster, submitter, limit_s=10),
+            JobExporter(database, cluster, submitter, limit_s=10),
             watcher,
             LogReader(database, cluster),
             lambda: woken.append("woken"),

@@ -1,0 +1,200 @@
+"""Runs of processes that share a database, on SQLite as on PostgreSQL: begun once, told once, by whichever is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from sqlalchemy import select, update
+
+from service.orchestrator import shared_runs
+from service.orchestrator.exporting import JobExporter
+from service.orchestrator.planning import PlannerBusyError
+from service.orchestrator.shared_runs import RunFailedError, SharedRuns
+from service.orchestrator.submission import Submitter
+from service.settings import Settings
+from service.store.database import Database
+from service.store.short_runs import forget_runs
+from service.store.tables import ShortRun
+from tests.service.fake_cluster import FakeCluster
+from worker.weights.request import ExportRequest
+
+
+class Work:
+    """Goes on until it is told its answer."""
+
+    def __init__(self) -> None:
+        self.begun = self.cancelled = 0
+        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def __call__(self) -> str | None:
+        self.begun += 1
+        try:
+            return await asyncio.shield(self.answer)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@pytest.fixture
+async def pair(database: Database, database_url: str) -> AsyncIterator[tuple[SharedRuns, SharedRuns]]:
+    other = Database(database_url)
+    runs = [
+        SharedRuns(one, "test", at_once=1, in_line=1, busy=lambda n: f"{n} go on")
+        for one in (database, other)
+    ]
+    yield runs[0], runs[1]
+    for one in runs:
+        await one.close()
+    await other.close()
+
+
+@pytest.fixture
+async def work() -> Work:
+    return Work()
+
+
+async def until(done: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.01)
+
+
+async def silenced(database: Database) -> None:
+    """As if nobody had heard of any run for long."""
+    async with database.write() as session:
+        await session.execute(update(ShortRun).values(beat_at=0.0))
+
+
+async def rows(database: Database) -> list[ShortRun]:
+    async with database.read() as session:
+        return list((await session.execute(select(ShortRun))).scalars())
+
+
+async def test_whoever_is_asked_it_is_begun_once_and_told_once(pair, work: Work):
+    first, second = pair
+    asked = await asyncio.gather(*(one.answer("x", work) for one in (first, second, first, second)))
+    assert asked == [None] * 4
+    await until(lambda: work.begun)
+    work.answer.set_result("found")
+    await until(lambda: not first._runs and not second._runs)
+    assert await second.answer("x", work) == "found" and work.begun == 1
+    work.answer = asyncio.get_running_loop().create_future()
+    assert await first.answer("x", work) is None, "told once: it begins again"
+    await until(lambda: work.begun == 2)
+
+
+async def test_why_there_is_no_answer_is_told_by_the_other_too(pair, work: Work):
+    first, second = pair
+    await first.answer("x", work)
+    work.answer.set_exception(ValueError("no such model"))
+    await until(lambda: not first._runs)
+    with pytest.raises(RunFailedError, match="no such model"):
+        await second.answer("x", work)
+    assert await second.answer("x", Work()) is None
+
+
+async def test_an_answer_of_none_leaves_nothing_behind(pair, work: Work, database: Database):
+    first, _second = pair
+    await first.answer("x", work)
+    work.answer.set_result(None)
+    await until(lambda: not first._runs)
+    assert await rows(database) == []
+
+
+async def test_the_run_of_a_process_that_died_is_begun_by_who_is_asked_next(
+    pair, work: Work, database: Database
+):
+    first, second = pair
+    await first.answer("x", work)
+    await until(lambda: work.begun)
+    assert await second.answer("x", work) is None and work.begun == 1
+    await silenced(database)
+    again = Work()
+    assert await second.answer("x", again) is None
+    await until(lambda: again.begun)
+    work.answer.set_result("of one that was given up")
+    await until(lambda: not first._runs)
+    assert await second.answer("x", again) is None, "nobody hears the first any more"
+    again.answer.set_result("of who has it")
+    await until(lambda: not second._runs)
+    assert await first.answer("x", work) == "of who has it"
+
+
+async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
+    pair, work: Work, database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shared_runs, "BEAT_S", 0.05)
+    first, second = pair
+    await first.answer("x", work)
+    await until(lambda: work.begun)
+    beating, first._beating = first._beating, None
+    beating.cancel()
+    await silenced(database)
+    await second.answer("x", again := Work())
+    first._beating = asyncio.create_task(first._beat())
+    await until(lambda: work.cancelled)
+    await until(lambda: not first._runs)
+    assert again.begun == 1 and not again.cancelled and len(await rows(database)) == 1
+
+
+async def test_a_process_that_ends_leaves_its_runs_to_others_at_once(pair, work: Work):
+    first, second = pair
+    await first.answer("x", work)
+    await until(lambda: work.begun)
+    await first.close()
+    assert work.cancelled == 1
+    await second.answer("x", work)
+    await until(lambda: work.begun == 2)
+
+
+async def test_few_go_on_at_once_few_wait_and_what_has_ended_is_told_all_the_same(pair, work: Work):
+    first, second = pair
+    await second.answer("of the other", other := Work())
+    other.answer.set_result("there")
+    await until(lambda: not second._runs)
+    waiting = Work()
+    await first.answer("x", work)
+    await first.answer("y", waiting)
+    await until(lambda: work.begun)
+    with pytest.raises(PlannerBusyError, match="2 go on"):
+        await first.answer("z", work)
+    assert await first.answer("of the other", other) == "there"
+    assert not waiting.begun
+    work.answer.set_result("x")
+    await until(lambda: waiting.begun)
+
+
+async def test_what_nobody_asks_for_is_forgotten(pair, work: Work, database: Database):
+    first, _ = pair
+    await first.answer("x", work)
+    work.answer.set_result("found")
+    await until(lambda: not first._runs)
+    async with database.write() as session:
+        await forget_runs(session)
+    assert len(await rows(database)) == 1
+    await silenced(database)
+    async with database.write() as session:
+        await forget_runs(session)
+    assert await rows(database) == []
+
+
+async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
+    database: Database, database_url: str, tmp_path
+):
+    settings, cluster, other = Settings(data_dir=tmp_path), FakeCluster(), Database(database_url)
+    replicas = [
+        JobExporter(one, cluster, Submitter(settings, one, cluster, python="python"), limit_s=60)
+        for one in (database, other)
+    ]
+    request = ExportRequest("/runs", "job-1")
+    for _ in range(3):
+        for replica in replicas:
+            assert await replica.exported(request) is None
+    await until(lambda: cluster.submissions)
+    await asyncio.sleep(0.1)
+    assert len(cluster.submissions) == 1
+    for replica in replicas:
+        await replica.close()
+    await other.close()
