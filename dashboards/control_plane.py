@@ -88,6 +88,21 @@ def _orchestrator() -> list[Any]:
             about="With the wait for a process, by how it ended.",
             span=4,
         ),
+        curves(
+            "Who starts jobs",
+            "short",
+            ("max by (instance) (slotline_orchestrator_leads)", "{{instance}}"),
+            about="1 for the process that has the lease; it changes where another one takes over.",
+            span=12,
+        ),
+        curves(
+            "Time left of the lease",
+            "s",
+            ("max(slotline_lease_left_seconds)", "seconds"),
+            about="By the database's clock, as the processes last saw it. Below zero nobody starts jobs.",
+            span=12,
+            from_zero=False,
+        ),
     ]
 
 
