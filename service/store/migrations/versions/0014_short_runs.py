@@ -12,7 +12,7 @@ def upgrade() -> None:
         "short_runs",
         sa.Column("key", sa.String(100), nullable=False),
         sa.Column("holder", sa.String(200), nullable=False),
-        sa.Column("beat_at", sa.Float(), nullable=False),
+        sa.Column("beat_at", sa.Double(), nullable=False),
         sa.Column("ended", sa.Boolean(), nullable=False),
         sa.Column("answer", sa.Text(), nullable=True),
         sa.Column("failure", sa.Text(), nullable=True),
