@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from service.api.schemas import ClusterView, JobSummary, QueueView
+from service.api.cluster_schemas import ClusterView
+from service.api.schemas import JobSummary, QueueView
 from service.cli.output import Json, out, print_json, to_json
 from service.cli.tables import state_text
 from service.client import Client, ClientError

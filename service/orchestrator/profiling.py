@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.cluster_settings import DEFAULT
+from service.orchestrator.clusters import Clusters, NamedCluster
 from service.orchestrator.decide import device_of
 from service.orchestrator.planning import PlannerBusyError
-from service.orchestrator.ray_jobs import Cluster
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
 from service.principals import NOBODY
@@ -47,33 +47,37 @@ class KnownCosts:
 
 
 class JobProfiler:
-    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most, few at once."""
+    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most, few at once on
+    a cluster."""
 
     def __init__(
         self,
         database: Database,
-        cluster: Cluster,
-        watcher: ClusterWatcher,
+        clusters: Clusters,
         submitter: Submitter,
         *,
         limit_s: float,
     ) -> None:
-        self._database, self._cluster = database, cluster
-        self._watcher, self._submitter = watcher, submitter
+        self._database, self._clusters, self._submitter = database, clusters, submitter
         self._limit_s = limit_s
-        self._runs: dict[str, asyncio.Task[None]] = {}
-        self._turn = asyncio.Semaphore(_RUNS_AT_ONCE)
+        self._runs: dict[str, dict[str, asyncio.Task[None]]] = {}
+        self._turns = dict[str, asyncio.Semaphore]()
         self._failures: dict[str, str] = {}
 
     async def costs(
-        self, spec: Mapping[str, Any], counts: Sequence[int], *, owner: str = NOBODY
+        self,
+        spec: Mapping[str, Any],
+        counts: Sequence[int],
+        *,
+        owner: str = NOBODY,
+        cluster: str = DEFAULT,
     ) -> KnownCosts | None:
-        """What is known of the owner's job (JSON of a JobSpec) with these numbers of microbatches; None while it is being
-        measured, which begins with the first call: ask again.
+        """What is known of the owner's job (JSON of a JobSpec) with these numbers of microbatches, as measured on this
+        cluster; None while it is being measured there, which begins with the first call: ask again.
 
         Raises ProfilingFailedError, once, where measuring has failed, and ProfilingBusyError.
         """
-        digest = owned_digest(costs_digest(spec), owner)
+        digest = owned_digest(costs_digest(spec), owner, cluster)
         async with self._database.read() as session:
             found = await find_costs(session, digest, counts)
         if found is not None:
@@ -84,24 +88,25 @@ class JobProfiler:
             raise ProfilingFailedError(
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
             )
-        if digest not in self._runs:
-            if len(self._runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
-                raise ProfilingBusyError(f"{len(self._runs)} jobs are being measured or wait for it")
-            task = self._runs[digest] = asyncio.create_task(self._measure(digest, spec))
-            task.add_done_callback(lambda _: self._runs.pop(digest, None))
+        runs = self._runs.setdefault(cluster, {})
+        if digest not in runs:
+            if len(runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
+                raise ProfilingBusyError(f"{len(runs)} jobs are being measured or wait for it")
+            task = runs[digest] = asyncio.create_task(self._measure(digest, spec, cluster))
+            task.add_done_callback(lambda _: runs.pop(digest, None))
         return None
 
     async def close(self) -> None:
         """End what is being measured."""
-        runs = list(self._runs.values())
+        runs = [task for of_cluster in self._runs.values() for task in of_cluster.values()]
         for task in runs:
             task.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _measure(self, digest: str, spec: Mapping[str, Any]) -> None:
+    async def _measure(self, digest: str, spec: Mapping[str, Any], cluster: str) -> None:
         try:
-            async with self._turn:
-                costs = await self._run(spec)
+            async with self._turns.setdefault(cluster, asyncio.Semaphore(_RUNS_AT_ONCE)):
+                costs = await self._run(spec, self._clusters.of(cluster))
             async with self._database.write() as session:
                 await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
         except Exception as error:
@@ -109,18 +114,19 @@ class JobProfiler:
                 self._failures.pop(next(iter(self._failures)))
             self._failures[digest] = str(error) or type(error).__name__
 
-    async def _run(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def _run(self, spec: Mapping[str, Any], cluster: NamedCluster) -> dict[str, Any]:
         """Have one worker measure; ProfilingFailedError where it fails or takes too long."""
-        capacity = self._watcher.capacity
+        capacity = cluster.watcher.capacity
         if capacity is None:
-            raise ProfilingFailedError("the Ray cluster does not answer: ask again when it does")
+            named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
+            raise ProfilingFailedError(f"{named} does not answer: ask again when it does")
         resources = spec["resources"]
         gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
         run_id = f"profile-{secrets.token_hex(8)}"
         device = device_of(resources["device"], gang, capacity)
-        submission = await self._submitter.profiling(run_id, spec, device)
+        submission = await self._submitter.profiling(run_id, spec, device, cluster)
         try:
-            return await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)
+            return await run_for_answer(cluster.ray, submission, read_answer, limit_s=self._limit_s)
         except RunTooLongError as error:
             what = "measured" if error.began else "waited for a free accelerator"
             raise ProfilingFailedError(
