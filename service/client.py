@@ -22,8 +22,8 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from service.api.cluster_schemas import ClusterView
 from service.api.schemas import (
-    ClusterView,
     EvaluationPage,
     EvaluationView,
     EventPage,
@@ -254,9 +254,9 @@ class Client(PeopleCalls, QueueCalls, WeightsCalls):
         headers = {"Content-Type": "application/zip"}
         return self._post(PackageView, "/api/v1/packages", content=content, headers=headers)
 
-    def cluster(self) -> ClusterView:
-        """Nodes and accelerators as last seen, and who uses them."""
-        return self._get(ClusterView, "/api/v1/cluster")
+    def cluster(self, name: str | None = None) -> ClusterView:
+        """Nodes and accelerators as last seen, and who uses them: of the cluster of this name, or of all."""
+        return self._get(ClusterView, "/api/v1/cluster", cluster=name)
 
     def version(self) -> Version:
         return self._get(Version, "/api/v1/version")

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from fastapi import FastAPI
 
 from service.api.app import create_app
 from service.api.context import Service
 from service.api.oidc import IdentityProvider
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.cluster_settings import DEFAULT
+from service.orchestrator.clusters import Clusters, named_clusters, ray_cluster
 from service.orchestrator.exporting import JobExporter
 from service.orchestrator.local_ray import LocalRay
 from service.orchestrator.logs import LogReader
@@ -40,14 +43,17 @@ class ControlPlane(Service):
     notifier: Notifier = field(kw_only=True)
 
 
-def control_plane_app(settings: Settings, cluster: Cluster | None = None) -> FastAPI:
-    """The API with its orchestrator. With no `cluster` given it uses `settings.ray_address`, else a local Ray."""
-    return create_app(settings, lambda: run_control_plane(settings, cluster))
+def control_plane_app(
+    settings: Settings, cluster: Cluster | None = None, others: Mapping[str, Cluster] = MappingProxyType({})
+) -> FastAPI:
+    """The API with its orchestrator. With no `cluster` given it uses `settings.ray_address`, else a local Ray, and those
+    of `settings.clusters`; `others` are given in place of these, by name."""
+    return create_app(settings, lambda: run_control_plane(settings, cluster, others))
 
 
 @contextlib.asynccontextmanager
 async def run_control_plane(
-    settings: Settings, cluster: Cluster | None = None
+    settings: Settings, cluster: Cluster | None = None, others: Mapping[str, Cluster] = MappingProxyType({})
 ) -> AsyncIterator[ControlPlane]:
     """A control plane that works until the context is left."""
     async with contextlib.AsyncExitStack() as stack:
@@ -56,11 +62,9 @@ async def run_control_plane(
         stack.push_async_callback(database.close)
         await stack.enter_async_context(sole_user(database))
         await database.start()
-        local = cluster is None and settings.ray_address is None
         served_for_real = cluster is None
-        if cluster is None:
-            cluster = await _cluster(settings, stack)
-        stack.push_async_callback(cluster.close)
+        clusters = await _clusters(settings, cluster, others, stack)
+        stack.push_async_callback(clusters.close)
         planner = Planner(
             processes=settings.plan_processes,
             queue=settings.plan_queue,
@@ -70,26 +74,21 @@ async def run_control_plane(
         stack.callback(planner.close)
         if served_for_real:
             planner.warm()
-        watcher = ClusterWatcher(
-            cluster, refresh_s=settings.cluster_refresh_s, workers_per_gpu=settings.workers_per_gpu
-        )
-        logs = LogReader(database, cluster, limit_bytes=settings.log_limit_bytes)
+        logs = LogReader(database, clusters, limit_bytes=settings.log_limit_bytes)
         stack.push_async_callback(logs.close)
-        orchestrator = Orchestrator(settings, database, cluster, watcher, local=local)
-        profiler = JobProfiler(
-            database, cluster, watcher, orchestrator.submitter, limit_s=settings.profile_timeout_s
-        )
+        orchestrator = Orchestrator(settings, database, clusters)
+        profiler = JobProfiler(database, clusters, orchestrator.submitter, limit_s=settings.profile_timeout_s)
         stack.push_async_callback(profiler.close)
         identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
         if identity is not None:
             stack.push_async_callback(identity.close)
-        exporter = JobExporter(database, cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
+        exporter = JobExporter(database, clusters, orchestrator.submitter, limit_s=settings.export_timeout_s)
         stack.push_async_callback(exporter.close)
         notifier = Notifier(settings, database)
         stack.push_async_callback(notifier.close)
         notifier.start()
-        watcher.start()
-        stack.push_async_callback(watcher.stop)
+        clusters.start()
+        stack.push_async_callback(clusters.stop)
         if settings.orchestrator:
             loop = asyncio.create_task(orchestrator.run())
             stack.push_async_callback(_end, orchestrator, loop)
@@ -101,7 +100,7 @@ async def run_control_plane(
             planner=planner,
             profiler=profiler,
             exporter=exporter,
-            cluster=watcher,
+            clusters=clusters,
             logs=logs,
             wake=orchestrator.wake,
             problem=lambda: orchestrator.pulse.problem,
@@ -113,9 +112,26 @@ async def run_control_plane(
         )
 
 
-async def _cluster(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:
-    if settings.ray_address is not None:
-        return RayCluster(settings.ray_address, timeout_s=settings.ray_timeout_s, token=settings.ray_token)
+async def _clusters(
+    settings: Settings,
+    default: Cluster | None,
+    others: Mapping[str, Cluster],
+    stack: contextlib.AsyncExitStack,
+) -> Clusters:
+    """Those of the settings; `default` and `others` (by name) in place of Ray."""
+    python = "python" if default is not None or settings.ray_address is not None else sys.executable
+    found = dict[str, Cluster]()
+    if default is not None:
+        found[DEFAULT] = default
+    elif settings.has_default_cluster:
+        given = settings.ray_address is not None
+        found[DEFAULT] = ray_cluster(settings, DEFAULT) if given else await _local(settings, stack)
+    for name in settings.clusters:
+        found[name] = others.get(name) or ray_cluster(settings, name)
+    return named_clusters(settings, found, refresh_s=settings.cluster_refresh_s, python=python)
+
+
+async def _local(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:
     local = LocalRay(settings)
     stack.push_async_callback(local.stop)
     await local.start()

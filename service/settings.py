@@ -1,4 +1,7 @@
-"""Every setting of the control plane: one name (SLOTLINE_...), one default that works on a laptop."""
+"""Every setting of the control plane: one name (SLOTLINE_...), one default that works on a laptop.
+
+Those of clusters and queues are in cluster_settings.py.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
+from service.cluster_settings import ClustersAndQueues
 from service.job_notifications import StateName, check_signed, checked_url
-from service.jobspec import Name
 from service.principals import Role
 
 KIBIBYTE = 1 << 10
@@ -21,7 +24,7 @@ MEBIBYTE = 1 << 20
 Days = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
 
 
-class Settings(BaseSettings):
+class Settings(ClustersAndQueues):
     """Read from SLOTLINE_* (and RAY_ADDRESS, RAY_AUTH_TOKEN); see each field for its meaning and unit."""
 
     model_config = SettingsConfigDict(
@@ -72,39 +75,6 @@ class Settings(BaseSettings):
         default="sub", description="The claim that names its owner, for ever and uniquely: oidc:<value>"
     )
 
-    # The cluster
-    ray_address: str | None = Field(
-        default=None,
-        validation_alias=AliasChoices("SLOTLINE_RAY_ADDRESS", "RAY_ADDRESS"),
-        description="Dashboard address of a Ray cluster (http://head:8265); empty: a local Ray is started",
-    )
-    ray_auth_token: SecretStr | None = Field(
-        default=None, validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN")
-    )
-    ray_auth_token_path: Path = Field(
-        default=Path("~/.ray/auth_token"),
-        validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH"),
-        description="Where Ray keeps the token when none is given; need not exist",
-    )
-    ray_timeout_s: Annotated[float, Field(gt=0)] = 20.0
-    driver_ray_address: str | None = Field(
-        default=None,
-        description="host:port at which drivers join the cluster; needed where several Ray run on one machine",
-    )
-    local_workers: Annotated[int, Field(ge=1, le=1024)] = 4
-    local_ray_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=0, description="Port of the local Ray's Jobs API; 0 takes a free one"
-    )
-    local_object_store_bytes: Annotated[int, Field(ge=80 * MEBIBYTE)] = 128 * MEBIBYTE
-    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1,
-        description="Workers that share a GPU: each takes that part of Ray's GPU, and counts as an accelerator",
-    )
-    driver_python: str | None = Field(default=None, description="Python that runs the driver in the cluster")
-
-    # Queues: name -> accelerators that its running jobs may hold together (null: no quota)
-    queues: Annotated[dict[Name, Annotated[int, Field(ge=0)] | None], Field(min_length=1)] = {"default": None}
-
     # Whose turn it is
     preemption: bool = Field(
         default=True, description="Running jobs give way to waiting ones of a higher priority"
@@ -121,7 +91,7 @@ class Settings(BaseSettings):
         default=None, description="Told of every job, beside its own notifications"
     )
     webhook_secret: SecretStr | None = Field(default=None, description="Signs what webhook_url is sent")
-    webhook_states: list[StateName] = ["SUCCEEDED", "FAILED", "CANCELLED"]
+    webhook_states: list[StateName] = Field(default=["SUCCEEDED", "FAILED", "CANCELLED"])
     webhooks_anywhere: bool = Field(
         default=False,
         description="Jobs may also name URLs of this machine and of private networks: the server calls them",
@@ -248,16 +218,6 @@ class Settings(BaseSettings):
                 raise ValueError("a key has at least 32 characters: openssl rand -hex 32 makes one")
         return value
 
-    @field_validator("ray_address")
-    @classmethod
-    def _ray_address_is_http(cls, value: str | None) -> str | None:
-        if value and not value.startswith(("http://", "https://")):
-            raise ValueError(
-                f"RAY_ADDRESS is {value!r}; Slotline talks to the Jobs API over HTTP: "
-                "give the dashboard's address, e.g. http://head:8265"
-            )
-        return value.rstrip("/") if value else None
-
     @field_validator("oidc_jwks_url")
     @classmethod
     def _keys_come_over_tls(cls, value: str | None) -> str | None:
@@ -310,7 +270,7 @@ class Settings(BaseSettings):
                 "SLOTLINE_ORCHESTRATOR is false, and SQLite serves one control plane: nobody would start jobs; "
                 "set SLOTLINE_DATABASE_URL to the PostgreSQL of the others"
             )
-        if self.ray_address is None:
+        if self.has_default_cluster and self.ray_address is None:
             raise ValueError(
                 "SLOTLINE_ORCHESTRATOR is false: set RAY_ADDRESS to the Ray cluster that the others use"
             )
@@ -336,14 +296,6 @@ class Settings(BaseSettings):
     def authenticates(self) -> bool:
         """True where a call needs a bearer token."""
         return self.require_token or self.api_token is not None or self.oidc_issuer is not None
-
-    @property
-    def ray_token(self) -> str | None:
-        """The cluster's token: given, or in Ray's own file."""
-        if self.ray_auth_token is not None:
-            return self.ray_auth_token.get_secret_value()
-        file = self.ray_auth_token_path.expanduser()
-        return file.read_text().strip() or None if file.is_file() else None
 
     @property
     def url(self) -> str:

@@ -84,6 +84,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
     light = (
         "service.client",
         "service.client_weights",
+        "service.cluster_settings",
         "service.jobspec",
         "service.job_data",
         "service.job_notifications",
@@ -101,6 +102,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.queue_client",
         "service.settings",
         "service.api.schemas",
+        "service.api.cluster_schemas",
         "service.api.people_schemas",
         "service.api.notification_schemas",
         "service.people_client",

@@ -11,7 +11,9 @@ from starlette.requests import HTTPConnection
 
 from service.api.job_feed import JobFeed
 from service.api.oidc import IdentityProvider
+from service.cluster_settings import DEFAULT
 from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import Clusters
 from service.orchestrator.exporting import JobExporter
 from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
@@ -33,7 +35,7 @@ class Service:
     planner: Planner
     profiler: JobProfiler
     exporter: JobExporter
-    cluster: ClusterWatcher
+    clusters: Clusters
     logs: LogReader
     wake: Callable[[], None]
     problem: Callable[[], str | None] = lambda: None
@@ -46,6 +48,11 @@ class Service:
     def __post_init__(self) -> None:
         self.submissions = Submissions(self.database)
         self.feed = JobFeed(self.database)
+
+    @property
+    def cluster(self) -> ClusterWatcher:
+        """What was last seen of the cluster named default."""
+        return self.clusters.of(DEFAULT).watcher
 
     @property
     def backoff(self) -> Backoff:

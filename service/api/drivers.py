@@ -87,7 +87,9 @@ async def read_profile(attempt: DriverAttempt, service: Current, key: ProfileKey
     """The layer profile that an earlier attempt stored under `key`."""
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
-        profile = await find_profile(session, scoped_key(job.spec, key, owner=job.owner))
+        profile = await find_profile(
+            session, scoped_key(job.spec, key, owner=job.owner, cluster=attempt.cluster)
+        )
     if profile is None:
         raise ProblemError(404, f"no profile is stored under {key}: measure one and PUT it here")
     return profile
@@ -107,7 +109,9 @@ async def write_profile(
             f"the profile is JSON of {size} bytes, the limit is {limit}: raise SLOTLINE_PROFILE_LIMIT_BYTES",
         )
     async with service.database.write() as session:
-        await record_drivers_profile(session, job.spec, key, profile, at=utc_now(), owner=job.owner)
+        await record_drivers_profile(
+            session, job.spec, key, profile, at=utc_now(), owner=job.owner, cluster=attempt.cluster
+        )
     return Response(status_code=204)
 
 
@@ -134,7 +138,7 @@ async def plan(
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_plan(session, attempt, planned, at=utc_now())
-        digest = owned_digest(costs_digest(job.spec), job.owner)
+        digest = owned_digest(costs_digest(job.spec), job.owner, attempt.cluster)
         await record_costs(session, digest, costs, measured_by=GANG, at=utc_now())
     return Response(planned, media_type="application/json")
 

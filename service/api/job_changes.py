@@ -18,7 +18,7 @@ from service.api.views import job_view
 from service.jobspec import Name
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
-from service.store.job_changes import NotWaitingError, change_waiting_job
+from service.store.job_changes import NotWaitingError, OtherClusterError, change_waiting_job
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
 
@@ -49,18 +49,27 @@ class JobChange(BaseModel):
 
 @router.patch("/{job_id}", responses=responses(403, 404, 409, 422))
 async def change(job_id: JobId, body: JobChange, caller: Caller, service: Current) -> JobView:
-    """Move a job that waits to another queue or priority; in its new line it is as old as it was in the old one."""
+    """Move a job that waits to another queue or priority; in its new line it is as old as it was in the old one. One that
+    has begun stays on its cluster."""
     if body.queue is not None:
-        check_queue(service.settings, body.queue)
+        check_queue(service.settings, body.queue, caller)
     try:
         async with service.database.write() as session:
             await check_theirs(session, caller, job_id)
             job = found(
                 await change_waiting_job(
-                    session, job_id, queue=body.queue, priority=body.priority, at=utc_now(), by=caller.name
+                    session,
+                    job_id,
+                    queue=body.queue,
+                    priority=body.priority,
+                    at=utc_now(),
+                    by=caller.name,
+                    cluster=None if body.queue is None else service.settings.cluster_of(body.queue),
                 ),
                 job_id,
             )
+    except OtherClusterError as error:
+        raise ProblemError(409, str(error), code=Code.JOB_BEGAN_ELSEWHERE) from None
     except NotWaitingError as error:
         raise ProblemError(
             409, f"{error}: cancel it, and submit it anew", code=Code.JOB_NOT_WAITING

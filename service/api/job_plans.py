@@ -29,7 +29,7 @@ _AGAIN_S = "1"
     response_model=JobPlanPreview,
     responses={
         202: {"model": ProfilingView, "description": "Being measured: ask again"},
-        **responses(422, 503),
+        **responses(403, 422, 503),
     },
 )
 async def plan(
@@ -47,7 +47,9 @@ async def plan(
     job = spec.model_dump(mode="json")
     try:
         counts = microbatch_counts(Job.from_json(job))
-        known = await service.profiler.costs(job, counts, owner=caller.name)
+        known = await service.profiler.costs(
+            job, counts, owner=caller.name, cluster=service.settings.queues[spec.queue].cluster
+        )
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
     if known is None:

@@ -46,7 +46,7 @@ IdempotencyKey = Annotated[
 ]
 
 
-@router.post("", status_code=201, responses=responses(409, 422))
+@router.post("", status_code=201, responses=responses(403, 409, 422))
 async def submit(
     spec: JobSpec,
     caller: Caller,
@@ -115,11 +115,13 @@ async def cancel(job_id: JobId, caller: Caller, service: Current) -> JobView:
     return await _view(service, job)
 
 
-@router.post("/{job_id}/retry", status_code=202, responses=responses(404, 409, 422))
+@router.post("/{job_id}/retry", status_code=202, responses=responses(403, 404, 409, 422))
 async def retry(job_id: JobId, caller: Caller, service: Current) -> JobView:
     """Queue a failed or cancelled job again, with its retries as new, from its last checkpoint."""
     async with service.database.write() as session:
         await check_theirs(session, caller, job_id)
+        if (queue := await store.queue_of(session, job_id)) is not None:
+            check_admitted(service.settings, queue, caller)
         job = found(await store.retry_job(session, job_id, at=utc_now(), by=caller.name), job_id)
     service.wake()
     return await _view(service, job)
@@ -170,7 +172,7 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
             f"with {least} stages that is {actions} actions to plan, the limit is {limit}: "
             "set fewer microbatches, or fewer pipeline.stages",
         )
-    check_queue(service.settings, spec.queue)
+    check_queue(service.settings, spec.queue, caller)
     if spec.checkpoint is not None and not _ABSOLUTE.match(spec.checkpoint.uri):
         raise _field_problem(
             "checkpoint.uri",
@@ -198,11 +200,24 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
         )
 
 
-def check_queue(settings: Settings, queue: str) -> None:
-    """422 for a queue that is not there."""
+def check_queue(settings: Settings, queue: str, caller: Principal) -> None:
+    """422 for a queue that is not there, 403 for one that is not for the caller."""
     if queue not in settings.queues:
         known = ", ".join(sorted(settings.queues))
         raise _field_problem("queue", queue, f"there is no such queue: use one of {known}")
+    check_admitted(settings, queue, caller)
+
+
+def check_admitted(settings: Settings, queue: str, caller: Principal) -> None:
+    """403 where the queue's cluster is not for the caller; operators use every queue."""
+    found = settings.queues.get(queue)
+    if found is None or found.admits(caller.name) or caller.role.includes(Role.OPERATOR):
+        return
+    theirs = [name for name, one in settings.queues.items() if one.admits(caller.name)]
+    way_out = f"use one of {', '.join(sorted(theirs))}" if theirs else "ask an operator for one that does"
+    raise ProblemError(
+        403, f"queue {queue} takes no jobs of {caller.name}: {way_out}", code=Code.QUEUE_NOT_YOURS
+    )
 
 
 async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:

@@ -8,7 +8,7 @@ measured of itself (service/instruments.py).
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from service import instruments
 from service.api.context import Current
 from service.api.job_metrics import WAIT_BUCKETS_S, JobCounts, job_counts
+from service.orchestrator.clusters import Clusters
 from service.orchestrator.planning_line import Load
 from service.store.counts import Counts, count
 from service.store.database import utc_now
@@ -43,8 +44,31 @@ async def metrics(service: Current) -> Response:
         service.planner.load,
         leads=service.leads(),
         lease_left_s=-1.0 if lease is None else lease.left_s,
+        clusters=cluster_gauges(service.clusters),
     )
     return Response(exposition(counts, jobs, process), media_type=CONTENT_TYPE_LATEST)
+
+
+@dataclass(frozen=True)
+class ClusterGauge:
+    """A Ray cluster as this process last saw it: whether it answers, its nodes, its accelerators by device."""
+
+    name: str
+    up: bool
+    nodes: int
+    accelerators: Mapping[str, int]
+
+
+def cluster_gauges(clusters: Clusters) -> list[ClusterGauge]:
+    """Those of all clusters; what one that is away has is not known."""
+    found = []
+    for one in clusters:
+        capacity = one.watcher.capacity
+        nodes = 0 if capacity is None else len(one.watcher.snapshot.nodes)
+        found.append(
+            ClusterGauge(one.name, capacity is not None, nodes, {} if capacity is None else capacity.total)
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,7 @@ class ProcessState:
     planning: Load
     leads: bool = False
     lease_left_s: float = -1.0
+    clusters: Sequence[ClusterGauge] = ()
 
 
 def exposition(counts: Counts, jobs: JobCounts = JobCounts(), process: ProcessState | None = None) -> bytes:
@@ -65,6 +90,7 @@ def exposition(counts: Counts, jobs: JobCounts = JobCounts(), process: ProcessSt
     registry.register(_Counted(counts, jobs))
     if process is not None:
         registry.register(_Process(process))
+        registry.register(_Clusters(process.clusters))
     ProcessCollector(registry=registry)
     return generate_latest(registry) + generate_latest(instruments.REGISTRY)
 
@@ -104,6 +130,27 @@ class _Process(Collector):
         yield GaugeMetricFamily(
             "slotline_planning_processes", "Plans that can be made at once.", self._state.planning.processes
         )
+
+
+class _Clusters(Collector):
+    def __init__(self, clusters: Sequence[ClusterGauge]) -> None:
+        self._clusters = clusters
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            "slotline_cluster_up", "1 where the Ray cluster answers, else 0.", labels=["cluster"]
+        )
+        nodes = GaugeMetricFamily("slotline_cluster_nodes", "Its living nodes.", labels=["cluster"])
+        accelerators = GaugeMetricFamily(
+            "slotline_cluster_accelerators", "Those of its living nodes.", labels=["cluster", "device"]
+        )
+        for one in self._clusters:
+            up.add_metric([one.name], float(one.up))
+            if one.up:
+                nodes.add_metric([one.name], one.nodes)
+            for device, number in one.accelerators.items():
+                accelerators.add_metric([one.name, device], number)
+        yield from (up, nodes, accelerators)
 
 
 class _Counted(Collector):

@@ -107,5 +107,5 @@ def _secrets(service: Service, attempts: list[Attempt]) -> list[str]:
     settings = service.settings
     held = [settings.api_token, settings.metrics_token]
     found = [one.get_secret_value() for one in held if one is not None]
-    found += [one for one in (settings.ray_token, make_url(settings.sqlalchemy_url).password) if one]
+    found += [one for one in (*settings.ray_tokens, make_url(settings.sqlalchemy_url).password) if one]
     return [*found, *(one.token for one in attempts)]

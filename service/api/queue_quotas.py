@@ -55,7 +55,7 @@ def _check(service: Service, name: str) -> None:
 
 async def _changed(service: Service, name: str) -> QueueQuotaView:
     service.wake()  # a job may start now, or be told why not
-    configured = service.settings.queues
+    configured = service.settings.quotas
     async with service.database.read() as session:
         quotas = await quotas_in_force(session, configured)
     return QueueQuotaView(name=name, quota=quotas[name], configured=configured[name])

@@ -33,6 +33,7 @@ class AttemptView(BaseModel):
     started_at: datetime | None
     finished_at: datetime | None
     heartbeat_at: datetime | None
+    cluster: str = Field(default="default", description="The Ray cluster that it was begun on")
     metrics_endpoint: str | None
     peak_memory_bytes: dict[str, int] | None = Field(
         default=None,
@@ -227,49 +228,13 @@ class TimelineView(BaseModel):
     profiled_steps: list[int]
 
 
-# Code, cluster, queues
+# Code, queues
 
 
 class PackageView(BaseModel):
     uri: str
     digest: str
     size_bytes: int
-
-
-class NodeView(BaseModel):
-    id: str
-    address: str
-    resources: dict[str, float]
-
-
-class AcceleratorsView(BaseModel):
-    """Accelerators of one device; `used` counts what Slotline's own attempts hold."""
-
-    device: str
-    resource: str
-    total: int
-    used: int
-    free: int
-
-
-class GangView(BaseModel):
-    """The meshes of one running attempt: `workers` of each, the largest has `workers_per_mesh`."""
-
-    job_id: str
-    attempt: int
-    device: str
-    meshes: int
-    workers_per_mesh: int
-    workers: list[int] = []
-
-
-class ClusterView(BaseModel):
-    available: bool
-    error: str | None
-    seen_at: datetime | None
-    nodes: list[NodeView]
-    accelerators: list[AcceleratorsView]
-    gangs: list[GangView]
 
 
 class QueueView(BaseModel):
@@ -280,6 +245,9 @@ class QueueView(BaseModel):
     used: int
     depth: int
     waiting: list[JobSummary]
+    cluster: str | None = Field(
+        default="default", description="Where its jobs run; null for a queue that is not configured any more"
+    )
 
 
 class QueueQuotaView(BaseModel):
@@ -304,6 +272,12 @@ class Version(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"]
+
+
+class Readiness(Health):
+    """`clusters_away` are those of several that do not answer, and what is wrong with each; absent where all do."""
+
+    clusters_away: dict[str, str] = {}
 
 
 class Problem(BaseModel):

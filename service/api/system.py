@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
-from service.api.schemas import Health, Version
+from service.api.schemas import Health, Readiness, Version
 
 router = APIRouter(tags=["system"])
 _READY_LIMIT_S = 5.0
@@ -23,9 +23,10 @@ async def healthy() -> Health:
     return Health(status="ok")
 
 
-@router.get("/readyz", responses=responses(503))
-async def ready(service: Current) -> Health:
-    """The database answers and takes writes, the orchestrator's rounds turn, the cluster answers."""
+@router.get("/readyz", responses=responses(503), response_model_exclude_defaults=True)
+async def ready(service: Current) -> Readiness:
+    """The database answers and takes writes, the orchestrator's rounds turn, the cluster answers: of several at least
+    one; those that do not are named."""
     try:
         async with asyncio.timeout(_READY_LIMIT_S), service.database.read() as session:
             await session.execute(text("SELECT 1"))
@@ -33,9 +34,14 @@ async def ready(service: Current) -> Health:
         raise ProblemError(503, f"the database does not answer: {type(error).__name__}") from None
     if (problem := service.problem()) is not None:
         raise ProblemError(503, problem)
-    if service.cluster.snapshot.error is not None:
-        raise ProblemError(503, f"the cluster is not there: {service.cluster.snapshot.error}")
-    return Health(status="ok")
+    away = {one.name: error for one in service.clusters if (error := one.watcher.snapshot.error) is not None}
+    if len(away) == len(service.clusters):
+        named = [f"{name}: {error}" for name, error in away.items()]
+        several = "no cluster is there: " + "; ".join(named)
+        raise ProblemError(
+            503, several if len(named) > 1 else f"the cluster is not there: {next(iter(away.values()))}"
+        )
+    return Readiness(status="ok", clusters_away=away)
 
 
 @router.get("/api/v1/version")

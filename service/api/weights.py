@@ -10,11 +10,13 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
+from service.api.auth import Caller
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
-from service.api.manage import JobId, existing_job
+from service.api.manage import JobId, check_admitted, existing_job
 from service.api.schemas import CheckpointFile, CheckpointFiles, ExportedFile, ExportingView, ExportView
+from service.cluster_settings import DEFAULT
 from service.job_states import JobState
 from service.jobspec import stored
 from service.store.steps import losses_at
@@ -85,11 +87,12 @@ async def checkpoints(
     response_model=ExportView,
     responses={
         202: {"model": ExportingView, "description": "Being written: ask again"},
-        **responses(503),
+        **responses(403, 503),
     },
 )
 async def export(
     job_id: JobId,
+    caller: Caller,
     service: Current,
     step: Annotated[int | None, Query(ge=1, lt=2**31, description="The newest whole one if absent")] = None,
     format: Annotated[
@@ -109,9 +112,11 @@ async def export(
     """
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
+    check_admitted(service.settings, job.queue, caller)
+    cluster = job.began_on or service.settings.cluster_of(job.queue) or DEFAULT
     try:
         request = ExportRequest(_place(job), job_id, step, None, format, merged)
-        found = await service.exporter.exported(request)
+        found = await service.exporter.exported(request, cluster=cluster)
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
     if found is None:

@@ -13,9 +13,10 @@ from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.manage import JobId, existing_job
 from service.api.why_schemas import WhyView
+from service.cluster_settings import DEFAULT
 from service.orchestrator.explaining import StoredStep
 from service.store.plans import find_plan
-from service.store.profiles import known_costs
+from service.store.profiles import known_costs, owned_digest
 from service.store.steps import find_step
 from service.store.timelines import find_timeline
 from worker.costs import costs_digest
@@ -39,7 +40,9 @@ async def why(
         plan = await find_plan(session, job_id)
         measured = await find_timeline(session, job_id, step)
         record = None if measured is None else await find_step(session, job_id, measured[0].step)
-        costs = await known_costs(session, costs_digest(job.spec))
+        costs = await known_costs(
+            session, owned_digest(costs_digest(job.spec), job.owner, job.began_on or DEFAULT)
+        )
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan: nothing of it can be explained")
     if step is not None and measured is None:

@@ -28,8 +28,8 @@ def _setting_error(error: Mapping[str, Any]) -> str:
     if not name:
         return message
     value = str(error["input"])
-    secret = "@" in value or name.upper().endswith(
-        ("TOKEN", "KEY")
+    secret = (
+        "@" in value or name.startswith("clusters") or name.upper().endswith(("TOKEN", "KEY"))
     )  # with @: the password of a database's URL
     shown = "..." if secret else repr(value)
     return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"

@@ -16,6 +16,7 @@ from service.api.schemas import (
     TimelineView,
 )
 from service.cli.output import out, print_json
+from service.cluster_settings import DEFAULT
 
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
 
@@ -28,7 +29,8 @@ def show_job(job: JobView, url: str, *, as_json: bool) -> None:
     out.print(_job_line(job), soft_wrap=True)
     for attempt in job.attempts:
         reason = f" {attempt.reason}: {attempt.message}" if attempt.reason else ""
-        out.print(f"  attempt {attempt.number} {attempt.state}{reason}", soft_wrap=True, markup=False)
+        where = "" if attempt.cluster == DEFAULT else f" on {attempt.cluster}"
+        out.print(f"  attempt {attempt.number} {attempt.state}{where}{reason}", soft_wrap=True, markup=False)
     if (best := job.best_checkpoint) is not None:
         found = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
         out.print(found, soft_wrap=True, markup=False)

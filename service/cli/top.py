@@ -1,4 +1,4 @@
-"""`slotline top`: the cluster, its queues and its jobs at a glance, renewed until Ctrl-C."""
+"""`slotline top`: the clusters, their queues and its jobs at a glance, renewed until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from service.api.schemas import ClusterView, JobSummary, QueueView
+from service.api.cluster_schemas import AcceleratorsView, ClusterView
+from service.api.schemas import JobSummary, QueueView
 from service.cli.output import Json, out, print_json, to_json
 from service.cli.tables import state_text
 from service.client import Client, ClientError
@@ -87,19 +88,38 @@ def _as_json(seen: Overview) -> dict[str, Any]:
 
 def overview(seen: Overview) -> RenderableType:
     """Tables of accelerators, queues, jobs and nodes, for eyes."""
-    return Group(_accelerators(seen.cluster), _queues(seen.queues), _jobs(seen.jobs), _nodes(seen.cluster))
+    several = len(seen.cluster.clusters) > 1
+    return Group(
+        _accelerators(seen.cluster),
+        _queues(seen.queues, several=several),
+        _jobs(seen.jobs),
+        _nodes(seen.cluster, several=several),
+    )
 
 
-def _accelerators(cluster: ClusterView) -> Text:
-    if not cluster.available:
-        return Text(cluster.error or "the cluster has not been seen yet", style="red")
-    parts = [f"{one.free} of {one.total} {one.resource} free" for one in cluster.accelerators if one.total]
+def _accelerators(cluster: ClusterView) -> RenderableType:
+    if len(cluster.clusters) < 2:
+        away = None if cluster.available else cluster.error or "the cluster has not been seen yet"
+        return _free(cluster.accelerators, away)
+    table = _table(("cluster", "accelerators"), numbers=())
+    for one in cluster.clusters:
+        there = [row for row in cluster.accelerators if row.cluster == one.name]
+        away = None if one.available else one.error or "it has not been seen yet"
+        table.add_row(escape(one.name), _free(there, away))
+    return table
+
+
+def _free(accelerators: Sequence[AcceleratorsView], away: str | None) -> Text:
+    if away is not None:
+        return Text(away, style="red")
+    parts = [f"{one.free} of {one.total} {one.resource} free" for one in accelerators if one.total]
     return Text(", ".join(parts) or "no accelerators", style="bold")
 
 
-def _queues(queues: Sequence[QueueView]) -> Table:
+def _queues(queues: Sequence[QueueView], *, several: bool) -> Table:
+    where = ("cluster",) if several else ()
     table = _table(
-        ("queue", "used", "quota", "waiting", "next in line"), numbers=("used", "quota", "waiting")
+        ("queue", *where, "used", "quota", "waiting", "next in line"), numbers=("used", "quota", "waiting")
     )
     for queue in queues:
         first = queue.waiting[0] if queue.waiting else None
@@ -107,7 +127,8 @@ def _queues(queues: Sequence[QueueView]) -> Table:
             "" if first is None else f"{first.name}: {first.message or first.reason or 'not looked at yet'}"
         )
         quota = "-" if queue.quota is None else str(queue.quota)
-        table.add_row(queue.name, str(queue.used), quota, str(queue.depth), escape(line))
+        on = (queue.cluster or "?",) if several else ()
+        table.add_row(queue.name, *on, str(queue.used), quota, str(queue.depth), escape(line))
     return table
 
 
@@ -130,15 +151,17 @@ def _jobs(jobs: Sequence[JobSummary]) -> Table:
     return table
 
 
-def _nodes(cluster: ClusterView) -> Table:
-    table = _table(("node", "address", "offers"), numbers=())
+def _nodes(cluster: ClusterView, *, several: bool) -> Table:
+    where = ("cluster",) if several else ()
+    table = _table(("node", *where, "address", "offers"), numbers=())
     for node in cluster.nodes:
         shown = [
             f"{amount:g} {name}"
             for name, amount in sorted(node.resources.items())
             if not name.startswith(("node:", "object_store", "memory"))
         ]
-        table.add_row(escape(node.id[:12]), node.address, escape(", ".join(shown)))
+        on = (escape(node.cluster),) if several else ()
+        table.add_row(escape(node.id[:12]), *on, node.address, escape(", ".join(shown)))
     return table
 
 

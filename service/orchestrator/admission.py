@@ -1,18 +1,18 @@
-"""Jobs that wait: those that may start get an attempt, the others an explanation. queueing.admit decides."""
+"""Jobs that wait: those that may start get an attempt, the others an explanation. everywhere.admit_everywhere decides."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from service.job_states import JobState
 from service.orchestrator.asked_end import ask_to_end
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import Clusters
 from service.orchestrator.decide import Preempt, Start, Wait
-from service.orchestrator.queueing import admit
+from service.orchestrator.everywhere import admit_everywhere
 from service.orchestrator.snapshot import holder, rules_of, waiting_job
 from service.settings import Settings
 from service.store.attempts import create_attempt
@@ -27,34 +27,36 @@ _EXPLAINED_AT_ONCE = 200
 
 
 class Admission:
-    """Makes attempts for what the cluster has, under the rules of the queues; `changed` is called after each."""
+    """Makes attempts for what each cluster has, under the rules of the queues; `changed` is called after each."""
 
     def __init__(
-        self, settings: Settings, database: Sessions, watcher: ClusterWatcher, *, changed: Callable[[], None]
+        self, settings: Settings, database: Sessions, clusters: Clusters, *, changed: Callable[[], None]
     ) -> None:
-        self._settings, self._database, self._watcher = settings, database, watcher
+        self._settings, self._database, self._clusters = settings, database, clusters
         self._changed = changed
 
     async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
         """Start or explain every waiting job, and ask those to end that give way."""
-        capacity, now = self._watcher.capacity, time.time()
-        if capacity is not None:
-            capacity = replace(capacity, others=self._watcher.others([a.id for a, _ in active]))
+        held = defaultdict[str, list[str]](list)
+        for attempt, _ in active:
+            held[attempt.cluster].append(attempt.id)
+        capacities, now = self._clusters.capacities(held), time.time()
         async with self._database.read() as session:
-            quotas = await quotas_in_force(session, self._settings.queues)
+            quotas = await quotas_in_force(session, self._settings.quotas)
         answers = await asyncio.to_thread(  # thousands of jobs take their time
-            admit,
+            admit_everywhere,
             [waiting_job(job, self._settings) for job in waiting],
             [holder(attempt, job, self._settings, now=now) for attempt, job in active],
-            capacity=capacity,
+            capacities=capacities,
             quotas=quotas,
             now=now,
             rules=rules_of(self._settings),
         )
         attempts = {job.id: attempt.id for attempt, job in active}
+        cluster_of = {job.id: self._settings.cluster_of(job.queue) for job in waiting}
         for answer in answers:
             if isinstance(answer, Start):
-                await self._start(answer)
+                await self._start(answer, cluster_of[answer.job_id])
             elif isinstance(answer, Preempt):
                 await self._preempt(attempts[answer.job_id], answer.message)
         known = {job.id: job for job in waiting}
@@ -67,14 +69,16 @@ class Admission:
         if asked:
             self._changed()
 
-    async def _start(self, start: Start) -> None:
+    async def _start(self, start: Start, cluster: str | None) -> None:
         async with self._database.write() as session:
             job = await lock_job(session, start.job_id)
             if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
                 return
             if job.device not in ("auto", start.device):
                 return  # fixed since it was looked at: the next round knows
-            await create_attempt(session, job, device=start.device, at=utc_now())
+            if cluster is None or self._settings.cluster_of(job.queue) != cluster:
+                return  # moved to another cluster's queue since then
+            await create_attempt(session, job, device=start.device, at=utc_now(), cluster=cluster)
         self._changed()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from service.cluster_settings import DEFAULT
 from service.job_states import AttemptState
 from service.jobspec import Retry
 from worker.reasons import Cause, Reason, cause_of
@@ -36,6 +37,10 @@ class WaitingJob:
     owner: str = ""
     longest_s: float = math.inf
     """So long it holds its accelerators at most, the grace at its end included."""
+    cluster: str | None = DEFAULT
+    """The cluster of its queue; None where nothing says which."""
+    began_on: str | None = None
+    """The cluster of its earlier attempts, if there were any: where its checkpoints are."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Holder:
     until: float = math.inf
     leaving: bool = False
     """It was asked to end."""
+    cluster: str = DEFAULT
 
 
 # The Ray resource of an accelerator by device, as the worker's placement groups ask for it.

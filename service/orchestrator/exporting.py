@@ -8,7 +8,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from service.orchestrator.ray_jobs import Cluster
+from service.cluster_settings import DEFAULT
+from service.orchestrator.clusters import Clusters, NamedCluster
 from service.orchestrator.shared_runs import RunFailedError, SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
@@ -21,17 +22,20 @@ _RUNS = 16
 class JobExporter:
     """Exports weights; each request once at a time, for `limit_s` at most, few at once."""
 
-    def __init__(self, database: Database, cluster: Cluster, submitter: Submitter, *, limit_s: float) -> None:
-        self._cluster, self._submitter, self._limit_s = cluster, submitter, limit_s
+    def __init__(
+        self, database: Database, clusters: Clusters, submitter: Submitter, *, limit_s: float
+    ) -> None:
+        self._clusters, self._submitter, self._limit_s = clusters, submitter, limit_s
         self._runs = SharedRuns(
             database, "export", at_once=_RUNS, busy=lambda runs: f"{runs} exports are under way"
         )
 
-    async def exported(self, request: ExportRequest) -> Mapping[str, Any] | None:
-        """What was written (JSON of an Exported), once; None while it is being written, which begins with the first
-        call: ask again. Raises ExportFailedError, once, and PlannerBusyError."""
+    async def exported(self, request: ExportRequest, *, cluster: str = DEFAULT) -> Mapping[str, Any] | None:
+        """What was written (JSON of an Exported), once; None while the job's cluster writes it, which begins with the
+        first call: ask again. Raises ExportFailedError, once, and PlannerBusyError."""
         try:
-            answer = await self._runs.answer(request.to_json(), functools.partial(self._run, request))
+            write = functools.partial(self._run, request, self._clusters.of(cluster))
+            answer = await self._runs.answer(request.to_json(), write, place=cluster)
         except RunFailedError as error:
             raise ExportFailedError(str(error)) from None
         return None if answer is None else json.loads(answer)
@@ -40,11 +44,11 @@ class JobExporter:
         """End what is being written."""
         await self._runs.close()
 
-    async def _run(self, request: ExportRequest) -> str:
-        submission = self._submitter.exporting(f"export-{secrets.token_hex(8)}", request)
+    async def _run(self, request: ExportRequest, cluster: NamedCluster) -> str:
+        submission = self._submitter.exporting(f"export-{secrets.token_hex(8)}", request, cluster)
         try:
             return json.dumps(
-                await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)
+                await run_for_answer(cluster.ray, submission, read_answer, limit_s=self._limit_s)
             )
         except RunTooLongError as error:
             what = "was written" if error.began else "waited for the cluster"

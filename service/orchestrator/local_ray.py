@@ -40,6 +40,7 @@ _OF_THE_CONTROL_PLANE = (
     "SLOTLINE_DATABASE_URL",
     "SLOTLINE_SECRETS_KEY",
     "SLOTLINE_WEBHOOK_SECRET",
+    "SLOTLINE_CLUSTERS",
 )
 
 
@@ -196,7 +197,8 @@ class LocalRay:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         # users' code runs in it: what opens the control plane and its database is none of its business
-        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_OF_THE_CONTROL_PLANE):
+        of_clusters = [one.token_variable for one in self._settings.clusters.values() if one.token_variable]
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_OF_THE_CONTROL_PLANE, *of_clusters):
             environment.pop(name, None)
         return environment
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.cluster_settings import DEFAULT
+from service.orchestrator.clusters import Clusters
 from service.orchestrator.log_window import LogWindow
 from service.orchestrator.ray_jobs import Cluster, ClusterError
 from service.store.attempts import LogPlace, attempts_without_log, find_attempt, stored_log
@@ -37,8 +39,8 @@ class DriverLog(NamedTuple):
 class LogReader:
     """Reads the lines of any attempt's log, whether it runs or is over."""
 
-    def __init__(self, database: Database, cluster: Cluster, *, limit_bytes: int = MEBIBYTE) -> None:
-        self._database, self._cluster, self._limit_bytes = database, cluster, limit_bytes
+    def __init__(self, database: Database, clusters: Clusters, *, limit_bytes: int = MEBIBYTE) -> None:
+        self._database, self._clusters, self._limit_bytes = database, clusters, limit_bytes
         self._readers: dict[str, _Reader] = {}
 
     async def lines(self, place: LogPlace, after: int, *, follow: bool = False) -> Iterator[tuple[int, str]]:
@@ -56,7 +58,7 @@ class LogReader:
             return window.lines(after, ended=True)
         if not place.submitted:
             return iter(())
-        window = await self._reader(place.attempt_id).window(follow=follow)
+        window = await self._reader(place.attempt_id, place.cluster).window(follow=follow)
         return window.lines(after, ended=place.ended)
 
     async def close(self) -> None:
@@ -65,9 +67,11 @@ class LogReader:
         for reader in readers:
             reader.stop()
 
-    def _reader(self, attempt_id: str) -> _Reader:
+    def _reader(self, attempt_id: str, cluster: str) -> _Reader:
         """The one of this attempt, as the last used; the one that was not used for longest goes where there are many."""
-        reader = self._readers.pop(attempt_id, None) or _Reader(self._cluster, attempt_id, self._limit_bytes)
+        reader = self._readers.pop(attempt_id, None)
+        if reader is None:
+            reader = _Reader(self._clusters.of(cluster).ray, attempt_id, self._limit_bytes)
         self._readers[attempt_id] = reader
         while len(self._readers) > _READERS:
             self._readers.pop(next(iter(self._readers))).stop()
@@ -126,10 +130,8 @@ class _Reader:
 class LogKeeper:
     """Keeps the logs of drivers that have ended, their last `limit_bytes`."""
 
-    def __init__(
-        self, database: Sessions, cluster: Cluster, watcher: ClusterWatcher, *, limit_bytes: int
-    ) -> None:
-        self._database, self._cluster, self._watcher = database, cluster, watcher
+    def __init__(self, database: Sessions, clusters: Clusters, *, limit_bytes: int) -> None:
+        self._database, self._clusters = database, clusters
         self._limit_bytes = limit_bytes
         self._busy, self._done_at = False, -_LOG_SETTLES_S
 
@@ -145,17 +147,29 @@ class LogKeeper:
             before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
             async with self._database.read() as session:
                 ended = await attempts_without_log(session, ended_before=before)
+            by_cluster = defaultdict[str, list[Attempt]](list)
             for attempt in ended:
-                if self._watcher.snapshot.available:
-                    await self._keep_log(attempt)
+                by_cluster[attempt.cluster].append(attempt)
+            keeping = [self._keep_logs_of(name, attempts) for name, attempts in by_cluster.items()]
+            results = await asyncio.gather(*keeping, return_exceptions=True)
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
         finally:
             self._busy, self._done_at = False, time.monotonic()
 
-    async def last_log(self, attempt_id: str) -> DriverLog | None:
+    async def _keep_logs_of(self, cluster: str, attempts: Sequence[Attempt]) -> None:
+        """Those of one cluster, one after the other: one that hangs keeps no other cluster's waiting."""
+        there = self._clusters.of(cluster)
+        for attempt in attempts:
+            if there.watcher.snapshot.available or cluster not in self._clusters.names:
+                await self._keep_log(attempt)
+
+    async def last_log(self, attempt_id: str, cluster: str = DEFAULT) -> DriverLog | None:
         """The log of a driver as Ray has it now, clipped for the store; None when Ray does not give it out."""
         window = LogWindow(self._limit_bytes)
         try:
-            async for piece in self._cluster.read_log(attempt_id):
+            async for piece in self._clusters.of(cluster).ray.read_log(attempt_id):
                 window.add(piece)
                 await asyncio.sleep(0)
         except ClusterError:
@@ -164,7 +178,7 @@ class LogKeeper:
 
     async def _keep_log(self, attempt: Attempt) -> None:
         """One log; one that Ray does not give out (its node is gone) is given up after a while."""
-        log = await self.last_log(attempt.id)
+        log = await self.last_log(attempt.id, attempt.cluster)
         ended_at = 0.0 if attempt.finished_at is None else attempt.finished_at.timestamp()
         if log is None and time.time() - ended_at < _LOG_GIVEN_UP_S:
             return

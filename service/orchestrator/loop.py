@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Coroutine
 from typing import Any
 
 from service.instruments import ROUND_SECONDS
 from service.orchestrator.admission import Admission
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import Clusters
 from service.orchestrator.logs import LogKeeper
 from service.orchestrator.pulse import Pulse
-from service.orchestrator.ray_jobs import Cluster
 from service.orchestrator.submission import Submitter
 from service.orchestrator.tidying import Tidier
 from service.orchestrator.watching import AttemptWatcher
@@ -40,19 +38,13 @@ _REST = 3.0
 
 
 class Orchestrator:
-    """Runs jobs of `database` on `cluster`; `wake()` makes the next round begin at once.
-
-    `watcher` looks at the same cluster. With `local`, drivers run under this Python.
-    """
+    """Runs jobs of `database` on `clusters`; `wake()` makes the next round begin at once."""
 
     def __init__(
         self,
         settings: Settings,
         database: Database,
-        cluster: Cluster,
-        watcher: ClusterWatcher,
-        *,
-        local: bool,
+        clusters: Clusters,
     ) -> None:
         self._settings, self._database = settings, database
         name = process_name()
@@ -63,21 +55,20 @@ class Orchestrator:
         self._stopping, self._stopped = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat: set[asyncio.Task[None]] = set()
-        self.logs = LogKeeper(self.fenced, cluster, watcher, limit_bytes=settings.log_limit_bytes)
-        python = settings.driver_python or (sys.executable if local else "python")
-        self.submitter = Submitter(settings, self.fenced, cluster, python=python)
+        self.logs = LogKeeper(self.fenced, clusters, limit_bytes=settings.log_limit_bytes)
+        self.submitter = Submitter(settings, self.fenced, clusters)
         self.attempts = AttemptWatcher(
             settings,
             self.fenced,
-            cluster,
+            clusters,
             submitter=self.submitter,
             logs=self.logs,
             hearing=self.pulse.hearing,
             ended=self.wake,
         )
-        self._admission = Admission(settings, self.fenced, watcher, changed=self.wake)
+        self._admission = Admission(settings, self.fenced, clusters, changed=self.wake)
         self._tidier = Tidier(settings, self.fenced)
-        watcher.on_change(self.wake)
+        clusters.on_change(self.wake)
 
     def wake(self) -> None:
         self._wake.set()

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.cluster_settings import DEFAULT
+from service.orchestrator.clusters import Clusters, NamedCluster
 from service.orchestrator.decide import device_of
-from service.orchestrator.ray_jobs import Cluster
 from service.orchestrator.shared_runs import RunFailedError, SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
@@ -38,19 +38,18 @@ class KnownCosts:
 
 
 class JobProfiler:
-    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most, few at once."""
+    """Finds the costs of jobs; each kind of job is measured once at a time, for `limit_s` at most, few at once on
+    a cluster."""
 
     def __init__(
         self,
         database: Database,
-        cluster: Cluster,
-        watcher: ClusterWatcher,
+        clusters: Clusters,
         submitter: Submitter,
         *,
         limit_s: float,
     ) -> None:
-        self._database, self._cluster = database, cluster
-        self._watcher, self._submitter = watcher, submitter
+        self._database, self._clusters, self._submitter = database, clusters, submitter
         self._limit_s = limit_s
         self._runs = SharedRuns(
             database,
@@ -61,14 +60,19 @@ class JobProfiler:
         )
 
     async def costs(
-        self, spec: Mapping[str, Any], counts: Sequence[int], *, owner: str = NOBODY
+        self,
+        spec: Mapping[str, Any],
+        counts: Sequence[int],
+        *,
+        owner: str = NOBODY,
+        cluster: str = DEFAULT,
     ) -> KnownCosts | None:
-        """What is known of the owner's job (JSON of a JobSpec) with these numbers of microbatches; None while it is being
-        measured, which begins with the first call: ask again.
+        """What is known of the owner's job (JSON of a JobSpec) with these numbers of microbatches, as measured on this
+        cluster; None while it is being measured there, which begins with the first call: ask again.
 
         Raises ProfilingFailedError, once, where measuring has failed, and PlannerBusyError.
         """
-        digest = owned_digest(costs_digest(spec), owner)
+        digest = owned_digest(costs_digest(spec), owner, cluster)
         async with self._database.read() as session:
             found = await find_costs(session, digest, counts)
         if found is not None:
@@ -77,8 +81,9 @@ class JobProfiler:
             raise ProfilingFailedError(
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
             )
+        measure = functools.partial(self._measure, digest, spec, self._clusters.of(cluster))
         try:
-            await self._runs.answer(digest, functools.partial(self._measure, digest, spec))
+            await self._runs.answer(digest, measure, place=cluster)
         except RunFailedError as error:
             raise ProfilingFailedError(str(error)) from None
         return None
@@ -87,23 +92,24 @@ class JobProfiler:
         """End what is being measured."""
         await self._runs.close()
 
-    async def _measure(self, digest: str, spec: Mapping[str, Any]) -> None:
-        costs = await self._run(spec)
+    async def _measure(self, digest: str, spec: Mapping[str, Any], cluster: NamedCluster) -> None:
+        costs = await self._run(spec, cluster)
         async with self._database.write() as session:
             await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
 
-    async def _run(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def _run(self, spec: Mapping[str, Any], cluster: NamedCluster) -> dict[str, Any]:
         """Have one worker measure; ProfilingFailedError where it fails or takes too long."""
-        capacity = self._watcher.capacity
+        capacity = cluster.watcher.capacity
         if capacity is None:
-            raise ProfilingFailedError("the Ray cluster does not answer: ask again when it does")
+            named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
+            raise ProfilingFailedError(f"{named} does not answer: ask again when it does")
         resources = spec["resources"]
         gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
         run_id = f"profile-{secrets.token_hex(8)}"
         device = device_of(resources["device"], gang, capacity)
-        submission = await self._submitter.profiling(run_id, spec, device)
+        submission = await self._submitter.profiling(run_id, spec, device, cluster)
         try:
-            return await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)
+            return await run_for_answer(cluster.ray, submission, read_answer, limit_s=self._limit_s)
         except RunTooLongError as error:
             what = "measured" if error.began else "waited for a free accelerator"
             raise ProfilingFailedError(

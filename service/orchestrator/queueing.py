@@ -39,13 +39,15 @@ def admit(
     quotas: Mapping[str, int | None],
     now: float,
     rules: QueueRules = QueueRules(),
+    cluster_name: str = "",
 ) -> list[Start | Wait | Preempt]:
     """One Start or Wait a waiting job, the first in line first, and a Preempt for each that gives way to one.
 
     Whole gangs only. Jobs held back by a pause, and those too large for their quota or for the cluster, hold
-    nobody up; one held back by its quota only its own queue.
+    nobody up; one held back by its quota only its own queue. `cluster_name` is what messages put behind "cluster",
+    where there are several.
     """
-    line = _Line(holders, capacity, quotas, now, rules)
+    line = _Line(holders, capacity, quotas, now, rules, cluster_name)
     unable = {job.id: wait for job in waiting if (wait := line.unable(job)) is not None}
     jobs = in_order(
         waiting,
@@ -114,7 +116,9 @@ class _Line:
         quotas: Mapping[str, int | None],
         now: float,
         rules: QueueRules,
+        cluster_name: str,
     ) -> None:
+        self._cluster_name = cluster_name
         self._capacity, self._quotas, self._now, self._rules = capacity, quotas, now, rules
         total = {} if capacity is None else capacity.total
         others = {} if capacity is None else capacity.others
@@ -152,11 +156,11 @@ class _Line:
         if self._capacity is None:
             if message := self._quota_is_short(job):
                 return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
-            message = "waits for the Ray cluster, which does not answer"
+            message = f"waits for the Ray cluster{self._cluster_name}, which does not answer"
             return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
         device = self.device_of(job)
         if job.accelerators > (total := self._capacity.total.get(device, 0)):
-            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, _too_small(job, device, total))
+            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, _too_small(job, device, total, self._cluster_name))
         return None
 
     def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
@@ -296,7 +300,8 @@ class _Line:
         assert self._capacity is not None
         total, others = self._capacity.total[device_name], self._capacity.others.get(device_name, 0)
         free = total - others - device.used
-        wanted = f"waits for {job.accelerators} accelerators of {RESOURCES[device_name]}; "
+        where = f" on cluster{self._cluster_name}" if self._cluster_name else ""
+        wanted = f"waits for {job.accelerators} accelerators of {RESOURCES[device_name]}{where}; "
         wanted += f"{max(free, 0)} of {total} free"
         if free < job.accelerators:
             taken = f"; others than Slotline's running jobs hold {others}" if others else ""
@@ -324,15 +329,15 @@ def _pool(total: int, users: list[Holder], now: float) -> _Pool:
     return _Pool(room, list(users), used=sum(user.accelerators for user in users))
 
 
-def _too_small(job: WaitingJob, device: str, total: int) -> str:
+def _too_small(job: WaitingJob, device: str, total: int, cluster: str) -> str:
     resource = RESOURCES[device]
     if job.began:
         return (
-            f"waits for {job.accelerators} accelerators of {resource}, the cluster has {total}; it began on {device} "
-            "and goes on only there: add nodes, or submit it anew for another device"
+            f"waits for {job.accelerators} accelerators of {resource}, the cluster{cluster} has {total}; it began on "
+            f"{device} and goes on only there: add nodes, or submit it anew for another device"
         )
     return (
-        f"needs {job.accelerators} accelerators of {resource}; the cluster has {total}: add nodes, "
+        f"needs {job.accelerators} accelerators of {resource}; the cluster{cluster} has {total}: add nodes, "
         f"or submit with {'fewer resources.meshes' if total else 'another resources.device'}"
     )
 

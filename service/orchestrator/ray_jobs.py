@@ -90,9 +90,17 @@ class Cluster(Protocol):
 
 
 class RayCluster:
-    """A Ray cluster by the address of its dashboard, e.g. http://head:8265."""
+    """A Ray cluster by the address of its dashboard, e.g. http://head:8265; `token_setting` is what says its token."""
 
-    def __init__(self, address: str, *, timeout_s: float = 20.0, token: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 20.0,
+        token: str | None = None,
+        token_setting: str = "RAY_AUTH_TOKEN",
+    ) -> None:
+        self._token_setting = token_setting
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.address, self._timeout_s = address, timeout_s
         self._client = httpx.AsyncClient(
@@ -221,7 +229,7 @@ class RayCluster:
             return response
         if response.status_code in (401, 403):
             raise ClusterError(
-                f"Ray at {self.address} wants a token: set RAY_AUTH_TOKEN to the cluster's token"
+                f"Ray at {self.address} wants a token: set {self._token_setting} to the cluster's token"
             )
         if response.status_code >= 500:
             raise ClusterUnreachableError(f"Ray at {self.address} fails: {_reason(response)}")

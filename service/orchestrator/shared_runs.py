@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -26,7 +27,7 @@ class RunFailedError(Exception):
 
 
 class SharedRuns:
-    """Runs of one kind. Of those that this process begins `at_once` go on, `in_line` more wait for their turn.
+    """Runs of one kind. Of those that this process begins in a place `at_once` go on, `in_line` more wait for their turn.
 
     `busy` tells of a number of runs why no more are taken.
     """
@@ -35,20 +36,22 @@ class SharedRuns:
         self, database: Database, kind: str, *, at_once: int, in_line: int = 0, busy: Callable[[int], str]
     ) -> None:
         self._database, self._kind, self._busy = database, kind, busy
-        self._most, self._turn = at_once + in_line, asyncio.Semaphore(at_once)
+        self._most = at_once + in_line
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(at_once))
+        self._here = Counter[str]()
         self._holder = process_name()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
 
-    async def answer(self, request: str, work: Work) -> str | None:
+    async def answer(self, request: str, work: Work, *, place: str) -> str | None:
         """What came of the run for `request`, once; None while it goes on, which begins with the first call: ask again.
 
-        An answer of None is not told: the next call begins again. Raises RunFailedError, once, and PlannerBusyError.
+        In its `place` it has its turn. An answer of None is not told: the next call begins again. Raises RunFailedError, once, and PlannerBusyError.
         """
-        key = f"{self._kind}-{hashlib.sha256(request.encode()).hexdigest()}"
+        key = f"{self._kind}-{hashlib.sha256(f'{place} {request}'.encode()).hexdigest()}"
         if key in self._runs or await run_goes_on(self._database, key):
             return None
-        full = len(self._runs) >= self._most
+        full = self._here[place] >= self._most
         async with self._database.write() as session:
             end = await take_end(session, key)
             mine = end is None and not full
@@ -58,10 +61,11 @@ class SharedRuns:
                 raise RunFailedError(end.failure)
             return end.answer
         if full:
-            raise PlannerBusyError(self._busy(len(self._runs)))
+            raise PlannerBusyError(self._busy(self._here[place]))
         if mine:
-            task = self._runs[key] = asyncio.create_task(self._run(key, work))
-            task.add_done_callback(lambda _: self._runs.pop(key, None))
+            self._here[place] += 1
+            self._runs[key] = asyncio.create_task(self._run(key, work, place))
+            self._runs[key].add_done_callback(lambda _: self._over(key, place))
             if self._beating is None:
                 self._beating = asyncio.create_task(self._beat())
         return None
@@ -73,10 +77,14 @@ class SharedRuns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, key: str, work: Work) -> None:
+    def _over(self, key: str, place: str) -> None:
+        del self._runs[key]
+        self._here[place] -= 1
+
+    async def _run(self, key: str, work: Work, place: str) -> None:
         end = None
         try:
-            async with self._turn:
+            async with self._turns[place]:
                 answer = await work()
             end = None if answer is None else RunEnd(answer)
         except Exception as error:

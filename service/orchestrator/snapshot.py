@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from service.orchestrator.asked_end import deadline_of
-from service.orchestrator.decide import Capacity, Holder, QueueRules, WaitingJob, device_of
-from service.orchestrator.fair_order import in_order
+from service.orchestrator.decide import Capacity, Holder, QueueRules, WaitingJob
+from service.orchestrator.everywhere import line_everywhere
 from service.settings import Settings
 from service.store.tables import Attempt, Job
 
@@ -41,6 +41,8 @@ def waiting_job(job: Job, settings: Settings) -> WaitingJob:
         not_before=None if job.not_before is None else job.not_before.timestamp(),
         owner=owner_of(job),
         longest_s=longest_s,
+        cluster=settings.cluster_of(job.queue),
+        began_on=job.began_on,
     )
 
 
@@ -66,26 +68,23 @@ def holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Hol
         since=attempt.created_at.timestamp(),
         until=until,
         leaving=leaving,
+        cluster=attempt.cluster,
     )
 
 
 def in_line(
     waiting: Sequence[Job],
     active: Sequence[tuple[Attempt, Job]],
-    capacity: Capacity | None,
+    capacities: Mapping[str, Capacity | None],
     settings: Settings,
 ) -> list[Job]:
-    """Waiting jobs in the order in which their turns come."""
+    """Waiting jobs in the order in which their turns come on their clusters."""
     now = time.time()
     known = {job.id: job for job in waiting}
-
-    def device(job: WaitingJob) -> str:
-        return job.device if capacity is None else device_of(job.device, job.accelerators, capacity)
-
-    line = in_order(
+    line = line_everywhere(
         [waiting_job(job, settings) for job in waiting],
         [holder(attempt, job, settings, now=now) for attempt, job in active],
-        device_of=device,
+        capacities=capacities,
         now=now,
         patience_s=settings.queue_patience_s,
     )

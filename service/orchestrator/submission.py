@@ -11,8 +11,9 @@ from typing import Any
 from service.job_states import AttemptState
 from service.jobspec import PACKAGE_PREFIX, stored
 from service.orchestrator.admission import explain_waits
+from service.orchestrator.clusters import Clusters, NamedCluster
 from service.orchestrator.decide import RESOURCES, Device, End, Wait
-from service.orchestrator.ray_jobs import Cluster, ClusterError, ClusterUnreachableError, Submission
+from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Submission
 from service.sealing import NoKeyError, SecretBox
 from service.settings import Settings
 from service.store.attempts import find_attempt
@@ -34,11 +35,10 @@ _ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
 
 
 class Submitter:
-    """Gives attempts to Ray; `python` is the one that runs drivers in the cluster."""
+    """Gives attempts to Ray, each to the cluster that it was made for."""
 
-    def __init__(self, settings: Settings, database: Sessions, cluster: Cluster, *, python: str) -> None:
-        self._settings, self._database, self._cluster = settings, database, cluster
-        self._python = python
+    def __init__(self, settings: Settings, database: Sessions, clusters: Clusters) -> None:
+        self._settings, self._database, self._clusters = settings, database, clusters
 
     async def submit(self, attempt: Attempt, job: Job) -> End | None:
         """Start the driver; the end of an attempt that Ray refuses. Where Ray cannot now, the job says so.
@@ -48,11 +48,12 @@ class Submitter:
         driver (Ray knows the id) and none that trains (the control plane tells it at its first call).
         """
         began = time.time()
+        cluster = self._clusters.of(attempt.cluster)
         try:
-            submission = await self._submission(attempt)
+            submission = await self._submission(attempt, cluster)
             if not await self._is_wanted(attempt.id):
                 return None
-            await self._cluster.submit(submission)
+            await cluster.ray.submit(submission)
         except (MissingSecretError, NoKeyError) as error:
             return End(AttemptState.FAILED, Reason.SECRET_MISSING, str(error))
         except ClusterUnreachableError as error:
@@ -78,39 +79,41 @@ class Submitter:
                 return False
             return await is_current(session, fresh)
 
-    async def profiling(self, run_id: str, spec: Mapping[str, Any], device: Device) -> Submission:
-        """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own."""
+    async def profiling(
+        self, run_id: str, spec: Mapping[str, Any], device: Device, cluster: NamedCluster
+    ) -> Submission:
+        """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own there."""
         request = json.dumps({"job": spec, "device": device})
         if len(request) > _ENVIRONMENT_LIMIT:
             raise ClusterError(
                 f"the job's specification has {len(request)} characters, more than the {_ENVIRONMENT_LIMIT} that can "
                 "be handed to one worker: shorten its arguments, or submit the job, which plans it too"
             )
-        share = 1 if device == "cpu" else int(10_000 / self._settings.workers_per_gpu) / 10_000
+        share = 1 if device == "cpu" else int(10_000 / cluster.drivers.workers_per_gpu) / 10_000
         return Submission(
             id=run_id,
-            entrypoint=f"{shlex.quote(self._python)} -m worker.profiler",
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.profiler",
             env=stored_environment(spec)
             | {
                 REQUEST_VARIABLE: request,
-                "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
+                "SLOTLINE_WORKERS_PER_GPU": str(cluster.drivers.workers_per_gpu),
             },
             metadata={"slotline_profile": run_id},
-            working_dir=await self._working_dir(stored(spec, "code", "working_dir", "")),
+            working_dir=await self._working_dir(stored(spec, "code", "working_dir", ""), cluster),
             pip=tuple(stored(spec, "code", "pip", [])),
             resources={RESOURCES[device]: share},
         )
 
-    def exporting(self, run_id: str, request: ExportRequest) -> Submission:
+    def exporting(self, run_id: str, request: ExportRequest, cluster: NamedCluster) -> Submission:
         """A process that writes a job's weights where its checkpoints lie; it holds no accelerator."""
         return Submission(
             id=run_id,
-            entrypoint=f"{shlex.quote(self._python)} -m worker.weights",
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.weights",
             env={EXPORT_VARIABLE: request.to_json()},
             metadata={"slotline_export": request.job},
         )
 
-    async def _submission(self, attempt: Attempt) -> Submission:
+    async def _submission(self, attempt: Attempt, cluster: NamedCluster) -> Submission:
         async with self._database.read() as session:  # rounds leave the specification out
             job = await find_job(session, attempt.job_id)
             assert job is not None, attempt.job_id
@@ -118,30 +121,26 @@ class Submitter:
                 await open_secrets(session, SecretBox.of(self._settings), job.owner, names)
         return Submission(
             id=attempt.id,
-            entrypoint=f"{shlex.quote(self._python)} -m worker.driver",
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.driver",
             env=stored_environment(job.spec)
-            | self._address_of_the_cluster()
+            | _address_of_the_cluster(cluster)
             | {
-                "SLOTLINE_CONTROL_URL": self._settings.control_url,
+                "SLOTLINE_CONTROL_URL": cluster.drivers.url or self._settings.control_url,
                 "SLOTLINE_ATTEMPT_ID": attempt.id,
                 "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
                 "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
                 "SLOTLINE_PROFILE_EVERY_S": f"{self._settings.profile_every_s:g}",
                 "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
-                "SLOTLINE_WORKERS_PER_GPU": str(self._settings.workers_per_gpu),
+                "SLOTLINE_WORKERS_PER_GPU": str(cluster.drivers.workers_per_gpu),
                 "SLOTLINE_LOG_FORMAT": self._settings.log_format,
                 **_trace(job, attempt),
             },
             metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
-            working_dir=await self._working_dir(stored(job.spec, "code", "working_dir", "")),
+            working_dir=await self._working_dir(stored(job.spec, "code", "working_dir", ""), cluster),
             pip=tuple(stored(job.spec, "code", "pip", [])),
         )
 
-    def _address_of_the_cluster(self) -> dict[str, str]:
-        address = self._settings.driver_ray_address
-        return {"SLOTLINE_DRIVER_RAY_ADDRESS": address} if address else {}
-
-    async def _working_dir(self, place: str) -> str | None:
+    async def _working_dir(self, place: str, cluster: NamedCluster) -> str | None:
         """What Ray is told to unpack for a job's code.working_dir; None for an empty one."""
         if not place.startswith(PACKAGE_PREFIX):
             return place or None
@@ -150,7 +149,12 @@ class Submitter:
             content = await package_content(session, digest)
         if content is None:
             raise ClusterError(f"package {digest} is gone from the store: upload it again")
-        return await self._cluster.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
+        return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
+
+
+def _address_of_the_cluster(cluster: NamedCluster) -> dict[str, str]:
+    address = cluster.drivers.ray_address
+    return {"SLOTLINE_DRIVER_RAY_ADDRESS": address} if address else {}
 
 
 def _trace(job: Job, attempt: Attempt) -> dict[str, str]:

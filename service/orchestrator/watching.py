@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from service.cluster_settings import DEFAULT
 from service.job_states import AttemptState
 from service.orchestrator.asked_end import ask_to_end, deadline_of
+from service.orchestrator.clusters import Clusters
 from service.orchestrator.decide import (
     AskToEnd,
     End,
@@ -63,7 +65,7 @@ class AttemptWatcher:
         self,
         settings: Settings,
         database: Sessions,
-        cluster: Cluster,
+        clusters: Clusters,
         *,
         submitter: Submitter,
         logs: LogKeeper,
@@ -79,9 +81,9 @@ class AttemptWatcher:
         self.hearing = hearing
         self._heartbeat_timeout_s = settings.heartbeat_timeout_s
         self._backoff = Backoff(settings.retry_backoff_s, settings.retry_backoff_limit_s)
-        self._database, self._cluster = database, cluster
+        self._database, self._clusters = database, clusters
         self._submitter, self._logs, self._ended = submitter, logs, ended
-        self._outage = Outage("the cluster, asked about attempts,", logger)
+        self._outages = dict[str, Outage]()
         self._watched: dict[str, _Watched] = {}
 
     def forget_all_but(self, attempt_ids: Collection[str]) -> None:
@@ -104,12 +106,13 @@ class AttemptWatcher:
         watched = self._watched.setdefault(attempt.id, _Watched())
         if watched.busy:
             return
+        cluster, outage = self._clusters.of(attempt.cluster).ray, self._outage(attempt.cluster)
         watched.busy = True
         try:
             now = time.time()
             if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
                 watched.asked_at = now
-                watched.ray = await self._ask(attempt.id, watched.ray, read_at)
+                watched.ray = await self._ask(cluster, attempt.id, watched.ray, read_at)
             decision = watch(
                 _watched_attempt(attempt, job, watched.ray),
                 watching_since=read_at - self._listened(attempt, read_at),
@@ -127,16 +130,20 @@ class AttemptWatcher:
                 noted_at = time.monotonic()
                 noted = await self._note_stop(attempt, decision.why)
                 if noted and time.monotonic() - noted_at < _NOTED_S:  # else it was frozen: decided anew
-                    await self._cluster.stop(attempt.id)
+                    await cluster.stop(attempt.id)
             elif isinstance(decision, End):
                 await self._end(attempt, decision)
             else:
                 await self._report_silence(attempt, watched, read_at)
-            self._outage.back()
+            outage.back()
         except ClusterError as error:
-            self._outage.away(f"attempt {attempt.id}: {error}")
+            outage.away(f"attempt {attempt.id}: {error}")
         finally:
             watched.busy = False
+
+    def _outage(self, cluster: str) -> Outage:
+        named = "the cluster" if cluster == DEFAULT else f"cluster {cluster}"
+        return self._outages.setdefault(cluster, Outage(f"{named}, asked about attempts,", logger))
 
     def _listened(self, attempt: Attempt, until: float) -> float:
         """Seconds since the driver's last word, or its making, in which it could have been heard."""
@@ -181,9 +188,11 @@ class AttemptWatcher:
                     add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
         watched.silence_reported = silent
 
-    async def _ask(self, attempt_id: str, before: RayJob | None, read_at: float) -> RayJob | None:
+    async def _ask(
+        self, cluster: Cluster, attempt_id: str, before: RayJob | None, read_at: float
+    ) -> RayJob | None:
         try:
-            ray = await self._cluster.job(attempt_id)
+            ray = await cluster.job(attempt_id)
         except ClusterError:
             return None
         if not ray.state.ended:
@@ -194,7 +203,7 @@ class AttemptWatcher:
     async def _end(self, judged: Attempt, end: End) -> None:
         """End an attempt that nothing has been heard of since it was judged."""
         message = end.message
-        log = await self._logs.last_log(judged.id)
+        log = await self._logs.last_log(judged.id, judged.cluster)
         async with self._database.write() as session:
             attempt = await find_attempt(session, judged.id)
             assert attempt is not None, judged.id

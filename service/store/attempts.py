@@ -10,19 +10,24 @@ from typing import NamedTuple
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.cluster_settings import DEFAULT
 from service.job_states import AttemptState, JobState
 from service.store.spans import note_wait
 from service.store.states import move_job
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
 
 
-async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: datetime) -> Attempt:
+async def create_attempt(
+    session: AsyncSession, job: Job, *, device: str, at: datetime, cluster: str = DEFAULT
+) -> Attempt:
     """The next attempt of a locked job that waits: the job is STARTING afterwards.
 
-    The first one fixes the device of the job: those that go on from its checkpoints compute as it did.
+    The first one fixes the device and the cluster of the job: those that go on from its checkpoints compute as it
+    did, where these are.
     """
     assert job.device in ("auto", device), f"{job.id} is a job on {job.device}, not on {device}"
-    job.device = device
+    assert job.began_on in (None, cluster), f"{job.id} began on {job.began_on}, not on {cluster}"
+    job.device, job.cluster = device, cluster
     job.attempts_made += 1
     attempt = Attempt(
         id=f"{job.id}-{job.attempts_made}",
@@ -31,6 +36,7 @@ async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: da
         state=AttemptState.STARTING,
         token=secrets.token_urlsafe(32),
         device=device,
+        cluster=cluster,
         accelerators=job.accelerators,
         created_at=at,
         last_sequence=0,
@@ -44,7 +50,8 @@ async def create_attempt(session: AsyncSession, job: Job, *, device: str, at: da
         job,
         JobState.STARTING,
         at=at,
-        message=f"attempt {attempt.number} takes {job.accelerators} accelerators ({device})",
+        message=f"attempt {attempt.number} takes {job.accelerators} accelerators ({device})"
+        + ("" if cluster == DEFAULT else f" of cluster {cluster}"),
         attempt=attempt.number,
     )
     return attempt
@@ -81,6 +88,7 @@ class LogPlace(NamedTuple):
     ended: bool
     submitted: bool
     kept: bool
+    cluster: str = DEFAULT
 
 
 async def log_places(session: AsyncSession, job_id: str) -> list[LogPlace]:
@@ -92,11 +100,12 @@ async def log_places(session: AsyncSession, job_id: str) -> list[LogPlace]:
         Attempt.state,
         Attempt.submitted_at,
         Attempt.log.is_not(None),
+        Attempt.cluster,
     )
     rows = await session.execute(query.where(Attempt.job_id == job_id).order_by(Attempt.number))
     return [
-        LogPlace(id_, number, made, AttemptState(state).final, submitted is not None, kept)
-        for id_, number, made, state, submitted, kept in rows
+        LogPlace(id_, number, made, AttemptState(state).final, submitted is not None, kept, cluster)
+        for id_, number, made, state, submitted, kept, cluster in rows
     ]
 
 

@@ -13,6 +13,16 @@ from service.store.states import add_event, lock_job
 from service.store.tables import Job
 
 
+class OtherClusterError(ValueError):
+    """The job has begun on a cluster that the queue does not belong to."""
+
+    def __init__(self, job: Job, queue: str, cluster: str) -> None:
+        super().__init__(
+            f"job {job.id} began on cluster {job.began_on}, where its checkpoints and its device are, and queue {queue} "
+            f"belongs to cluster {cluster}: move it to a queue of {job.began_on}, or cancel it and submit it anew"
+        )
+
+
 class NotWaitingError(ValueError):
     """The job is not in a queue any more, or was not put back."""
 
@@ -30,8 +40,10 @@ async def change_waiting_job(
     priority: int | None,
     at: datetime,
     by: str = NOBODY,
+    cluster: str | None = None,
 ) -> Job | None:
-    """Move a waiting job to another queue or priority; it keeps its age. None: no such job. Raises NotWaitingError.
+    """Move a waiting job to another queue or priority; it keeps its age. None: no such job. Raises NotWaitingError, and
+    OtherClusterError for one that has begun elsewhere than on the new queue's `cluster` (None: wherever).
 
     `by` asks.
     """
@@ -40,6 +52,8 @@ async def change_waiting_job(
         return None
     if job.job_state not in WAITING_STATES:
         raise NotWaitingError(job)
+    if queue is not None and cluster is not None and job.began_on not in (None, cluster):
+        raise OtherClusterError(job, queue, cluster)
     changes = []
     if queue is not None and queue != job.queue:
         changes.append(f"queue {job.queue} becomes {queue}")

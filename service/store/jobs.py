@@ -132,6 +132,11 @@ async def owner_of(session: AsyncSession, job_id: str) -> str | None:
     return (await session.execute(select(Job.owner).where(Job.id == job_id))).scalar_one_or_none()
 
 
+async def queue_of(session: AsyncSession, job_id: str) -> str | None:
+    """The queue that the job is in; loads no job, as `owner_of`."""
+    return (await session.execute(select(Job.queue).where(Job.id == job_id))).scalar_one_or_none()
+
+
 async def find_by_idempotency_key(session: AsyncSession, key: str, *, owner: str = NOBODY) -> Job | None:
     """The job that this owner submitted with this key."""
     query = select(Job).where(Job.idempotency_key == owned_key(owner, key))

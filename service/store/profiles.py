@@ -3,7 +3,8 @@ and all costs of a job by its digest, for plans without training.
 
 What drivers store is kept apart by owner, model and code: the driver of one job, which runs its user's code, says
 nothing of the layers of another, and nothing to another owner. Only what links cost is shared by all that use the
-same nodes. Of each the newest are kept.
+same nodes. Of each the newest are kept. What was measured on one cluster is of no other: their hardware differs, and
+two may call their nodes the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.cluster_settings import DEFAULT
 from service.principals import NOBODY
 from service.store.tables import Profile
 from service.store.upsert import upsert
@@ -27,21 +29,29 @@ _LINKS_KEY = re.compile(r"links of (cpu|cuda) [0-9a-f]{64}")
 _KEPT_OF_A_MODEL, _KEPT_LINKS = 64, 10_000
 
 
-def scoped_key(spec: Mapping[str, Any], key: str, *, owner: str = NOBODY) -> str:
-    """Under which key the driver of an owner's job (JSON of a JobSpec) finds and stores what it calls `key`."""
+def scoped_key(spec: Mapping[str, Any], key: str, *, owner: str = NOBODY, cluster: str = DEFAULT) -> str:
+    """Under which key the driver of an owner's job (JSON of a JobSpec) on a cluster finds and stores what it calls
+    `key`."""
     if _LINKS_KEY.fullmatch(key):
-        return key
-    return f"{_scope(spec, owner)}{key}"
+        return _links_of(cluster) + key.removeprefix(_LINKS)
+    return f"{_scope(spec, owner, cluster)}{key}"
 
 
-def owned_digest(digest: str, owner: str) -> str:
-    """A digest of costs as the store has it: what one owner's drivers measured is not another's."""
-    return f"{digest} of {hashlib.sha256(owner.encode()).hexdigest()}" if owner else digest
+def owned_digest(digest: str, owner: str, cluster: str = DEFAULT) -> str:
+    """A digest of costs as the store has it: what one owner's drivers measured is not another's, nor another
+    cluster's."""
+    owned = f"{digest} of {hashlib.sha256(owner.encode()).hexdigest()}" if owner else digest
+    return owned if cluster == DEFAULT else f"{owned} on {cluster}"
 
 
-def _scope(spec: Mapping[str, Any], owner: str) -> str:
+def _links_of(cluster: str) -> str:
+    return _LINKS if cluster == DEFAULT else f"links in cluster {cluster} of "
+
+
+def _scope(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
     given = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
     given += [{"owner": owner}] if owner else []
+    given += [] if cluster == DEFAULT else [{"cluster": cluster}]
     parts = json.dumps(given, sort_keys=True, default=str)
     return f"model {hashlib.sha256(parts.encode()).hexdigest()} "
 
@@ -54,11 +64,14 @@ async def record_drivers_profile(
     *,
     at: datetime,
     owner: str = NOBODY,
+    cluster: str = DEFAULT,
 ) -> None:
     """Keep what the driver of a job measured; the oldest of its kind goes where there are too many."""
-    found = scoped_key(spec, key, owner=owner)
+    found = scoped_key(spec, key, owner=owner, cluster=cluster)
     await record_profile(session, found, body, at=at)
-    prefix, kept = (_LINKS, _KEPT_LINKS) if found == key else (_scope(spec, owner), _KEPT_OF_A_MODEL)
+    prefix, kept = _scope(spec, owner, cluster), _KEPT_OF_A_MODEL
+    if _LINKS_KEY.fullmatch(key):
+        prefix, kept = _links_of(cluster), _KEPT_LINKS
     same = Profile.key.startswith(prefix, autoescape=True)
     newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(kept)
     await session.execute(delete(Profile).where(same, Profile.key.not_in(newest)))

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
+from service.cluster_settings import DEFAULT
 from service.job_states import AttemptState, JobState
 from worker.logs import TraceParent
 
@@ -116,12 +117,19 @@ class Job(Base):
     """By evaluation.metric: its step, uri, metric and value."""
     traceparent: Mapped[str | None] = mapped_column(String(55))
     """W3C trace context of the request that submitted it."""
+    cluster: Mapped[str | None] = mapped_column(String(100))
+    """Where its attempts run, from the first one on; see `began_on`."""
 
     @property
     def trace_id(self) -> str | None:
         """The trace that all of the job's logs belong to; None for jobs of the past."""
         found = TraceParent.read(self.traceparent)
         return None if found is None else found.trace_id
+
+    @property
+    def began_on(self) -> str | None:
+        """The cluster of its attempts, which has its checkpoints too; None before the first."""
+        return self.cluster or (DEFAULT if self.attempts_made else None)  # older than clusters with names
 
     @property
     def job_state(self) -> JobState:
@@ -163,6 +171,8 @@ class Attempt(Base):
     end_asked_at: Mapped[datetime | None]
     """Since when the driver is asked to save a checkpoint and end, for the reason `end_asked_for`."""
     end_asked_for: Mapped[str | None] = mapped_column(String(100))
+    cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT, server_default=DEFAULT)
+    """The name of the Ray cluster that it was begun on, whatever the settings say now."""
 
     @property
     def attempt_state(self) -> AttemptState:

@@ -10,7 +10,7 @@ import httpx
 
 from service.api.app import create_app
 from service.api.context import Service
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import named_clusters
 from service.orchestrator.exporting import JobExporter
 from service.orchestrator.logs import LogReader
 from service.orchestrator.planning import Planner
@@ -31,19 +31,19 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
     @asynccontextmanager
     async def serving() -> AsyncIterator[Service]:
         await database.start()
-        watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
-        await watcher.refresh()
+        clusters = named_clusters(settings, {"default": cluster}, refresh_s=600)
+        await clusters.refresh()
         planner = Planner(processes=1, queue=0, timeout_s=10)
-        submitter = Submitter(settings, database, cluster, python="python")
-        profiler = JobProfiler(database, cluster, watcher, submitter, limit_s=10)
+        submitter = Submitter(settings, database, clusters)
+        profiler = JobProfiler(database, clusters, submitter, limit_s=10)
         yield Service(
             settings,
             database,
             planner,
             profiler,
-            JobExporter(database, cluster, submitter, limit_s=10),
-            watcher,
-            LogReader(database, cluster),
+            JobExporter(database, clusters, submitter, limit_s=10),
+            clusters,
+            LogReader(database, clusters),
             lambda: woken.append("woken"),
         )
         await database.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from service.job_states import AttemptState
 from service.jobspec import JobSpec
 from service.orchestrator import decide
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import named_clusters
 from service.orchestrator.decide import RayJob, RayState
 from service.orchestrator.logs import LogReader, clip_log
 from service.orchestrator.loop import Orchestrator
@@ -52,10 +53,11 @@ class World:
 
     def restart(self) -> None:
         """A new control plane on the same store and cluster."""
-        self.watcher = ClusterWatcher(
-            self.cluster, refresh_s=600, workers_per_gpu=self.settings.workers_per_gpu
+        self.clusters = named_clusters(
+            self.settings, {"default": self.cluster}, refresh_s=600, python=sys.executable
         )
-        self.orchestrator = Orchestrator(self.settings, self.database, self.cluster, self.watcher, local=True)
+        self.watcher = self.clusters.of("default").watcher
+        self.orchestrator = Orchestrator(self.settings, self.database, self.clusters)
 
     async def rounds(self, number: int = 1) -> None:
         for _ in range(number):
@@ -476,7 +478,7 @@ async def test_the_log_of_a_driver_that_ended_in_order_is_kept(world: World):
     world.cluster.away = True
     async with world.database.read() as session:
         (place,) = await log_places(session, job_id)
-    assert list(await LogReader(world.database, world.cluster).lines(place, 0)) == [(1, "hello")]
+    assert list(await LogReader(world.database, world.clusters).lines(place, 0)) == [(1, "hello")]
 
 
 async def test_a_log_that_ray_does_not_give_out_holds_up_no_other_and_is_given_up(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import named_clusters
 from service.orchestrator.loop import Orchestrator
 from service.settings import Settings
 from service.store.database import Database
@@ -16,8 +16,10 @@ from tests.service.fake_cluster import FakeCluster
 async def test_rounds_leave_most_of_the_time_however_often_they_are_woken(tmp_path: Path, monkeypatch):
     database, cluster = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"), FakeCluster()
     await database.start()
-    watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
-    orchestrator = Orchestrator(Settings(tick_s=60), database, cluster, watcher, local=True)
+    settings = Settings(tick_s=60)
+    orchestrator = Orchestrator(
+        settings, database, named_clusters(settings, {"default": cluster}, refresh_s=600)
+    )
     rounds, ends = [], []
 
     async def slow_round() -> None:
@@ -41,8 +43,10 @@ async def test_rounds_leave_most_of_the_time_however_often_they_are_woken(tmp_pa
 async def test_a_rest_ends_with_the_orchestrator(tmp_path: Path, monkeypatch):
     database, cluster = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}"), FakeCluster()
     await database.start()
-    watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
-    orchestrator = Orchestrator(Settings(tick_s=60), database, cluster, watcher, local=True)
+    settings = Settings(tick_s=60)
+    orchestrator = Orchestrator(
+        settings, database, named_clusters(settings, {"default": cluster}, refresh_s=600)
+    )
     monkeypatch.setattr("service.orchestrator.loop._REST", 1e9)
     running = asyncio.create_task(orchestrator.run())
     await asyncio.sleep(0.1)

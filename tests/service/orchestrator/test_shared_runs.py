@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from sqlalchemy import select, update
 
+from service.cluster_settings import DEFAULT
 from service.orchestrator import shared_runs
+from service.orchestrator.clusters import named_clusters
 from service.orchestrator.exporting import JobExporter
 from service.orchestrator.planning import PlannerBusyError
 from service.orchestrator.shared_runs import RunFailedError, SharedRuns
@@ -74,30 +76,32 @@ async def rows(database: Database) -> list[ShortRun]:
 
 async def test_whoever_is_asked_it_is_begun_once_and_told_once(pair, work: Work):
     first, second = pair
-    asked = await asyncio.gather(*(one.answer("x", work) for one in (first, second, first, second)))
+    asked = await asyncio.gather(
+        *(one.answer("x", work, place="here") for one in (first, second, first, second))
+    )
     assert asked == [None] * 4
     await until(lambda: work.begun)
     work.answer.set_result("found")
     await until(lambda: not first._runs and not second._runs)
-    assert await second.answer("x", work) == "found" and work.begun == 1
+    assert await second.answer("x", work, place="here") == "found" and work.begun == 1
     work.answer = asyncio.get_running_loop().create_future()
-    assert await first.answer("x", work) is None, "told once: it begins again"
+    assert await first.answer("x", work, place="here") is None, "told once: it begins again"
     await until(lambda: work.begun == 2)
 
 
 async def test_why_there_is_no_answer_is_told_by_the_other_too(pair, work: Work):
     first, second = pair
-    await first.answer("x", work)
+    await first.answer("x", work, place="here")
     work.answer.set_exception(ValueError("no such model"))
     await until(lambda: not first._runs)
     with pytest.raises(RunFailedError, match="no such model"):
-        await second.answer("x", work)
-    assert await second.answer("x", Work()) is None
+        await second.answer("x", work, place="here")
+    assert await second.answer("x", Work(), place="here") is None
 
 
 async def test_an_answer_of_none_leaves_nothing_behind(pair, work: Work, database: Database):
     first, _second = pair
-    await first.answer("x", work)
+    await first.answer("x", work, place="here")
     work.answer.set_result(None)
     await until(lambda: not first._runs)
     assert await rows(database) == []
@@ -107,19 +111,19 @@ async def test_the_run_of_a_process_that_died_is_begun_by_who_is_asked_next(
     pair, work: Work, database: Database
 ):
     first, second = pair
-    await first.answer("x", work)
+    await first.answer("x", work, place="here")
     await until(lambda: work.begun)
-    assert await second.answer("x", work) is None and work.begun == 1
+    assert await second.answer("x", work, place="here") is None and work.begun == 1
     await silenced(database)
     again = Work()
-    assert await second.answer("x", again) is None
+    assert await second.answer("x", again, place="here") is None
     await until(lambda: again.begun)
     work.answer.set_result("of one that was given up")
     await until(lambda: not first._runs)
-    assert await second.answer("x", again) is None, "nobody hears the first any more"
+    assert await second.answer("x", again, place="here") is None, "nobody hears the first any more"
     again.answer.set_result("of who has it")
     await until(lambda: not second._runs)
-    assert await first.answer("x", work) == "of who has it"
+    assert await first.answer("x", work, place="here") == "of who has it"
 
 
 async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
@@ -127,12 +131,12 @@ async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
 ):
     monkeypatch.setattr(shared_runs, "BEAT_S", 0.05)
     first, second = pair
-    await first.answer("x", work)
+    await first.answer("x", work, place="here")
     await until(lambda: work.begun)
     beating, first._beating = first._beating, None
     beating.cancel()
     await silenced(database)
-    await second.answer("x", again := Work())
+    await second.answer("x", again := Work(), place="here")
     first._beating = asyncio.create_task(first._beat())
     await until(lambda: work.cancelled)
     await until(lambda: not first._runs)
@@ -141,34 +145,37 @@ async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
 
 async def test_a_process_that_ends_leaves_its_runs_to_others_at_once(pair, work: Work):
     first, second = pair
-    await first.answer("x", work)
+    await first.answer("x", work, place="here")
     await until(lambda: work.begun)
     await first.close()
     assert work.cancelled == 1
-    await second.answer("x", work)
+    await second.answer("x", work, place="here")
     await until(lambda: work.begun == 2)
 
 
 async def test_few_go_on_at_once_few_wait_and_what_has_ended_is_told_all_the_same(pair, work: Work):
     first, second = pair
-    await second.answer("of the other", other := Work())
+    await second.answer("of the other", other := Work(), place="here")
     other.answer.set_result("there")
     await until(lambda: not second._runs)
     waiting = Work()
-    await first.answer("x", work)
-    await first.answer("y", waiting)
+    await first.answer("x", work, place="here")
+    await first.answer("y", waiting, place="here")
     await until(lambda: work.begun)
     with pytest.raises(PlannerBusyError, match="2 go on"):
-        await first.answer("z", work)
-    assert await first.answer("of the other", other) == "there"
-    assert not waiting.begun
+        await first.answer("z", work, place="here")
+    assert await first.answer("of the other", other, place="here") == "there"
+    elsewhere = Work()
+    assert await first.answer("x", elsewhere, place="there") is None
+    await until(lambda: elsewhere.begun)
+    assert not waiting.begun, "another place has turns of its own"
     work.answer.set_result("x")
     await until(lambda: waiting.begun)
 
 
 async def test_what_nobody_asks_for_is_forgotten(pair, work: Work, database: Database):
     first, _ = pair
-    await first.answer("x", work)
+    await first.answer("x", work, place="here")
     work.answer.set_result("found")
     await until(lambda: not first._runs)
     async with database.write() as session:
@@ -184,8 +191,9 @@ async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
     database: Database, database_url: str, tmp_path
 ):
     settings, cluster, other = Settings(data_dir=tmp_path), FakeCluster(), Database(database_url)
+    clusters = named_clusters(settings, {DEFAULT: cluster}, refresh_s=600)
     replicas = [
-        JobExporter(one, cluster, Submitter(settings, one, cluster, python="python"), limit_s=60)
+        JobExporter(one, clusters, Submitter(settings, one, clusters), limit_s=60)
         for one in (database, other)
     ]
     request = ExportRequest("/runs", "job-1")

@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 
 from service.job_states import AttemptState, JobState
 from service.jobspec import JobSpec
-from service.orchestrator.cluster_view import ClusterWatcher
+from service.orchestrator.clusters import named_clusters
 from service.orchestrator.loop import Orchestrator
 from service.settings import Settings
 from service.store.attempts import create_attempt
@@ -139,8 +139,9 @@ async def test_the_orchestrator_tidies_up_with_its_settings(database: Database):
     old = await job_with_everything(database, ended_days_ago=31)
     settings = Settings(keep_timelines_days=-1, keep_history_days=1)
     cluster = FakeCluster()
-    watcher = ClusterWatcher(cluster, refresh_s=600, workers_per_gpu=1)
-    orchestrator = Orchestrator(settings, database, cluster, watcher, local=True)
+    orchestrator = Orchestrator(
+        settings, database, named_clusters(settings, {"default": cluster}, refresh_s=600)
+    )
     for _ in range(2):
         await orchestrator.round()
         await orchestrator.settle()

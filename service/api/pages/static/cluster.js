@@ -7,6 +7,7 @@ const PAUSE_MS = 2000;
 const SHOWN_WAITING = 200;
 const ACTIVE = ["STARTING", "RUNNING", "CANCELLING"];
 
+let several = false;
 const $ = (id) => document.getElementById(id);
 
 async function refresh() {
@@ -14,25 +15,27 @@ async function refresh() {
   const [cluster, queues, jobs] = await Promise.all([
     read("/api/v1/cluster"), read("/api/v1/queues"), read(`/api/v1/jobs?${running}&limit=500`),
   ]);
+  several = cluster.clusters.length > 1;
+  for (const title of document.querySelectorAll("th.of-clusters")) title.hidden = !several;
   showAccelerators(cluster);
   showQueues(queues.items, jobs.items);
   showWaiting(queues.items);
   showMeshes(cluster.gangs, new Map(jobs.items.map((job) => [job.id, job])));
   rows("nodes", cluster.nodes.map((node) => make("tr", { "data-node": node.id },
-    make("th", { scope: "row" }, make("code", {}, node.id.slice(0, 12))), make("td", {}, node.address), make("td", {}, offers(node.resources)))));
+    make("th", { scope: "row" }, make("code", {}, node.id.slice(0, 12))), ...onCluster(node.cluster), make("td", {}, node.address), make("td", {}, offers(node.resources)))));
   return true;
 }
 
 function showAccelerators(cluster) {
   $("away").hidden = cluster.available;
-  $("away").textContent = cluster.available ? "" : cluster.error ?? "The cluster has not been seen yet.";
+  $("away").textContent = cluster.available ? "" : cluster.error || "The cluster has not been seen yet.";
   const some = cluster.accelerators.filter((one) => one.total);
   if (cluster.available && !some.length) {
     $("away").hidden = false;
     $("away").textContent = "The cluster has no accelerator.";
   }
-  $("accelerators").replaceChildren(...some.map((one) => make("div", { "data-device": one.device },
-    make("dt", {}, one.resource), make("dd", {}, `${one.free} of ${one.total} free, ${one.used} in use here`))));
+  $("accelerators").replaceChildren(...some.map((one) => make("div", { "data-device": one.device, "data-cluster": one.cluster },
+    make("dt", {}, cluster.clusters.length > 1 ? `${one.cluster}: ${one.resource}` : one.resource), make("dd", {}, `${one.free} of ${one.total} free, ${one.used} in use here`))));
 }
 
 function showQueues(queues, running) {
@@ -41,6 +44,7 @@ function showQueues(queues, running) {
     const bar = make("progress", { max: queue.quota || 1, value: queue.quota ? queue.used : 0, "aria-label": `Quota of ${queue.name}` });
     return make("tr", { "data-queue": queue.name },
       make("th", { scope: "row" }, make("a", { href: `/?${new URLSearchParams({ queue: queue.name })}` }, queue.name)),
+      ...onCluster(queue.cluster ?? "?"),
       make("td", { class: "quota progress" }, ...(queue.quota === null ? [] : [bar]), share),
       make("td", { class: "number" }, String(running.filter((job) => job.queue === queue.name).length)),
       make("td", { class: "number" }, String(queue.depth)));
@@ -64,9 +68,14 @@ function showWaiting(queues) {
 function showMeshes(gangs, jobs) {
   rows("meshes", gangs.map((gang) => make("tr", { "data-job": gang.job_id },
     jobCell(gang.job_id, jobs.get(gang.job_id)?.name ?? ""), make("td", { class: "number" }, String(gang.attempt)),
-    make("td", {}, jobs.get(gang.job_id)?.queue ?? ""), make("td", {}, gang.device),
+    make("td", {}, jobs.get(gang.job_id)?.queue ?? ""), ...onCluster(gang.cluster), make("td", {}, gang.device),
     make("td", { class: "number" }, String(gang.meshes)), make("td", {}, workers(gang)))));
   $("none-runs").hidden = gangs.length > 0;
+}
+
+/** A cell that only pages of several clusters have. */
+function onCluster(name) {
+  return several ? [make("td", {}, name)] : [];
 }
 
 function workers(gang) {
