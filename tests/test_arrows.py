@@ -100,6 +100,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.job_states",
         "service.queue_client",
         "service.settings",
+        "service.settings_keeping",
         "service.api.schemas",
         "service.api.people_schemas",
         "service.api.notification_schemas",

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.job_states import FINAL_STATES
 from service.jobspec import PACKAGE_PREFIX
 from service.store.database import Sessions
+from service.store.named_plans import forget_plans
 from service.store.notification_tables import Delivery
 from service.store.pulse import forget_pulses
 from service.store.states import add_event, lock_job
@@ -35,6 +36,7 @@ class Keep:
     timelines_days: float
     history_days: float
     packages_days: float
+    plans_days: float = FOR_EVER
 
 
 async def remove_old(database: Sessions, keep: Keep, *, now: datetime) -> None:
@@ -47,6 +49,7 @@ async def remove_old(database: Sessions, keep: Keep, *, now: datetime) -> None:
         await _remove_packages(database, keep.packages_days, now)
     async with database.write() as session:
         await forget_pulses(session, at=now)
+        await forget_plans(session, unused_days=keep.plans_days, history_days=keep.history_days, at=now)
 
 
 async def _remove_timelines(database: Sessions, days: float, now: datetime) -> None:

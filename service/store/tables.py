@@ -116,6 +116,8 @@ class Job(Base):
     """By evaluation.metric: its step, uri, metric and value."""
     traceparent: Mapped[str | None] = mapped_column(String(55))
     """W3C trace context of the request that submitted it."""
+    given_plan: Mapped[str | None] = mapped_column(String(40), index=True)
+    """The id of the named plan that it was submitted with."""
 
     @property
     def trace_id(self) -> str | None:
