@@ -30,7 +30,6 @@ from service.api.schemas import (
     EventView,
     ExportingView,
     Health,
-    JobPlanPreview,
     JobPlanView,
     JobView,
     LogLine,
@@ -44,6 +43,8 @@ from service.api.schemas import (
     Version,
 )
 from service.api.why_schemas import WhyView
+from service.client_plans import PROFILE_LIMIT_S as PROFILE_LIMIT_S
+from service.client_plans import PlanCalls
 from service.client_weights import WeightsCalls
 from service.jobspec import JobSpec
 from service.people_client import PeopleCalls
@@ -53,9 +54,6 @@ from service.settings import is_loopback
 DEFAULT_URL = "http://127.0.0.1:8000"
 RETURN_LIMIT_S = 300.0
 """So long who waits for a job, or follows it, bears with a server that is away: it may be restarting."""
-PROFILE_LIMIT_S = 600.0
-"""So long who asks for the plan of a job waits until one worker has measured it."""
-_PLAN_LIMIT_S = 180.0
 _PAGE = 500
 _NOT_NOW = frozenset({502, 503, 504})
 _STREAM_TIMEOUT = httpx.Timeout(30.0, read=60.0)  # the server sends a sign of life every 15 seconds
@@ -91,7 +89,7 @@ class ApiError(ClientError):
         return self.status in _NOT_NOW
 
 
-class Client(PeopleCalls, QueueCalls, WeightsCalls):
+class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.
@@ -221,33 +219,7 @@ class Client(PeopleCalls, QueueCalls, WeightsCalls):
         path = f"/api/v1/jobs/{job_id}/postmortem"
         return self._call("GET", path, params=_given(attempt=attempt)).content
 
-    # Plans without a job, code, cluster, server
-
-    def plan_job(
-        self,
-        spec: JobSpec | Mapping[str, Any],
-        *,
-        budget_s: float | None = None,
-        limit_s: float = PROFILE_LIMIT_S,
-        waiting: Callable[[str], None] = lambda _: None,
-    ) -> JobPlanPreview:
-        """The plan of a job that is not submitted: cut, schedule, memory, expected step.
-
-        Where its costs are not known one worker measures them first: `waiting` hears of it once, and after
-        `limit_s` ClientError is raised.
-        """
-        body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
-        call = {"json": body, "params": _given(budget_s=budget_s), "timeout": _PLAN_LIMIT_S}
-        return self._until_answered(
-            JobPlanPreview, ProfilingView, "/api/v1/plans/job", call, limit_s=limit_s, waiting=waiting
-        )
-
-    def make_plan(
-        self, spec: Mapping[str, Any], *, format: str = "json", budget_s: float | None = None
-    ) -> str:
-        """Plan a PipelineSpec (DESIGN section 4): the plan as text in json, csv, table, events, chrome, svg or text."""
-        params = _given(format=format, budget_s=budget_s)
-        return self._call("POST", "/api/v1/plans", json=spec, params=params).text
+    # Code, cluster, server
 
     def upload_package(self, content: bytes) -> PackageView:
         """Store a zip of code; its `uri` goes into a job's code.working_dir."""

@@ -249,6 +249,9 @@ class JobSpec(_Part):
     )
     labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
     notifications: Notifications = Field(default=[], description="URLs that are told of the job's states")
+    plan: Name | None = Field(
+        default=None, description="Train with exactly this plan of the submitter's, kept under its name"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -353,3 +356,9 @@ def stored_retry(spec: Mapping[str, Any]) -> Retry:
     """How often a stored job wants to be tried again."""
     names = Retry.model_fields
     return Retry.model_construct(**{name: stored(spec, "retry", name, names[name].default) for name in names})
+
+
+def stored_plan_name(spec: Mapping[str, Any]) -> str:
+    """The plan that a stored job was submitted with."""
+    name = spec.get("plan")
+    return name if isinstance(name, str) else ""

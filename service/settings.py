@@ -18,13 +18,12 @@ from pydantic_settings import SettingsConfigDict
 from service.cluster_settings import ClustersAndQueues
 from service.job_notifications import StateName, check_signed, checked_url
 from service.principals import Role
+from service.settings_keeping import MEBIBYTE, Keeping
 
 KIBIBYTE = 1 << 10
-MEBIBYTE = 1 << 20
-Days = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
 
 
-class Settings(ClustersAndQueues):
+class Settings(Keeping, ClustersAndQueues):
     """Read from SLOTLINE_* (and RAY_ADDRESS, RAY_AUTH_TOKEN); see each field for its meaning and unit."""
 
     model_config = SettingsConfigDict(
@@ -156,13 +155,6 @@ class Settings(ClustersAndQueues):
         default=100, description="Profiled steps of one job whose slots are stored: the last ones"
     )
 
-    # How long things are kept, in days (-1: for ever). Jobs, attempts, events and checkpoints always stay.
-    keep_timelines_days: Days = Field(default=30.0, description="Measured slots, after their job's end")
-    keep_history_days: Days = Field(default=365.0, description="Steps, plan and logs, after their job's end")
-    keep_packages_days: Days = Field(
-        default=30.0, description="Uploaded code that no job names, after its last upload"
-    )
-
     # Planning
     plan_processes: Annotated[int, Field(ge=1)] = 1
     plan_queue: Annotated[int, Field(ge=0)] = Field(
@@ -184,13 +176,6 @@ class Settings(ClustersAndQueues):
         default=200_000,
         description="Largest microbatches x (stages + edges) of POST /api/v1/plans, and of a job",
     )
-
-    @field_validator("keep_timelines_days", "keep_history_days", "keep_packages_days")
-    @classmethod
-    def _days_or_for_ever(cls, value: float) -> float:
-        if -1 < value < 0:
-            raise ValueError(f"{value:g} is no time to keep something: give days, or -1 for ever")
-        return value
 
     @field_validator("metrics_ports")
     @classmethod

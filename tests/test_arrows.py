@@ -83,6 +83,7 @@ def test_the_api_needs_no_orchestrator_in_its_process():
 def test_the_client_and_the_values_that_it_shares_know_no_other_room():
     light = (
         "service.client",
+        "service.client_plans",
         "service.client_weights",
         "service.cluster_settings",
         "service.jobspec",
@@ -101,6 +102,8 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.job_states",
         "service.queue_client",
         "service.settings",
+        "service.settings_keeping",
+        "service.api.plan_schemas",
         "service.api.schemas",
         "service.api.cluster_schemas",
         "service.api.people_schemas",

@@ -32,6 +32,7 @@ from worker.memory import PeakMemory
 from worker.model import resolve
 from worker.model.batch_norms import batch_norm_notes
 from worker.model.evaluating import EvaluationEdge
+from worker.model.form import ModelForm
 from worker.model.shipping import Values
 from worker.node import WorkerAddress, own_node_address
 from worker.peaks import own_peak
@@ -134,6 +135,11 @@ class Worker(Measuring, Saving):
         if workers in (None, self._workers_per_mesh):
             return self._model.graph(self._batches.sample[0])
         return self._model.graph(self._batches.samples(workers)[0], workers)
+
+    def form(self) -> ModelForm:
+        """Of the traced model, for the worker that traced."""
+        whole = self._job.resources.tensor == 1
+        return ModelForm.of_traced(self._model.traced(self._batches.sample[0]), whole=whole)
 
     def check_shares(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
         """Refuse a cut whose tensors would not arrive as they are meant, between meshes of unlike sizes."""

@@ -28,10 +28,11 @@ from service.api.driver_schemas import (
 from service.api.errors import ProblemError, responses
 from service.api.guarded import DriverRoute
 from service.api.handshake import understood
+from service.api.kept_plans import given_of
 from service.api.schemas import JobPlanView
 from service.api.views import checkpoint_view
 from service.job_states import AttemptState
-from service.jobspec import Arguments
+from service.jobspec import Arguments, stored_plan_name
 from service.orchestrator import outcome
 from service.orchestrator.planning import PlanTimeoutError
 from service.sealing import NoKeyError, SecretBox
@@ -123,15 +124,20 @@ async def plan(
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
         earlier = await find_plan(session, attempt.job_id)
-    costs = request.model_dump()
+    costs, given = request.model_dump(), None
+    if job.given_plan is not None:
+        given = await given_of(service, job.given_plan, stored_plan_name(job.spec))
     try:
-        planning = service.planner.plan_job(
-            job.spec,
-            costs,
-            earlier=None if earlier is None else earlier.body,
-            budget_s=service.settings.plan_budget_s,
-            attempt=attempt.id,
-        )
+        if given is not None:
+            planning = service.planner.plan_given(job.spec, costs, given, attempt=attempt.id)
+        else:
+            planning = service.planner.plan_job(
+                job.spec,
+                costs,
+                earlier=None if earlier is None else earlier.body,
+                budget_s=service.settings.plan_budget_s,
+                attempt=attempt.id,
+            )
         planned = await while_connected(connection, planning)
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
         raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
@@ -140,6 +146,8 @@ async def plan(
         await record_plan(session, attempt, planned, at=utc_now())
         digest = owned_digest(costs_digest(job.spec), job.owner, attempt.cluster)
         await record_costs(session, digest, costs, measured_by=GANG, at=utc_now())
+    if given is not None:  # the driver compares what it has traced with what the plan was made for
+        planned = f'{planned[:-1]}, "made_for": {given.made_for}}}'
     return Response(planned, media_type="application/json")
 
 

@@ -19,6 +19,7 @@ from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
 from service.api.guarded import UserRoute
 from service.api.job_filters import Wanted
+from service.api.kept_plans import plan_for
 from service.api.problem_codes import Code
 from service.api.schemas import JobPage, JobView
 from service.api.views import job_summary, job_view
@@ -30,6 +31,7 @@ from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
 from service.store.jobs import NewJob, PageKey
+from service.store.named_plans import use_plan
 from service.store.packages import find_package
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
@@ -63,8 +65,21 @@ async def submit(
     job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
         await check_references(service, spec, caller)
+        kept = await plan_for(service, spec, caller)
         trace = REQUEST.get() or TraceParent.read(traceparent) or TraceParent.new()
-        job = await _create_once(service, spec, caller, idempotency_key, digest, str(trace))
+        new = NewJob(
+            spec,
+            utc_now(),
+            caller.name,
+            idempotency_key,
+            digest,
+            str(trace),
+            None if kept is None else kept.id,
+        )
+        job = await _create_once(service, new, caller)
+        if kept is not None:
+            async with service.database.write() as session:
+                await use_plan(session, kept.id, at=utc_now())
     if job.request_digest != digest:
         raise ProblemError(
             409,
@@ -244,15 +259,12 @@ def _check_notifications(settings: Settings, spec: JobSpec) -> None:
             )
 
 
-async def _create_once(
-    service: Service, spec: JobSpec, caller: Principal, key: str | None, digest: str, traceparent: str
-) -> Job:
+async def _create_once(service: Service, new: NewJob, caller: Principal) -> Job:
     """A new job, or the one that is being made with this key at this moment."""
-    new = NewJob(spec, utc_now(), caller.name, key, digest, traceparent)
     try:
         return await service.submissions.store(new)
     except IntegrityError:
-        job = await _find_by_key(service, caller, key)
+        job = await _find_by_key(service, caller, new.idempotency_key)
         if job is None:
             raise
         return job

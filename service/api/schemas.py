@@ -170,6 +170,14 @@ class MeshUpdateView(BaseModel):
     step_s: float
 
 
+class NamedPlanRef(BaseModel):
+    """A plan that its owner has kept under a name."""
+
+    id: str
+    owner: str
+    name: str
+
+
 class JobPlanView(BaseModel):
     """`step_s` is the planned step: the plan's makespan, and `update_s`, the longest REDUCE and STEP behind it.
     These are null, and `update` empty, in plans of an older Slotline."""
@@ -180,6 +188,9 @@ class JobPlanView(BaseModel):
     step_s: float | None = None
     update_s: float | None = None
     update: list[MeshUpdateView] = []
+    named: NamedPlanRef | None = Field(
+        default=None, description="The kept plan that this is; null where it was made for its job alone"
+    )
 
 
 class JobPlanPreview(JobPlanView):

@@ -20,6 +20,7 @@ from service.cli import (
     notifications,
     people,
     plan,
+    plans,
     quota,
     reshard,
     secrets,
@@ -80,6 +81,7 @@ app.add_typer(tokens.app, name="token")
 app.add_typer(tokens.app, name="tokens", hidden=True)
 app.add_typer(people.app)
 app.add_typer(secrets.app, name="secret")
+app.add_typer(plans.app, name="plans")
 
 
 def main() -> None:

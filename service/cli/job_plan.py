@@ -38,15 +38,20 @@ def with_schedule(data: dict[str, Any], schedule: str | None) -> dict[str, Any]:
     return {**data, "pipeline": {**pipeline, "schedule": schedule}}
 
 
-def plan_job_file(data: dict[str, Any], file: Path, *, format: str, budget_s: float, local: bool) -> str:
+def plan_job_file(
+    data: dict[str, Any], file: Path, *, format: str, budget_s: float, local: bool, name: str | None = None
+) -> str:
     """The plan of the job `data` from `file` as text: "text" is a table for people, "json" everything, and the
-    other formats show the schedule."""
+    other formats show the schedule. With a `name` the server keeps it."""
+    if local and name is not None:
+        raise ValueError("--name keeps the plan on a server, and --local asks none: leave out one")
     with Client() as client:
-        asked = not local and ("SLOTLINE_URL" in os.environ or client.ready())
+        asked = not local and (name is not None or "SLOTLINE_URL" in os.environ or client.ready())
         if asked:
             found = client.plan_job(
                 upload_code(client, data, file),
                 budget_s=budget_s,
+                name=name,
                 waiting=lambda message: _say(f"{message} …"),
             )
         else:

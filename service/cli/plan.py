@@ -11,6 +11,7 @@ import typer
 
 from service.cli.job_file import SpecLoader
 from service.cli.job_plan import is_job, plan_job_file, with_schedule
+from service.cli.plans import KeptName
 
 if TYPE_CHECKING:
     from service.scheduler import PipelineSpec
@@ -48,6 +49,7 @@ def plan(
     local: Annotated[
         bool, typer.Option("--local", help="Measure a job on this machine, also where a server answers.")
     ] = False,
+    name: KeptName = None,
 ) -> None:
     """Plan one training step: timeline, memory and programs of every mesh.
 
@@ -62,8 +64,10 @@ def plan(
                     "--compare and --orders are for pipeline specs, and this is a job: leave them out"
                 )
             text = plan_job_file(
-                with_schedule(data, schedule), spec, format=form, budget_s=budget_s, local=local
+                with_schedule(data, schedule), spec, format=form, budget_s=budget_s, local=local, name=name
             )
+        elif name is not None:
+            raise ValueError("--name keeps the plan of a job, and this is a pipeline spec: leave it out")
         elif compare:
             text = _compare(_read_spec(data, schedule, orders), form, budget_s)
         else:

@@ -10,6 +10,7 @@ import typer
 from service.api.schemas import JobView
 from service.cli.job_file import read_spec, upload_code
 from service.cli.output import CliError, JobArgument, Json, checked
+from service.cli.plans import GivenPlan
 from service.cli.tables import show_job
 from service.client import Client
 from service.job_states import JobState
@@ -30,11 +31,13 @@ def submit(
             callback=checked(KEY_PATTERN, "a key"), help="Idempotency key: the same key submits only once"
         ),
     ] = None,
+    plan: GivenPlan = None,
     as_json: Json = False,
 ) -> None:
     """Submit a job. A folder in code.working_dir is uploaded."""
     client = Client()
-    job = client.submit(upload_code(client, read_spec(file), file), idempotency_key=key)
+    spec = read_spec(file) | ({} if plan is None else {"plan": plan})
+    job = client.submit(upload_code(client, spec, file), idempotency_key=key)
     if wait:
         job = client.wait(job.id)
     show_job(job, client.url, as_json=as_json)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.instruments import PLANNING_SECONDS
 from service.orchestrator.explaining import StoredStep, explain_step
+from service.orchestrator.given_plans import GivenPlan, made_for, plan_given
 from service.orchestrator.planning_line import Line, Load
 from service.tracing import record_within
 
@@ -97,6 +98,21 @@ class Planner:
         whose number of microbatches is kept where the job leaves it open. `attempt` is the one whose driver asks.
         """
         return await self._run(_plan_job, job, costs, earlier, budget_s, attempt=attempt)
+
+    async def plan_given(
+        self,
+        job: Mapping[str, Any],
+        costs: Mapping[str, Any],
+        given: GivenPlan,
+        *,
+        attempt: str | None = None,
+    ) -> str:
+        """`given` for a job with these costs, as `plan_job` answers; PlanRefusedError says what does not fit."""
+        return await self._run(plan_given, job, costs, given, attempt=attempt)
+
+    async def made_for(self, job: Mapping[str, Any], costs: Mapping[str, Any], plan: str) -> str:
+        """What the plan of a job with these costs was made for, as GivenPlan has it."""
+        return await self._run(made_for, job, costs, plan)
 
     async def plan_spec(self, spec: str, *, budget_s: float, format: str, attempt: str | None = None) -> str:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS; `attempt` as in `plan_job`."""

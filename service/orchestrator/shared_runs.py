@@ -46,7 +46,8 @@ class SharedRuns:
     async def answer(self, request: str, work: Work, *, place: str) -> str | None:
         """What came of the run for `request`, once; None while it goes on, which begins with the first call: ask again.
 
-        In its `place` it has its turn. An answer of None is not told: the next call begins again. Raises RunFailedError, once, and PlannerBusyError.
+        It has its turn among those of its `place`. An answer of None is not told: the next call begins again. Raises
+        RunFailedError, once, and PlannerBusyError.
         """
         key = f"{self._kind}-{hashlib.sha256(f'{place} {request}'.encode()).hexdigest()}"
         if key in self._runs or await run_goes_on(self._database, key):

@@ -20,6 +20,7 @@ class Tidier:
             timelines_days=settings.keep_timelines_days,
             history_days=settings.keep_history_days,
             packages_days=settings.keep_packages_days,
+            plans_days=settings.keep_plans_days,
         )
         self._begun_at: float | None = None
 

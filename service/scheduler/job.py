@@ -108,7 +108,7 @@ def _choose(
     budget_s: float,
     expired: Callable[[], bool] | None,
 ) -> JobPlan:
-    profiles = {count: _profile(job, costs, count) for count in counts}
+    profiles = {count: profile_of(job, costs, count) for count in counts}
     given = job.resources.memory_per_worker  # for drivers that tell no memory
     limit = given if isinstance(given, int) else None
     names = [f"m{index}" for index in range(job.meshes)]
@@ -120,11 +120,11 @@ def _choose(
         network=costs.network,
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
-        optimizer=_optimizer(job, costs),
+        optimizer=optimizer_of(job, costs),
         update=costs.update,
         shared=costs.shared,
         action_s=costs.action_s,
-        recompute=_recompute(job),
+        recompute=recompute_of(job),
         budget_s=budget_s,
         expired=expired,
     )
@@ -136,7 +136,7 @@ def _choose(
     return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
 
 
-def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
+def profile_of(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     """The profile of so many microbatches; with that of each mesh, where they have unlike sizes."""
     if job.resources.workers is None:
         return costs.profiles[count]
@@ -156,7 +156,7 @@ def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     )
 
 
-def _optimizer(job: Job, costs: JobCosts) -> OptimizerState:
+def optimizer_of(job: Job, costs: JobCosts) -> OptimizerState:
     """What the optimizer keeps; of it each worker has its part where those of a mesh share it."""
     if not job.sharded:
         return costs.optimizer
@@ -164,7 +164,8 @@ def _optimizer(job: Job, costs: JobCosts) -> OptimizerState:
     return SharedOptimizerState(**asdict(costs.optimizer), workers=sizes)
 
 
-def _recompute(job: Job) -> Recompute:
+def recompute_of(job: Job) -> Recompute:
+    """Which stages recompute, as the job says."""
     wanted = job.pipeline.recompute
     return wanted if isinstance(wanted, str) else list(wanted)
 

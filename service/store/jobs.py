@@ -46,6 +46,7 @@ class NewJob:
     idempotency_key: str | None = None
     request_digest: str | None = None
     traceparent: str | None = None
+    given_plan: str | None = None
 
 
 async def create_job(
@@ -106,6 +107,7 @@ def _queued(new: NewJob) -> Job:
         idempotency_key=None if key is None else owned_key(new.owner, key),
         request_digest=new.request_digest,
         traceparent=new.traceparent,
+        given_plan=new.given_plan,
         attempts_made=0,
         attempts_forgiven=0,
         infrastructure_forgiven=0,

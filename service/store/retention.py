@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.job_states import FINAL_STATES
 from service.jobspec import PACKAGE_PREFIX
 from service.store.database import Sessions
+from service.store.named_plans import forget_plans
 from service.store.notification_tables import Delivery
 from service.store.pulse import forget_pulses
 from service.store.short_runs import forget_runs
@@ -36,6 +37,7 @@ class Keep:
     timelines_days: float
     history_days: float
     packages_days: float
+    plans_days: float = FOR_EVER
 
 
 async def remove_old(database: Sessions, keep: Keep, *, now: datetime) -> None:
@@ -49,6 +51,7 @@ async def remove_old(database: Sessions, keep: Keep, *, now: datetime) -> None:
     async with database.write() as session:
         await forget_pulses(session, at=now)
         await forget_runs(session)
+        await forget_plans(session, unused_days=keep.plans_days, history_days=keep.history_days, at=now)
 
 
 async def _remove_timelines(database: Sessions, days: float, now: datetime) -> None:

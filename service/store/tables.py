@@ -119,6 +119,8 @@ class Job(Base):
     """W3C trace context of the request that submitted it."""
     cluster: Mapped[str | None] = mapped_column(String(100))
     """Where its attempts run, from the first one on; see `began_on`."""
+    given_plan: Mapped[str | None] = mapped_column(String(40), index=True)
+    """The id of the named plan that it was submitted with."""
 
     @property
     def trace_id(self) -> str | None:

@@ -6,7 +6,7 @@ Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from worker.choices import may_loop, microbatch_counts
@@ -15,76 +15,15 @@ from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.links import MeshCosts
+from worker.driver.planned import PlannedJob, planned_job
 from worker.driver.report import Reporter
 from worker.driver.sums import Sums, measure_sums
 from worker.failure import AttemptFailure, OutOfMemoryFailure
 from worker.job import Job
 from worker.model.memory_plan import corrected_factor, planned_peak_bytes, static_bytes_by_mesh
 from worker.model.profile import LayerProfile, mean_profile, slowest_profile
-from worker.model.update_costs import MeshUpdate, UpdateCosts
+from worker.model.update_costs import UpdateCosts
 from worker.reasons import Reason
-from worker.resharding_plan import ReshardingPlan
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """What the control plane answered: JSON of a PipelineSpec and a Plan, the layers that begin stages, and
-    of each mesh what REDUCE and STEP take behind the makespan.
-
-    `slowdown` is how many times as long as alone actions take by it, where workers share processor cores;
-    `reshardings` are the transfers between meshes of unlike sizes, by edge and whether they are of gradients.
-    """
-
-    begins: tuple[str, ...]
-    spec: Mapping[str, Any]
-    plan: Mapping[str, Any]
-    update: tuple[MeshUpdate, ...] = ()
-    slowdown: float = 1.0
-    reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
-    update_s: float | None = None
-
-    @property
-    def microbatches(self) -> int:
-        return self.spec["microbatches"]
-
-    @property
-    def step_s(self) -> float:
-        """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
-        longest = max((one.whole_s for one in self.update), default=0.0)
-        return self.plan["makespan_s"] + (longest if self.update_s is None else self.update_s)
-
-    @property
-    def stage_names(self) -> list[str]:
-        return [stage["name"] for stage in self.spec["stages"]]
-
-    @property
-    def recomputed(self) -> list[int]:
-        """The stages that keep their inputs only."""
-        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
-
-    def stages_of(self, mesh: str) -> list[int]:
-        """The stages that a mesh runs."""
-        return [index for index, other in enumerate(self.mesh_of_stage) if other == mesh]
-
-    @property
-    def mesh_of_stage(self) -> list[str]:
-        return [stage["mesh"] for stage in self.spec["stages"]]
-
-
-def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
-    """The control plane's answer to a request for a plan, read."""
-    return PlannedJob(
-        begins=tuple(answer["begins"]),
-        spec=answer["spec"],
-        plan=answer["plan"],
-        update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
-        slowdown=answer.get("slowdown", 1.0),
-        update_s=answer.get("update_s"),
-        reshardings={
-            (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
-            for one in answer.get("reshardings") or ()
-        },
-    )
 
 
 class Planner:
@@ -155,10 +94,12 @@ class Planner:
         self._planned = planned
         self.profiles = [self._profiles.get(of[planned.microbatches]) for of in keys]
         self._trace_once(planned.microbatches)
+        self._check_form(planned)
         self._check_shares(planned)
         self._reporter.event(
             "planned",
-            f"{planned.plan['chosen']}: {planned.microbatches} microbatches, {len(planned.begins)} stages, "
+            f"{planned.plan['chosen']}{planned.as_named}: {planned.microbatches} microbatches, "
+            f"{len(planned.begins)} stages, "
             f"makespan {planned.plan['makespan_s']:.4g} s, step {planned.step_s:.4g} s, "
             f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}"
             + (
@@ -192,6 +133,24 @@ class Planner:
             self._limits.prepare_s,
         )
         self._traced_for = microbatches
+
+    def _check_form(self, planned: PlannedJob) -> None:
+        """That the model as it was traced here is the one for which a plan that the job names was made: what was measured
+        may be older than the model's code."""
+        wanted = planned.forms.get(self._mesh_size_of_workers()[0])
+        if wanted is None:
+            return
+        (form,) = self._call(
+            [self._gang.workers[0].form.remote()],
+            "comparing the model with that of its plan",
+            self._limits.prepare_s,
+        )
+        if (different := form.difference(wanted)) is not None:
+            raise AttemptFailure(
+                Reason.PLAN_INFEASIBLE,
+                f"the plan {planned.named!r} cannot be used: it was made for another model: {different}; make it anew "
+                "(slotline plan job.yaml --name ...), or submit the job without one",
+            )
 
     def _check_shares(self, planned: PlannedJob) -> None:
         """That what goes between meshes of unlike sizes arrives as it is meant."""

@@ -1,0 +1,105 @@
+"""What of a model a plan depends on: its layers, what they hold, and the tensors between them; no times.
+
+A plan that is kept for later has the form of the model that it was made for, and a driver compares its own with that.
+Plain data that travels as JSON. Light: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from worker.model.profile import LayerProfile
+
+if TYPE_CHECKING:
+    from worker.model.tracing import TracedModel
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """A layer, and the bytes of the parameters that it uses, by original name."""
+
+    name: str
+    parameters: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class EdgeForm:
+    """A tensor that layer `source` makes and layer `target` uses, as one microbatch of it travels."""
+
+    source: int
+    target: int
+    tensor: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """Layers in execution order, and the tensors between them by source, target and order of production."""
+
+    layers: tuple[LayerForm, ...]
+    edges: tuple[EdgeForm, ...]
+
+    @classmethod
+    def of_profile(cls, profile: LayerProfile, *, whole: bool = True) -> ModelForm:
+        """That of measured layers; not `whole`: of workers that share matrices, whose parameters are left out."""
+        sizes = profile.parameter_sizes
+        return cls(
+            tuple(
+                LayerForm(layer.name, {name: sizes[name] for name in layer.parameters if whole})
+                for layer in profile.layers
+            ),
+            tuple(EdgeForm(edge.source, edge.target, edge.tensor, edge.bytes) for edge in profile.edges),
+        )
+
+    @classmethod
+    def of_traced(cls, traced: TracedModel, *, whole: bool = True) -> ModelForm:
+        """That of a model as it was traced; `whole` as in `of_profile`."""
+        names, tensors = traced.placed.layers, traced.placed.tensors
+        builder = traced.builder(range(len(names)))
+        return cls(
+            tuple(
+                LayerForm(name, {key: tensors[key].nbytes for key in builder.parameters(index) if whole})
+                for index, name in enumerate(names)
+            ),
+            tuple(EdgeForm(edge.source, edge.target, edge.tensor, edge.bytes) for edge in builder.edges()),
+        )
+
+    def difference(self, wanted: ModelForm) -> str | None:
+        """The first thing in which this is not as it was `wanted`, in words; None where all is."""
+        if len(self.layers) != len(wanted.layers):
+            return f"the model has {len(self.layers)} layers, and not {len(wanted.layers)}"
+        for number, (mine, other) in enumerate(zip(self.layers, wanted.layers, strict=True)):
+            if mine.name != other.name:
+                return f"layer {number} is {mine.name}, and not {other.name}"
+            if dict(mine.parameters) != dict(other.parameters):
+                return f"layer {mine.name} has {_held(mine)}, and not {_held(other)}"
+        if len(self.edges) != len(wanted.edges):
+            return f"{len(self.edges)} tensors travel between layers, and not {len(wanted.edges)}"
+        for mine, other in zip(self.edges, wanted.edges, strict=True):
+            if mine != other:
+                return f"{self._told(mine)} travels between layers, and not {wanted._told(other)}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelForm:
+        """Inverse of `to_json`."""
+        return cls(
+            tuple(LayerForm(**layer) for layer in data["layers"]),
+            tuple(EdgeForm(**edge) for edge in data["edges"]),
+        )
+
+    def _told(self, edge: EdgeForm) -> str:
+        ends = f"{self.layers[edge.source].name} to {self.layers[edge.target].name}"
+        return f"{edge.tensor} of {edge.bytes} bytes from {ends}"
+
+
+def _held(layer: LayerForm) -> str:
+    named = ", ".join(f"{name} ({size} bytes)" for name, size in sorted(layer.parameters.items())[:4])
+    more = len(layer.parameters) - 4
+    return (named or "no parameters") + (f" and {more} more" if more > 0 else "")
