@@ -78,6 +78,8 @@ class JobProfiler:
         Raises ProfilingFailedError, once, where measuring has failed, and ProfilingBusyError.
         """
         digest = owned_digest(costs_digest(spec), owner, cluster)
+        runs = self._runs.setdefault(cluster, {})
+        running = digest in runs  # it may end while the store is asked, which then says what was before
         async with self._database.read() as session:
             found = await find_costs(session, digest, counts)
         if found is not None:
@@ -88,8 +90,7 @@ class JobProfiler:
             raise ProfilingFailedError(
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
             )
-        runs = self._runs.setdefault(cluster, {})
-        if digest not in runs:
+        if not running and digest not in runs:
             if len(runs) >= _RUNS_AT_ONCE + _RUNS_IN_LINE:
                 raise ProfilingBusyError(f"{len(runs)} jobs are being measured or wait for it")
             task = runs[digest] = asyncio.create_task(self._measure(digest, spec, cluster))
