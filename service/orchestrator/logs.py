@@ -133,37 +133,40 @@ class LogKeeper:
     def __init__(self, database: Sessions, clusters: Clusters, *, limit_bytes: int) -> None:
         self._database, self._clusters = database, clusters
         self._limit_bytes = limit_bytes
-        self._busy, self._done_at = False, -_LOG_SETTLES_S
+        self._busy, self._looked_at = set[str](), -_LOG_SETTLES_S
 
     @property
     def due(self) -> bool:
         """Whether it is time for `keep_logs` again."""
-        return not self._busy and time.monotonic() - self._done_at >= _LOG_SETTLES_S
+        return time.monotonic() - self._looked_at >= _LOG_SETTLES_S
 
     async def keep_logs(self) -> None:
-        """Keep the logs of drivers that reported their own end, before Ray forgets them."""
-        self._busy = True
-        try:
-            before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
-            async with self._database.read() as session:
-                ended = await attempts_without_log(session, ended_before=before)
-            by_cluster = defaultdict[str, list[Attempt]](list)
-            for attempt in ended:
-                by_cluster[attempt.cluster].append(attempt)
-            keeping = [self._keep_logs_of(name, attempts) for name, attempts in by_cluster.items()]
-            results = await asyncio.gather(*keeping, return_exceptions=True)
-            for error in results:
-                if isinstance(error, BaseException):
-                    raise error
-        finally:
-            self._busy, self._done_at = False, time.monotonic()
+        """Keep the logs of drivers that reported their own end, before Ray forgets them; of each cluster by itself, so
+        that one that hangs keeps no other's waiting."""
+        self._looked_at = time.monotonic()
+        before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
+        async with self._database.read() as session:
+            ended = await attempts_without_log(session, ended_before=before)
+        self._looked_at = time.monotonic()
+        by_cluster = defaultdict[str, list[Attempt]](list)
+        for attempt in ended:
+            by_cluster[attempt.cluster].append(attempt)
+        free = [name for name in by_cluster if name not in self._busy]
+        keeping = [self._keep_logs_of(name, by_cluster[name]) for name in free]
+        for result in await asyncio.gather(*keeping, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def _keep_logs_of(self, cluster: str, attempts: Sequence[Attempt]) -> None:
-        """Those of one cluster, one after the other: one that hangs keeps no other cluster's waiting."""
+        """Those of one cluster, one after the other."""
         there = self._clusters.of(cluster)
-        for attempt in attempts:
-            if there.watcher.snapshot.available or cluster not in self._clusters.names:
-                await self._keep_log(attempt)
+        self._busy.add(cluster)
+        try:
+            for attempt in attempts:
+                if there.watcher.snapshot.available or cluster not in self._clusters.names:
+                    await self._keep_log(attempt)
+        finally:
+            self._busy.discard(cluster)
 
     async def last_log(self, attempt_id: str, cluster: str = DEFAULT) -> DriverLog | None:
         """The log of a driver as Ray has it now, clipped for the store; None when Ray does not give it out."""

@@ -81,7 +81,7 @@ class JobProfiler:
             raise ProfilingFailedError(
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
             )
-        measure = functools.partial(self._measure, digest, spec, self._clusters.of(cluster))
+        measure = functools.partial(self._measure, digest, spec, counts, self._clusters.of(cluster))
         try:
             await self._runs.answer(digest, measure, place=cluster)
         except RunFailedError as error:
@@ -92,7 +92,12 @@ class JobProfiler:
         """End what is being measured."""
         await self._runs.close()
 
-    async def _measure(self, digest: str, spec: Mapping[str, Any], cluster: NamedCluster) -> None:
+    async def _measure(
+        self, digest: str, spec: Mapping[str, Any], counts: Sequence[int], cluster: NamedCluster
+    ) -> None:
+        async with self._database.read() as session:
+            if await find_costs(session, digest, counts) is not None:
+                return  # the last run ended just when its costs were looked for
         costs = await self._run(spec, cluster)
         async with self._database.write() as session:
             await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from service.api.context import service_of
 from service.control_plane import ControlPlane, control_plane_app
+from service.orchestrator.ray_jobs import Cluster
 from service.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body
@@ -45,7 +47,7 @@ class Api:
     async def rounds(self, job_id: str, number: int = 1) -> None:
         """Work until the attempt `number` of a job was given to the cluster."""
         for _ in range(10):
-            await self.service.cluster.refresh()
+            await self.service.clusters.refresh()
             await self.service.orchestrator.round()
             await self.service.orchestrator.settle()
             if f"{job_id}-{number}" in self.cluster.submissions:
@@ -83,10 +85,13 @@ ApiMaker = Callable[..., AbstractAsyncContextManager[Api]]
 
 @pytest.fixture
 def make_api(tmp_path: Path) -> ApiMaker:
-    """`async with make_api(setting=...) as api`; the orchestrator works only when a test says so."""
+    """`async with make_api(setting=...) as api`; the orchestrator works only when a test says so. Clusters beside the
+    default one are given by name in `others`."""
 
     @asynccontextmanager
-    async def make(**settings: Any) -> AsyncIterator[Api]:
+    async def make(
+        others: Mapping[str, Cluster] = MappingProxyType({}), **settings: Any
+    ) -> AsyncIterator[Api]:
         given = {
             "data_dir": tmp_path,
             "tick_s": 60,
@@ -95,10 +100,10 @@ def make_api(tmp_path: Path) -> ApiMaker:
             **settings,
         }
         cluster = FakeCluster()
-        app = control_plane_app(Settings(**given), cluster)
+        app = control_plane_app(Settings(**given), cluster, others)
         async with app.router.lifespan_context(app):
             service_of(app).orchestrator.stop()  # before it is given a turn: no round of its own
-            await service_of(app).cluster.stop()
+            await service_of(app).clusters.stop()
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 yield Api(client, service_of(app), cluster)

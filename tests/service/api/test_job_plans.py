@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from service.orchestrator import profiling
 from service.orchestrator.decide import RayJob, RayState
 from service.scheduler import MeshSpec
 from service.scheduler.joint import choose
@@ -179,6 +180,25 @@ async def measuring(api: Api, **changes: Any) -> str:
 def answers(api: Api, run_id: str, answer: dict[str, Any], state: RayState = RayState.SUCCEEDED) -> None:
     api.cluster.logs[run_id] = f"warning: slow\n{ANSWER_MARK}{json.dumps(answer)}\n"
     api.cluster.states[run_id] = RayJob(state)
+
+
+async def test_a_measurement_that_ends_while_the_store_is_asked_is_not_begun_again(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    run_id = await measuring(api)
+    find = profiling.find_costs
+
+    async def ends_meanwhile(*asked: Any) -> Any:
+        found = await find(*asked)
+        answers(api, run_id, {"costs": costs()})
+        async with asyncio.timeout(60):
+            while api.service.profiler._runs["default"]:
+                await asyncio.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(profiling, "find_costs", ends_meanwhile)
+    assert (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).status_code == 202
+    assert list(api.cluster.submissions) == [run_id], "measured once"
 
 
 async def test_the_plan_of_a_job_that_nobody_trained_is_made_when_one_worker_has_measured_it(api: Api):

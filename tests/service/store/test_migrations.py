@@ -7,6 +7,7 @@ import json
 from sqlalchemy import text
 
 from service.principals import Principal, Role
+from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.jobs import find_by_idempotency_key, find_job
@@ -90,4 +91,35 @@ async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database
             assert not await find_package(session, "p", owner="alice")
             assert [event.principal for event in await events_of(session, "a")] == [None]
         await older.start(to="0004")
+    await older.close()
+
+
+async def test_older_attempts_are_the_default_clusters_and_so_are_jobs_that_began(database_url: str):
+    """Up from 0011, down and up again. A replica of the release before makes rows without the new columns, too."""
+    older = Database(database_url)
+    await older.start(to="0011")
+    at = "'2026-01-01 00:00:00'"
+    insert = (
+        "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at, queued_at,"
+        f" attempts_made, attempts_forgiven, last_event) VALUES (:id, 'n', 'default', 0, 2, 'auto', '{{}}', 'QUEUED', {at},"
+        f" {at}, :made, 0, 0)"
+    )
+    attempt = (
+        "INSERT INTO attempts (id, job_id, number, state, token, device, accelerators, created_at, last_sequence,"
+        f" log_first_line) VALUES (:id, :job, 1, 'FAILED', 't', 'cpu', 2, {at}, 0, 1)"
+    )
+    for revision, began, fresh in (("0011", "a", "b"), ("head", "c", "d")):
+        if revision == "head":
+            await older.start()
+        async with older.engine.begin() as connection:
+            await connection.execute(text(insert), [{"id": began, "made": 1}, {"id": fresh, "made": 0}])
+            await connection.execute(text(attempt), {"id": f"{began}-1", "job": began})
+    for _ in range(2):
+        await older.start()
+        async with older.read() as session:
+            for began, fresh in (("a", "b"), ("c", "d")):
+                assert (await find_attempt(session, f"{began}-1")).cluster == "default"
+                assert (await find_job(session, began)).began_on == "default"
+                assert (await find_job(session, fresh)).began_on is None
+        await older.start(to="0011")
     await older.close()
