@@ -24,6 +24,7 @@ from service.orchestrator.notifying import Notifier
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
 from service.orchestrator.ray_jobs import Cluster, RayCluster
+from service.orchestrator.removing import JobRemover
 from service.settings import Settings
 from service.store.database import Database
 from service.store.sole_user import sole_user
@@ -83,8 +84,12 @@ async def run_control_plane(
         identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
         if identity is not None:
             stack.push_async_callback(identity.close)
-        exporter = JobExporter(cluster, orchestrator.submitter, limit_s=settings.export_timeout_s)
+        exporter = JobExporter(
+            cluster, orchestrator.submitter, limit_s=settings.export_timeout_s, database=database
+        )
         stack.push_async_callback(exporter.close)
+        remover = JobRemover(database, cluster, orchestrator.submitter, limit_s=settings.removal_timeout_s)
+        stack.push_async_callback(remover.close)
         notifier = Notifier(settings, database)
         stack.push_async_callback(notifier.close)
         notifier.start()
@@ -101,6 +106,7 @@ async def run_control_plane(
             planner=planner,
             profiler=profiler,
             exporter=exporter,
+            remover=remover,
             cluster=watcher,
             logs=logs,
             wake=orchestrator.wake,

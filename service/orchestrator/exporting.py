@@ -14,9 +14,13 @@ from service.orchestrator.planning import PlannerBusyError
 from service.orchestrator.ray_jobs import Cluster
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
+from service.store.database import Sessions, utc_now
+from service.store.storage_uses import InUseError, Use, begin_use, end_use
+from worker.checkpoint_files import folder_name
 from worker.weights.request import ExportFailedError, ExportRequest, read_answer
 
 _RUNS_KEPT = 16
+_SPARE_S = 60.0
 
 
 class ExportsBusyError(PlannerBusyError):
@@ -26,8 +30,11 @@ class ExportsBusyError(PlannerBusyError):
 class JobExporter:
     """Exports weights; each request once at a time, for `limit_s` at most, few at once."""
 
-    def __init__(self, cluster: Cluster, submitter: Submitter, *, limit_s: float) -> None:
+    def __init__(
+        self, cluster: Cluster, submitter: Submitter, *, limit_s: float, database: Sessions | None = None
+    ) -> None:
         self._cluster, self._submitter, self._limit_s = cluster, submitter, limit_s
+        self._database = database
         self._runs: dict[ExportRequest, asyncio.Task[Mapping[str, Any]]] = {}
 
     async def exported(self, request: ExportRequest) -> Mapping[str, Any] | None:
@@ -58,6 +65,25 @@ class JobExporter:
         self._runs.pop(key).exception()  # else asyncio says that nobody looked
 
     async def _run(self, request: ExportRequest) -> Mapping[str, Any]:
+        """Nobody may delete meanwhile what is read: without a step that may be any checkpoint of the job."""
+        if self._database is None:
+            return await self._written(request)
+        try:
+            async with self._database.write() as session:
+                folders = None if request.step is None else [folder_name(request.step)]
+                limit_s = self._limit_s + _SPARE_S
+                use = await begin_use(
+                    session, request.job, Use.READING, folders, at=utc_now(), limit_s=limit_s
+                )
+        except InUseError as error:
+            raise ExportFailedError(str(error)) from None
+        try:
+            return await self._written(request)
+        finally:
+            async with self._database.write() as session:
+                await end_use(session, use)
+
+    async def _written(self, request: ExportRequest) -> Mapping[str, Any]:
         submission = self._submitter.exporting(f"export-{secrets.token_hex(8)}", request)
         try:
             return await run_for_answer(self._cluster, submission, read_answer, limit_s=self._limit_s)

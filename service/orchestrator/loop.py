@@ -21,6 +21,7 @@ from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.logs import LogKeeper
 from service.orchestrator.pulse import Pulse
 from service.orchestrator.ray_jobs import Cluster
+from service.orchestrator.removing import JobRemover
 from service.orchestrator.submission import Submitter
 from service.orchestrator.tidying import Tidier
 from service.orchestrator.watching import AttemptWatcher
@@ -76,7 +77,11 @@ class Orchestrator:
             ended=self.wake,
         )
         self._admission = Admission(settings, self.fenced, watcher, changed=self.wake)
-        self._tidier = Tidier(settings, self.fenced)
+        self._tidier = Tidier(
+            settings,
+            self.fenced,
+            JobRemover(self.fenced, cluster, self.submitter, limit_s=settings.removal_timeout_s),
+        )
         watcher.on_change(self.wake)
 
     def wake(self) -> None:

@@ -165,6 +165,7 @@ def test_every_table_is_either_kept_for_ever_or_tidied():
         "post_mortems",
         "deliveries",
         "named_plans",
+        "storage_uses",
     }
     kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses", "audit", "secrets", "job_labels"}
     kept |= {"queue_quotas", "leases"}
