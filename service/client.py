@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from service.api.artifact_schemas import RemovingView
 from service.api.cluster_schemas import ClusterView
 from service.api.schemas import (
     EvaluationPage,
@@ -303,16 +304,17 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
     def _until_answered(
         self,
         model: type[Model],
-        pending: type[ProfilingView] | type[ExportingView],
+        pending: type[ProfilingView] | type[ExportingView] | type[RemovingView],
         path: str,
         call: Mapping[str, Any],
         *,
         limit_s: float,
         waiting: Callable[[str], None],
+        method: str = "POST",
     ) -> Model:
-        """POST again and again while the answer is 202: `waiting` hears why, once; ClientError after `limit_s`."""
+        """Call again and again while the answer is 202: `waiting` hears why, once; ClientError after `limit_s`."""
         deadline, told = time.monotonic() + limit_s, False
-        while (response := self._call("POST", path, **call)).status_code == 202:
+        while (response := self._call(method, path, **call)).status_code == 202:
             message = self._parsed(pending, response).message
             if time.monotonic() > deadline:
                 raise ClientError(f"{message}, for more than {limit_s:g} s: ask again later")

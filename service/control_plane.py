@@ -27,6 +27,7 @@ from service.orchestrator.notifying import Notifier
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
 from service.orchestrator.ray_jobs import Cluster, RayCluster
+from service.orchestrator.removing import JobRemover
 from service.settings import Settings
 from service.store.database import Database
 from service.store.sole_user import sole_user
@@ -84,6 +85,8 @@ async def run_control_plane(
             stack.push_async_callback(identity.close)
         exporter = JobExporter(database, clusters, orchestrator.submitter, limit_s=settings.export_timeout_s)
         stack.push_async_callback(exporter.close)
+        remover = JobRemover(database, clusters, orchestrator.submitter, limit_s=settings.removal_timeout_s)
+        stack.push_async_callback(remover.close)
         notifier = Notifier(settings, database)
         stack.push_async_callback(notifier.close)
         notifier.start()
@@ -100,6 +103,7 @@ async def run_control_plane(
             planner=planner,
             profiler=profiler,
             exporter=exporter,
+            remover=remover,
             clusters=clusters,
             logs=logs,
             wake=orchestrator.wake,

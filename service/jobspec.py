@@ -189,6 +189,20 @@ class Checkpoint(_Part):
         description="Training goes on while a checkpoint is written from a copy of the state, where the memory of each "
         "worker has room for that beside its plan; false: training waits",
     )
+    keep_every: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Checkpoints of every so-many-th step stay, beside the newest `keep`; a multiple of every_steps",
+    )
+
+    @model_validator(mode="after")
+    def _kept_ones_are_saved(self) -> Self:
+        if self.keep_every is not None and self.keep_every % self.every_steps:
+            near = max(1, round(self.keep_every / self.every_steps)) * self.every_steps
+            raise ValueError(
+                f"checkpoint.keep_every {self.keep_every} is no multiple of every_steps {self.every_steps}, and other steps "
+                f"have no checkpoint: set it to {near}"
+            )
+        return self
 
 
 class Evaluation(_Part, EvaluationPolicy):

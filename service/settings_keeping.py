@@ -20,6 +20,12 @@ class Keeping(BaseSettings):
     keep_packages_days: Days = Field(
         default=30.0, description="Uploaded code that no job names, after its last upload"
     )
+    keep_checkpoints_days: Days = Field(
+        default=-1.0, description="Checkpoints and exports, after their job's end; the cluster deletes them"
+    )
+    removal_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="So long the cluster may take to delete checkpoints"
+    )
     keep_plans_days: Days = Field(
         default=90.0, description="Plans kept under a name, after the last job was submitted with them"
     )
@@ -30,7 +36,13 @@ class Keeping(BaseSettings):
         default=32 * MEBIBYTE, description="A plan that is kept under a name"
     )
 
-    @field_validator("keep_timelines_days", "keep_history_days", "keep_packages_days", "keep_plans_days")
+    @field_validator(
+        "keep_timelines_days",
+        "keep_history_days",
+        "keep_packages_days",
+        "keep_plans_days",
+        "keep_checkpoints_days",
+    )
     @classmethod
     def _days_or_for_ever(cls, value: float) -> float:
         if -1 < value < 0:

@@ -103,6 +103,7 @@ def test_the_client_and_the_values_that_it_shares_know_no_other_room():
         "service.queue_client",
         "service.settings",
         "service.settings_keeping",
+        "service.api.artifact_schemas",
         "service.api.plan_schemas",
         "service.api.schemas",
         "service.api.cluster_schemas",

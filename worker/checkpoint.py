@@ -84,11 +84,12 @@ def finish(
     shards: Sequence[str],
     keep: int,
     keep_also: int | None = None,
+    keep_every: int | None = None,
     notes: Mapping[str, Any] | None = None,
     seconds: SaveSeconds | None = None,
 ) -> None:
-    """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job and that of step
-    `keep_also`. `notes` (JSON) come back from `noted`, `seconds` from `look`.
+    """Make the shards at `uri` a checkpoint, and remove all but the newest `keep` of the same job, that of step
+    `keep_also`, and whole ones of every `keep_every`-th step. `notes` (JSON) come back from `noted`, `seconds` from `look`.
 
     Raises CheckpointError when a shard is missing. Older ones that cannot be removed stay, with a warning.
     """
@@ -113,7 +114,7 @@ def finish(
     _write(files, f"{folder}/{MANIFEST}", lambda file: file.write(written))
     try:
         _remove_partial(files, folder)
-        _remove_old(files, folder, step, keep, keep_also)
+        _remove_old(files, folder, step, keep, keep_also, keep_every)
     except Exception as error:  # the new checkpoint is whole: that is what matters
         log.warning("old checkpoints beside %s could not be removed: %s", uri, error)
 
@@ -277,12 +278,20 @@ def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | N
         raise CheckpointError(f"shard {path} cannot be read: {error}") from error
 
 
-def _remove_old(files: AbstractFileSystem, folder: str, step: int, keep: int, keep_also: int | None) -> None:
+def _remove_old(
+    files: AbstractFileSystem,
+    folder: str,
+    step: int,
+    keep: int,
+    keep_also: int | None,
+    keep_every: int | None = None,
+) -> None:
     older = [(other, path) for other, path in step_folders(files, folder.rsplit("/", 1)[0]) if other < step]
     complete = [path for _, path in older if files.exists(f"{path}/{MANIFEST}")]
     kept = complete[-(keep - 1) :] if keep > 1 else []
     for number, path in older:
-        if path not in kept and number != keep_also:
+        for_ever = keep_every is not None and number % keep_every == 0 and path in complete
+        if path not in kept and number != keep_also and not for_ever:
             with suppress(FileNotFoundError):
                 files.rm_file(f"{path}/{MANIFEST}")  # first, so that nobody takes what is left for whole
             files.rm(path, recursive=True)

@@ -99,6 +99,14 @@ def look(uri: str, job: str, *, sums: bool = False, limit_s: float = 30.0) -> li
     ]
 
 
+def stored_bytes(uri: str, job: str) -> int | None:
+    """What all that `job` has saved below `uri` takes, exports too; None where the storage does not say."""
+    with suppress(Exception):
+        files, folder = fsspec.core.url_to_fs(job_uri(uri, job))
+        return sum(one["size"] or 0 for one in files.find(folder, detail=True).values())
+    return None
+
+
 def folder_name(step: int) -> str:
     """The name of a step's folder."""
     return f"{_PREFIX}{step:010d}"

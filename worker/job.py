@@ -150,13 +150,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where checkpoints go, how often, and how many of them stay; `asynchronous`: they are written beside training,
+    """Where checkpoints go, how often, and how many of them stay: the newest `keep`, and those of every `keep_every`-th
+    step (a multiple of `every_steps`); `asynchronous`: they are written beside training,
     where a copy of the state fits."""
 
     uri: str
     every_steps: int = 50
     keep: int = 2
     asynchronous: bool = True
+    keep_every: int | None = None
 
 
 @dataclass(frozen=True)

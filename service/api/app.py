@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from fastapi import Depends, FastAPI
 
 from service.api import (
+    artifacts,
     auth,
     cluster,
     docs,
@@ -94,6 +95,8 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         why.router,
         postmortem.router,
         weights.router,
+        artifacts.jobs,
+        artifacts.usage_router,
     ):
         app.include_router(router, dependencies=[Depends(auth.user)], responses=errors.responses(401, 403))
     app.include_router(pages.router, dependencies=[Depends(auth.user)])

@@ -19,6 +19,7 @@ from service.orchestrator.logs import LogReader
 from service.orchestrator.outcome import Backoff
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
+from service.orchestrator.removing import JobRemover
 from service.settings import Settings
 from service.store.database import Database
 from service.store.submissions import Submissions
@@ -40,6 +41,7 @@ class Service:
     wake: Callable[[], None]
     problem: Callable[[], str | None] = lambda: None
     identity: IdentityProvider | None = None
+    remover: JobRemover | None = None
     lag_s: Callable[[], float | None] = lambda: None
     leads: Callable[[], bool] = lambda: False
     submissions: Submissions = field(init=False)

@@ -113,6 +113,7 @@ class ReportedEvent(_FromDriver):
 class ReportedCheckpoint(_FromDriver):
     step: Integer
     uri: Annotated[str, Clean]
+    stored_bytes: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
 class ReportedEvaluation(_FromDriver):

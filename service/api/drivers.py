@@ -269,6 +269,9 @@ def _report(body: ReportIn) -> outcome.Report:
         ],
         metrics_endpoint=body.metrics_endpoint,
         evaluations=[EvaluationRecord(**one.model_dump()) for one in body.evaluations],
-        best_checkpoint=None if body.best_checkpoint is None else body.best_checkpoint.model_dump(),
+        best_checkpoint=None
+        if body.best_checkpoint is None
+        else body.best_checkpoint.model_dump(exclude={"stored_bytes"}),
         checkpoint=None if body.checkpoint is None else (body.checkpoint.step, body.checkpoint.uri),
+        stored_bytes=None if body.checkpoint is None else body.checkpoint.stored_bytes,
     )

@@ -34,6 +34,7 @@ from service.store.jobs import NewJob, PageKey
 from service.store.named_plans import use_plan
 from service.store.packages import find_package
 from service.store.secrets import missing_secrets
+from service.store.storage_uses import InUseError, check_not_removing
 from service.store.tables import Job
 from service.tracing import REQUEST
 from worker.logs import TraceParent
@@ -137,6 +138,10 @@ async def retry(job_id: JobId, caller: Caller, service: Current) -> JobView:
         await check_theirs(session, caller, job_id)
         if (queue := await store.queue_of(session, job_id)) is not None:
             check_admitted(service.settings, queue, caller)
+        try:
+            await check_not_removing(session, job_id, at=utc_now())
+        except InUseError as error:
+            raise ProblemError(409, str(error), code=Code.CHECKPOINT_IN_USE) from None
         job = found(await store.retry_job(session, job_id, at=utc_now(), by=caller.name), job_id)
     service.wake()
     return await _view(service, job)

@@ -16,6 +16,7 @@ _VIEWERS = (
     ("GET", "/api/v1/cluster"),
     ("GET", "/api/v1/jobs"),
     ("GET", "/api/v1/jobs/{job_id}"),
+    ("GET", "/api/v1/jobs/{job_id}/artifacts"),
     ("GET", "/api/v1/jobs/{job_id}/checkpoints"),
     ("GET", "/api/v1/jobs/{job_id}/evaluations"),
     ("GET", "/api/v1/jobs/{job_id}/events"),
@@ -29,6 +30,7 @@ _VIEWERS = (
     ("GET", "/api/v1/plans"),
     ("GET", "/api/v1/plans/{name}"),
     ("GET", "/api/v1/queues"),
+    ("GET", "/api/v1/usage"),
     ("GET", "/api/v1/whoami"),
 )
 _SUBMITTERS = (
@@ -37,6 +39,8 @@ _SUBMITTERS = (
     ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators those of all
     ("POST", "/api/v1/jobs/{job_id}/export"),  # it runs on the cluster
     ("POST", "/api/v1/jobs/{job_id}/retry"),
+    ("DELETE", "/api/v1/jobs/{job_id}/checkpoints/{step}"),
+    ("DELETE", "/api/v1/jobs/{job_id}/exports/{name}"),
     ("POST", "/api/v1/packages"),
     ("POST", "/api/v1/plans"),  # it computes
     ("POST", "/api/v1/plans/job"),  # it runs the job's code

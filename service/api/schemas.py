@@ -324,6 +324,10 @@ class CheckpointFile(BaseModel):
     loss: float | None
     latest: bool
     best: bool
+    kept: list[Literal["latest", "best", "every"]] = Field(
+        default=[],
+        description="Why it stays, beside being one of the newest: checkpoint.keep_every is `every`",
+    )
 
 
 class CheckpointFiles(BaseModel):

@@ -51,11 +51,11 @@ async def checkpoints(
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     uri = _place(job)
-    if (scheme := _scheme(uri)) not in _LOOKED_AT:
+    if not looked_at(uri):
         raise ProblemError(
             503,
-            f"the control plane looks at no checkpoints below {scheme}:// ({uri}), only at paths, s3 and gs: look from a "
-            "worker's machine",
+            f"the control plane looks at no checkpoints below {_scheme(uri)}:// ({uri}), only at paths, s3 and gs: look "
+            "from a worker's machine",
         )
     limit_s = _SUMS_LIMIT_S if sums else 0.0
     try:
@@ -78,7 +78,13 @@ async def checkpoints(
         losses = await losses_at(session, job_id, [one.step for one in found])
     return CheckpointFiles(
         uri=job_uri(uri, job_id),
-        items=_views(found, losses, (job.best_checkpoint or {}).get("step"), ended=JobState(job.state).final),
+        items=_views(
+            found,
+            losses,
+            (job.best_checkpoint or {}).get("step"),
+            ended=JobState(job.state).final,
+            every=stored(job.spec, "checkpoint", "keep_every", 0),
+        ),
     )
 
 
@@ -137,6 +143,11 @@ async def export(
     return Response(view.model_dump_json(), media_type="application/json")
 
 
+def looked_at(uri: str) -> bool:
+    """Whether the control plane itself may look what lies below a job's checkpoint.uri."""
+    return _scheme(uri) in _LOOKED_AT
+
+
 def _scheme(uri: str) -> str:
     """What is before `://`, or the chain of file systems that fsspec takes before `::`; empty for a path."""
     scheme, found, _ = uri.partition("::" if "::" in uri else "://")
@@ -153,7 +164,7 @@ def _place(job: Job) -> str:
 
 
 def _views(
-    found: list[FoundCheckpoint], losses: Mapping[int, float], best: int | None, *, ended: bool
+    found: list[FoundCheckpoint], losses: Mapping[int, float], best: int | None, *, ended: bool, every: int
 ) -> list[CheckpointFile]:
     """`best`: the step after which the job's evaluations were best, if there are any; else its loss says. Of a job that
     has `ended` nothing is being written."""
@@ -174,11 +185,20 @@ def _views(
             blocking_s=one.seconds and one.seconds.blocking,
             writing_s=one.seconds and one.seconds.writing,
             loss=losses.get(one.step),
+            kept=_kept(one, whole[0] if whole else None, best, every),
             latest=bool(whole) and one.step == whole[0],
             best=one.step == best,
         )
         for one in found
     ]
+
+
+def _kept(one: FoundCheckpoint, newest: int | None, best: int | None, every: int) -> list[str]:
+    """Why it stays, beside being one of the newest so many."""
+    if one.damage is not None:
+        return []
+    kept = {"latest": one.step == newest, "best": one.step == best, "every": every and one.step % every == 0}
+    return [why for why, holds in kept.items() if holds]
 
 
 def _state(one: FoundCheckpoint, after: int | None) -> str:

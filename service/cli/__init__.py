@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from service.cli import (
+    artifacts,
     completion,
     demo,
     migrate,
@@ -68,6 +69,7 @@ for verbs in (
     top,
     why,
     weights,
+    artifacts,
     notifications,
     quota,
     plan,

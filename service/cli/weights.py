@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from service.api.schemas import CheckpointFile, ExportView
+from service.cli.artifacts import show_removed
 from service.cli.output import CliError, JobArgument, Json, err, out, print_json
 from service.client import Client
 from service.jobspec import stored
@@ -28,10 +29,18 @@ def checkpoints(
     sums: Annotated[
         bool, typer.Option("--sums", help="Read them and compare checksums, not sizes only")
     ] = False,
+    delete: Annotated[
+        int | None,
+        typer.Option("--delete", metavar="STEP", min=0, help="Delete the checkpoint after this step"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """A job's checkpoints, newest first: step, time, size, for how long training stood still and it was written, whether
-    it is whole or being written, which is best and latest."""
+    it is whole or being written, which is best and latest. Or delete one, as the cluster does."""
+    if delete is not None:
+        gone = Client().remove_checkpoint(job, delete, waiting=lambda text: _say(f"{text} …"))
+        show_removed(gone, as_json=as_json)
+        return
     found = Client().checkpoints(job, sums=sums)
     if as_json:
         print_json(found.model_dump(mode="json"))

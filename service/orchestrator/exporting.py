@@ -13,10 +13,13 @@ from service.orchestrator.clusters import Clusters, NamedCluster
 from service.orchestrator.shared_runs import RunFailedError, SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
-from service.store.database import Database
+from service.store.database import Database, utc_now
+from service.store.storage_uses import InUseError, Use, begin_use, end_use
+from worker.checkpoint_files import folder_name
 from worker.weights.request import ExportFailedError, ExportRequest, read_answer
 
 _RUNS = 16
+_SPARE_S = 60.0
 
 
 class JobExporter:
@@ -25,7 +28,8 @@ class JobExporter:
     def __init__(
         self, database: Database, clusters: Clusters, submitter: Submitter, *, limit_s: float
     ) -> None:
-        self._clusters, self._submitter, self._limit_s = clusters, submitter, limit_s
+        self._database, self._clusters = database, clusters
+        self._submitter, self._limit_s = submitter, limit_s
         self._runs = SharedRuns(
             database, "export", at_once=_RUNS, busy=lambda runs: f"{runs} exports are under way"
         )
@@ -45,6 +49,23 @@ class JobExporter:
         await self._runs.close()
 
     async def _run(self, request: ExportRequest, cluster: NamedCluster) -> str:
+        """Nobody may delete meanwhile what is read: without a step that may be any checkpoint of the job."""
+        try:
+            async with self._database.write() as session:
+                folders = None if request.step is None else [folder_name(request.step)]
+                limit_s = self._limit_s + _SPARE_S
+                use = await begin_use(
+                    session, request.job, Use.READING, folders, at=utc_now(), limit_s=limit_s
+                )
+        except InUseError as error:
+            raise ExportFailedError(str(error)) from None
+        try:
+            return await self._written(request, cluster)
+        finally:
+            async with self._database.write() as session:
+                await end_use(session, use)
+
+    async def _written(self, request: ExportRequest, cluster: NamedCluster) -> str:
         submission = self._submitter.exporting(f"export-{secrets.token_hex(8)}", request, cluster)
         try:
             return json.dumps(

@@ -19,6 +19,7 @@ from service.orchestrator.admission import Admission
 from service.orchestrator.clusters import Clusters
 from service.orchestrator.logs import LogKeeper
 from service.orchestrator.pulse import Pulse
+from service.orchestrator.removing import JobRemover
 from service.orchestrator.submission import Submitter
 from service.orchestrator.tidying import Tidier
 from service.orchestrator.watching import AttemptWatcher
@@ -67,7 +68,11 @@ class Orchestrator:
             ended=self.wake,
         )
         self._admission = Admission(settings, self.fenced, clusters, changed=self.wake)
-        self._tidier = Tidier(settings, self.fenced)
+        self._tidier = Tidier(
+            settings,
+            self.fenced,
+            JobRemover(self.fenced, clusters, self.submitter, limit_s=settings.removal_timeout_s),
+        )
         clusters.on_change(self.wake)
 
     def wake(self) -> None:

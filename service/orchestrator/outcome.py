@@ -64,6 +64,7 @@ class Report:
     events: Sequence[EventRecord] = ()
     metrics_endpoint: str | None = None
     checkpoint: tuple[int, str] | None = None
+    stored_bytes: int | None = None
     evaluations: Sequence[EvaluationRecord] = ()
     best_checkpoint: Mapping[str, Any] | None = None
 
@@ -247,6 +248,7 @@ async def _store_measurements(
         if report.checkpoint[0] > (job.checkpoint_step or 0):
             job.infrastructure_forgiven = attempt.number - 1  # what was lost then has been made good
         job.checkpoint_step, job.checkpoint_uri = report.checkpoint
+        job.stored_bytes = report.stored_bytes
 
 
 def _command(job: Job, attempt: Attempt) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.orchestrator.planning import PlannerBusyError
-from service.store.database import Database
+from service.store.database import Sessions
 from service.store.leases import process_name
 from service.store.short_runs import RunEnd, beat, end_run, run_goes_on, take_end, take_run
 
@@ -33,7 +33,7 @@ class SharedRuns:
     """
 
     def __init__(
-        self, database: Database, kind: str, *, at_once: int, in_line: int = 0, busy: Callable[[int], str]
+        self, database: Sessions, kind: str, *, at_once: int, in_line: int = 0, busy: Callable[[int], str]
     ) -> None:
         self._database, self._kind, self._busy = database, kind, busy
         self._most = at_once + in_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.job_states import AttemptState
@@ -27,6 +27,8 @@ from service.store.tables import Attempt, Job
 from service.tracing import attempt_context, exporting
 from worker.costs import REQUEST_VARIABLE
 from worker.reasons import Reason
+from worker.removal import REQUEST_VARIABLE as REMOVAL_VARIABLE
+from worker.removal import RemovalRequest, requests_json
 from worker.weights.request import REQUEST_VARIABLE as EXPORT_VARIABLE
 from worker.weights.request import ExportRequest
 
@@ -111,6 +113,15 @@ class Submitter:
             entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.weights",
             env={EXPORT_VARIABLE: request.to_json()},
             metadata={"slotline_export": request.job},
+        )
+
+    def removing(self, run_id: str, requests: Sequence[RemovalRequest], cluster: NamedCluster) -> Submission:
+        """A process that deletes what jobs have saved; it holds no accelerator."""
+        return Submission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.removal",
+            env={REMOVAL_VARIABLE: requests_json(requests)},
+            metadata={"slotline_remove": requests[0].job},
         )
 
     async def _submission(self, attempt: Attempt, cluster: NamedCluster) -> Submission:

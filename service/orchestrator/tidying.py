@@ -1,12 +1,17 @@
-"""When old measurements, logs and packages are removed; what goes is said by store/retention.py."""
+"""When old measurements, logs, packages and files are removed; what goes is said by store/retention.py and removals.py."""
 
 from __future__ import annotations
 
+import logging
 import time
 
+from service.orchestrator.removing import JobRemover, RemovalFailedError
 from service.settings import Settings
+from service.settings_keeping import FOR_EVER
 from service.store.database import Sessions, utc_now
 from service.store.retention import Keep, remove_old
+
+logger = logging.getLogger(__name__)
 
 _TIDY_EVERY_S = 3600.0
 
@@ -14,8 +19,9 @@ _TIDY_EVERY_S = 3600.0
 class Tidier:
     """Removes what the settings no longer keep; `due` at the start and once an hour."""
 
-    def __init__(self, settings: Settings, database: Sessions) -> None:
-        self._database = database
+    def __init__(self, settings: Settings, database: Sessions, remover: JobRemover) -> None:
+        self._database, self._remover = database, remover
+        self._files_days = settings.keep_checkpoints_days
         self._keep = Keep(
             timelines_days=settings.keep_timelines_days,
             history_days=settings.keep_history_days,
@@ -31,3 +37,8 @@ class Tidier:
     async def tidy(self) -> None:
         self._begun_at = time.monotonic()
         await remove_old(self._database, self._keep, now=utc_now())
+        if self._files_days != FOR_EVER:
+            try:
+                await self._remover.empty(self._files_days)
+            except RemovalFailedError as error:
+                logger.warning("checkpoints of jobs of the past could not be deleted: %s", error)

@@ -241,5 +241,6 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str
     job.message = None
     job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
     job.attempts_forgiven, job.held_s = job.attempts_made, 0.0
+    job.files_removed_at = None
     job.current_attempt = None
     return job

@@ -1,11 +1,11 @@
-"""What is kept beside jobs: plans under names."""
+"""What is kept beside jobs: plans under names, and who uses their files."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, String, Text, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, ForeignKey, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, defer, mapped_column
 
 from service.store.tables import Base
@@ -39,3 +39,17 @@ class NamedPlan(Base):
 
 WITHOUT_BODY = (defer(NamedPlan.body, raiseload=True), defer(NamedPlan.made_for, raiseload=True))
 """For lists: plans are long."""
+
+
+class StorageUse(Base):
+    """Who reads or deletes what a job has saved, until when at the latest: deleting and reading keep out of each
+    other's way over all replicas."""
+
+    __tablename__ = "storage_uses"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    kind: Mapped[str] = mapped_column(String(20))
+    folders: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    """Null: any of the job's."""
+    until: Mapped[datetime]

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.clock import clock
-from service.store.database import Database
+from service.store.database import Sessions
 from service.store.tables import ShortRun
 from service.store.upsert import insert_missing
 
@@ -28,7 +28,7 @@ class RunEnd:
     failure: str | None = None
 
 
-async def run_goes_on(database: Database, key: str) -> bool:
+async def run_goes_on(database: Sessions, key: str) -> bool:
     """Whether a living process has this run, and it has not ended."""
     query = select(ShortRun.key).where(ShortRun.key == key, ~_silent(), ~ShortRun.ended)
     async with database.read() as session:

@@ -121,6 +121,10 @@ class Job(Base):
     """Where its attempts run, from the first one on; see `began_on`."""
     given_plan: Mapped[str | None] = mapped_column(String(40), index=True)
     """The id of the named plan that it was submitted with."""
+    stored_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """What its checkpoints take, as its driver, or who deleted some, last said."""
+    files_removed_at: Mapped[datetime | None]
+    """When all that it had saved was deleted, since it ended long ago."""
 
     @property
     def trace_id(self) -> str | None:

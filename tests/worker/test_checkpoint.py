@@ -131,6 +131,17 @@ def test_any_history_leaves_the_newest(steps, keep):
     assert complete(base, "job") == [step_uri(base, "job", step) for step in sorted(left, reverse=True)]
 
 
+def test_those_of_every_so_many_steps_stay_where_they_are_whole(base):
+    for step in (10, 15, 20, 25, 30):
+        uri = step_uri(base, "job", step)
+        save_shard(uri, step=step, shard="m0", state=shard("p0"))
+        if step != 20:
+            finish(uri, step=step, shards=["m0"], keep=1, keep_every=10)
+    files, folder = fsspec.core.url_to_fs(f"{base}/job")
+    names = sorted(path.rsplit("/", 1)[-1] for path in files.ls(folder, detail=False))
+    assert names == ["step-0000000010", "step-0000000030"], "20 was never whole"
+
+
 def test_jobs_do_not_touch_each_others_checkpoints(base):
     save(base, 1, keep=1, job="a")
     save(base, 2, keep=1, job="b")

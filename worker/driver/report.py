@@ -102,9 +102,10 @@ class Reporter:
         """Report a span; while the control plane is away only the newest are kept."""
         self._add("spans", dict(span))
 
-    def checkpoint(self, step: int, uri: str) -> None:
+    def checkpoint(self, step: int, uri: str, stored_bytes: int | None = None) -> None:
+        """Report a checkpoint, and what all that the job has saved takes now."""
         with self._lock:
-            self._pending.checkpoint = {"step": step, "uri": uri}
+            self._pending.checkpoint = {"step": step, "uri": uri, "stored_bytes": stored_bytes}
 
     def best_checkpoint(self, best: Mapping[str, Any]) -> None:
         """Report the checkpoint that is kept for being the best: `step`, `uri`, `metric` and `value`."""

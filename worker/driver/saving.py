@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker import checkpoint
-from worker.checkpoint_files import SaveSeconds
+from worker.checkpoint_files import SaveSeconds, stored_bytes
 from worker.driver.best import Best, Course
 from worker.driver.evaluation import Evaluations
 from worker.driver.flight import Flight, Landed
@@ -75,6 +75,7 @@ class Checkpoints:
         )
         self._saved_step: int | None = None
         self._failures = 0
+        self._stored_bytes: int | None = None
 
     def write_beside_training(self) -> None:
         """From now on training goes on while checkpoints are written, but for the last."""
@@ -240,16 +241,18 @@ class Checkpoints:
             shards=[*(mesh.name for mesh in self._gang.meshes), *others],
             keep=self._policy.keep,
             keep_also=save.best and save.best.step,
+            keep_every=self._policy.keep_every,
             notes={} if save.course is None else {_COURSE: save.course.to_json()},
             seconds=seconds,
         )
+        self._stored_bytes = stored_bytes(self._policy.uri, self._job_id)
 
     def _told(self, save: _Save, seconds: float, *, block_s: float, write_s: float) -> None:
         self._failures, self._saved_step = 0, save.step
         for operation, took_s in (("save", seconds), ("block", block_s), ("write", write_s)):
             self._timed(operation, took_s)
         step, uri, best = save.step, save.uri, save.best
-        self._reporter.checkpoint(step, uri)
+        self._reporter.checkpoint(step, uri, self._stored_bytes)
         if best is not None and best.step == step:
             self._reporter.best_checkpoint(
                 {"step": step, "uri": uri, "metric": best.metric, "value": best.value}

@@ -190,15 +190,21 @@ async def test_a_measurement_that_ends_while_the_store_is_asked_is_not_begun_aga
 
     async def ends_meanwhile(*asked: Any) -> Any:
         found = await find(*asked)
+        monkeypatch.setattr(profiling, "find_costs", find)
         answers(api, run_id, {"costs": costs()})
-        async with asyncio.timeout(60):
-            while api.service.profiler._runs["default"]:
-                await asyncio.sleep(0.01)
+        await until_measured(api)
         return found
 
     monkeypatch.setattr(profiling, "find_costs", ends_meanwhile)
     assert (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).status_code == 202
+    await until_measured(api)
     assert list(api.cluster.submissions) == [run_id], "measured once"
+
+
+async def until_measured(api: Api) -> None:
+    async with asyncio.timeout(60):
+        while api.service.profiler._runs._runs:
+            await asyncio.sleep(0.01)
 
 
 async def test_the_plan_of_a_job_that_nobody_trained_is_made_when_one_worker_has_measured_it(api: Api):

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import select, update
 
 from service.cluster_settings import DEFAULT
+from service.jobspec import JobSpec
 from service.orchestrator import shared_runs
 from service.orchestrator.clusters import named_clusters
 from service.orchestrator.exporting import JobExporter
@@ -16,9 +17,11 @@ from service.orchestrator.planning import PlannerBusyError
 from service.orchestrator.shared_runs import RunFailedError, SharedRuns
 from service.orchestrator.submission import Submitter
 from service.settings import Settings
-from service.store.database import Database
+from service.store.database import Database, utc_now
+from service.store.jobs import NewJob, create_jobs
 from service.store.short_runs import forget_runs
 from service.store.tables import ShortRun
+from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
 from worker.weights.request import ExportRequest
 
@@ -196,7 +199,9 @@ async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
         JobExporter(one, clusters, Submitter(settings, one, clusters), limit_s=60)
         for one in (database, other)
     ]
-    request = ExportRequest("/runs", "job-1")
+    async with database.write() as session:
+        (job,) = await create_jobs(session, [NewJob(JobSpec.model_validate(job_body()), utc_now())])
+    request = ExportRequest("/runs", job.id)
     for _ in range(3):
         for replica in replicas:
             assert await replica.exported(request) is None

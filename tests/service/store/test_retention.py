@@ -167,6 +167,7 @@ def test_every_table_is_either_kept_for_ever_or_tidied():
         "deliveries",
         "short_runs",
         "named_plans",
+        "storage_uses",
     }
     kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses", "audit", "secrets", "job_labels"}
     kept |= {"queue_quotas", "leases"}

@@ -92,7 +92,7 @@ class Reports:
     def event(self, kind, message):
         self.events.append(message)
 
-    def checkpoint(self, step, uri):
+    def checkpoint(self, step, uri, stored_bytes=None):
         self.checkpoints.append((step, uri))
 
 

@@ -102,7 +102,7 @@ class Heard:
     def timeline(self, timeline):
         self.timelines.append(timeline)
 
-    def checkpoint(self, step, uri):
+    def checkpoint(self, step, uri, stored_bytes=None):
         self.log.append(("saved", step))
 
     def event(self, kind, message):

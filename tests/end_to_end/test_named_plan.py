@@ -1,0 +1,68 @@
+"""A job that is trained with a plan that was kept before, on a real Ray."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import pytest
+
+from service.client import ApiError, Client
+from tests.end_to_end.conftest import job_spec
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+
+MODEL = """
+from torch import nn
+
+def build(**_):
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, {hidden}), nn.Linear({hidden}, 8), nn.Linear(8, 256))
+"""
+LOSS = """
+from torch.nn import functional
+
+def tokens(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+
+
+def package(hidden: int) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("kept_model.py", MODEL.format(hidden=hidden) + LOSS)
+    return file.getvalue()
+
+
+def test_a_job_trains_with_exactly_the_plan_that_was_kept_and_is_refused_when_its_code_has_changed(server):
+    with Client(server.url) as client:
+        spec = job_spec(
+            "gpt-named",
+            model={"factory": "kept_model:build"},
+            loss={"factory": "kept_model:tokens"},
+            training={"steps": 3, "global_batch": 8, "microbatches": "auto", "seed": 3},
+            pipeline={"stages": "auto", "schedule": "auto"},
+            resources={"meshes": 2, "device": "cpu"},
+            code={"working_dir": client.upload_package(package(12)).uri},
+        )
+        kept = client.plan_job(spec, name="mine", budget_s=1)
+        free = server.wait(
+            server.submit(
+                spec | {"training": {**spec["training"], "microbatches": kept.spec["microbatches"]}}
+            )
+        )
+        job = server.wait(server.submit(spec | {"plan": "mine"}))
+        assert job["state"] == free["state"] == "SUCCEEDED", (job["message"], free["message"])
+        ran = client.plan(job["id"])
+        assert ran.named == kept.named and ran.begins == kept.begins
+        assert ran.plan["programs"] == kept.plan["programs"] and ran.plan["slots"] == kept.plan["slots"]
+        told = [one.message for one in client.events(job["id"]) if one.kind == "planned"]
+        assert "as the plan 'mine' has it" in told[0]
+        losses = [[step["loss"] for step in server.steps(one["id"])] for one in (job, free)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+        changed = spec | {"plan": "mine", "code": {"working_dir": client.upload_package(package(20)).uri}}
+        other = server.wait(server.submit(changed))
+        assert (other["state"], other["reason"]) == ("FAILED", "PLAN_INFEASIBLE"), other["message"]
+        assert "it was made for other layers" in other["message"] and "bytes" in other["message"]
+        assert server.steps(other["id"]) == [], "before the first step"
+        with pytest.raises(ApiError, match="made for another job"):
+            client.submit(spec | {"plan": "mine", "resources": {"meshes": 1, "device": "cpu"}})

@@ -1,0 +1,261 @@
+"""`python -m worker.removal`: delete checkpoints and exports of jobs, as the requests in SLOTLINE_REMOVE say.
+
+A process of the cluster does so, since workers see the place that they write to. Nothing but folders that this package
+itself names, inside the folder of the job, and nothing but files in them: what a path leads to by `..`, by a link or by
+a pattern is never followed. What makes a folder whole goes first, so that one whose deletion was cut short is never
+taken for whole; deleting it again removes the rest. Light: no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from worker.checkpoint_files import MANIFEST, FoundCheckpoint, folder_name, job_uri, look
+from worker.marked import marked_answer
+
+REQUEST_VARIABLE = "SLOTLINE_REMOVE"
+ANSWER_MARK = "SLOTLINE_REMOVED "
+ARTIFACT = re.compile(r"(step|export|export-dcp|merged)(?:-step)?-(\d{10})")
+_JOB = re.compile(r"[A-Za-z0-9-]{1,40}")
+_PLACES = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss", "memory")
+_FIRST = (MANIFEST, ".metadata")  # without these a folder is no checkpoint
+
+
+class RemovalError(ValueError):
+    """Nothing was deleted; the message says why."""
+
+
+@dataclass(frozen=True)
+class RemovalRequest:
+    """Folders of `job` below `uri`, by name; None: all that checkpoints and exports made. `in_use`: the job has not
+    ended, and keeps the checkpoint that an attempt would go on from, and what is newer."""
+
+    uri: str
+    job: str
+    folders: tuple[str, ...] | None = None
+    in_use: bool = False
+
+
+@dataclass(frozen=True)
+class Removed:
+    """The folders that are gone now and were there before, those that stay and why, the steps of the whole checkpoints
+    that are left, and bytes: how many were freed, and how many all checkpoints still hold."""
+
+    removed: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    left: tuple[int, ...] = ()
+    freed_bytes: int = 0
+    left_bytes: int = 0
+    failed: str | None = None
+
+
+def remove(request: RemovalRequest) -> Removed:
+    """Delete what is asked for. Raises RemovalError for a place or a name that is none of ours."""
+    place = _Place.of(request)
+    there = place.folders()
+    wanted = sorted(there) if request.folders is None else list(request.folders)
+    for name in wanted:
+        if not is_artifact(name):
+            raise RemovalError(f"{name!r} is no folder of a checkpoint or an export: nothing was deleted")
+    kept = _kept(_checkpoints(request, there)) if request.in_use else {}
+    removed, refused, freed = [], {}, 0
+    for name in wanted:
+        if name in kept:
+            refused[name] = kept[name]
+        elif name in there:
+            try:
+                freed += place.remove(name)
+                removed.append(name)
+            except (OSError, RemovalError) as error:
+                refused[name] = (
+                    f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+                )
+    left = _checkpoints(request, place.folders())
+    return Removed(
+        tuple(removed),
+        refused,
+        tuple(one.step for one in left if one.damage is None),
+        freed,
+        sum(one.size_bytes for one in left),
+    )
+
+
+def is_artifact(name: str) -> bool:
+    """Whether a folder of this name is one that checkpoints or exports make."""
+    found = ARTIFACT.fullmatch(name)
+    return found is not None and name in (
+        folder_name(int(found[2])),
+        *(f"{kind}-{folder_name(int(found[2]))}" for kind in ("export", "export-dcp", "merged")),
+    )
+
+
+def _checkpoints(request: RemovalRequest, there: Sequence[str]) -> list[FoundCheckpoint]:
+    return look(request.uri, request.job) if any(name.startswith("step-") for name in there) else []
+
+
+def _kept(found: Sequence[FoundCheckpoint]) -> dict[str, str]:
+    """Of a job that runs or will: what an attempt would go on from, and what may just be written."""
+    newest = next((one.step for one in found if one.damage is None), 0)
+    kept = {
+        folder_name(one.step): "it is newer than the newest whole one, and may just be written"
+        for one in found
+        if one.step > newest
+    }
+    return kept | {folder_name(newest): "it is the one from which the job would go on"}
+
+
+class _Place:
+    """A job's folder, and what is deleted in it."""
+
+    @staticmethod
+    def of(request: RemovalRequest) -> _Place:
+        scheme = request.uri.partition("://")[0] if "://" in request.uri else ""
+        if "::" in request.uri or scheme not in _PLACES:
+            raise RemovalError(f"nothing is deleted below {request.uri}: only in paths, s3, gs and az")
+        if not _JOB.fullmatch(request.job):
+            raise RemovalError(f"{request.job!r} is no job's id")
+        files, folder = fsspec.core.url_to_fs(job_uri(request.uri, request.job))
+        return _Local(folder) if isinstance(files, LocalFileSystem) else _Remote(files, folder)
+
+    def folders(self) -> list[str]:
+        """The names of what may be deleted here."""
+        raise NotImplementedError
+
+    def remove(self, name: str) -> int:
+        """Delete one of `folders`; how many bytes it held."""
+        raise NotImplementedError
+
+
+class _Local(_Place):
+    """By descriptors of folders, none of which is a link: whoever puts a link there meanwhile gains nothing."""
+
+    def __init__(self, folder: str) -> None:
+        self._base, self._job = os.path.split(folder)
+
+    def folders(self) -> list[str]:
+        try:
+            with _opened(self._base, None, follow=True) as base, _opened(self._job, base) as job:
+                return sorted(name for name in os.listdir(job) if is_artifact(name))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> int:
+        with _opened(self._base, None, follow=True) as base, _opened(self._job, base) as job:
+            with _opened(name, job) as folder:
+                names = sorted(os.listdir(folder), key=_order)
+                infos = {one: os.stat(one, dir_fd=folder, follow_symlinks=False) for one in names}
+                if inner := [one for one, info in infos.items() if stat.S_ISDIR(info.st_mode)]:
+                    raise RemovalError(f"it holds the folder {inner[0]!r}, which is none of a checkpoint's")
+                for one in names:
+                    os.unlink(one, dir_fd=folder)
+                    if one in _FIRST:
+                        os.fsync(folder)
+            os.rmdir(name, dir_fd=job)
+            return sum(info.st_size for info in infos.values())
+
+
+class _Remote(_Place):
+    """One object after the other, by its whole name."""
+
+    def __init__(self, files: AbstractFileSystem, folder: str) -> None:
+        self._files, self._folder = files, folder.rstrip("/")
+
+    def folders(self) -> list[str]:
+        try:
+            paths = self._files.ls(self._folder, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
+        return sorted(name for name in names if is_artifact(name))
+
+    def remove(self, name: str) -> int:
+        folder, freed = f"{self._folder}/{name}", 0
+        found = [one for one in self._files.ls(folder, detail=True, refresh=True) if one["type"] == "file"]
+        inner = {one["name"].rsplit("/", 1)[-1]: one for one in found if one["name"].rstrip("/") != folder}
+        for key in sorted(inner, key=_order):
+            if f"{folder}/{key}".lstrip("/") != inner[key]["name"].lstrip("/"):
+                raise RemovalError(f"{inner[key]['name']} is not in {folder}")
+            self._files.rm_file(inner[key]["name"])
+            freed += inner[key]["size"] or 0
+        with suppress(Exception):  # where folders are no things of their own there is none left
+            self._files.rmdir(folder)
+        return freed
+
+
+def _order(name: str) -> tuple[bool, str]:
+    return name not in _FIRST, name
+
+
+@contextmanager
+def _opened(name: str, within: int | None, *, follow: bool = False) -> Iterator[int]:
+    """The descriptor of a folder while the context lasts. A link is refused unless one may `follow` it."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(name, flags, dir_fd=within)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise RemovalError(f"{name} is a link or a file, and no folder: it is not touched") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def requests_json(requests: Sequence[RemovalRequest]) -> str:
+    """For the variable of the environment."""
+    return json.dumps([asdict(one) for one in requests])
+
+
+def requests_from(text: str) -> list[RemovalRequest]:
+    """Inverse of `requests_json`."""
+    return [
+        RemovalRequest(
+            one["uri"], one["job"], None if one["folders"] is None else tuple(one["folders"]), one["in_use"]
+        )
+        for one in json.loads(text)
+    ]
+
+
+def read_answer(output: str) -> list[Removed] | None:
+    """What was deleted, one for each request; None where the process has not come to its end."""
+    answer = marked_answer(output, ANSWER_MARK)
+    if answer is None:
+        return None
+    return [removed_from(one) for one in answer["jobs"]]
+
+
+def removed_from(data: Mapping[str, Any]) -> Removed:
+    """A Removed from its JSON."""
+    return Removed(**{**data, "removed": tuple(data["removed"]), "left": tuple(data["left"])})
+
+
+def main() -> int:
+    """Delete; 0 when nothing failed."""
+    found: list[dict[str, Any]] = []
+    for request in requests_from(os.environ.get(REQUEST_VARIABLE) or sys.stdin.read()):
+        try:
+            found.append(asdict(remove(request)))
+        except Exception as error:  # of whatever storage: credentials, names, packages that are not installed
+            told = str(error) if isinstance(error, RemovalError) else f"{type(error).__name__}: {error}"
+            found.append(asdict(Removed(failed=f"{told} (on {socket.gethostname()})")))
+    print(f"\n{ANSWER_MARK}{json.dumps({'jobs': found})}", flush=True)
+    return 1 if any(one["failed"] for one in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
