@@ -7,6 +7,7 @@ which, why and what to do. Must not know engines, transports or jobs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -19,17 +20,18 @@ from torch import Tensor, fx, nn
 
 from worker.compiled.pieces import Piece, pieces_of, seen_by, split
 from worker.compiled.time_limit import OverdueError, time_limit
-from worker.engine.stage_run import computing
+from worker.engine.stage_run import computing, drop_casts
 from worker.model.distance import Tolerance, distance, least_size, tolerance_of
 
 log = logging.getLogger(__name__)
 
+BACKEND = "inductor"
 _SEED = 0
 _AS_TRACED = "runs as traced"
 
 
-class _DiffersError(RuntimeError):
-    """What was compiled computes something else."""
+class _UselessError(RuntimeError):
+    """What was compiled is not what it should be."""
 
 
 def missing_compiler(device: str) -> str | None:
@@ -84,10 +86,12 @@ class Compiler:
         started = time.monotonic()
         pieces: list[Piece] = []
         try:
-            with time_limit(self._left_s):
-                pieces = split(body)
-                for training in variants:
-                    for piece, example in zip(pieces, seen_by(pieces, lambda: run(training)), strict=True):  # noqa: B023
+            pieces = split(body)
+            for training in variants:
+                examples = seen_by(pieces, functools.partial(run, training))
+                # what may be broken off at any place has only copies
+                with time_limit(self._left_s - (time.monotonic() - started)):
+                    for piece, example in zip(pieces, examples, strict=True):
                         self._try(name, module, piece, example, training)
         except OverdueError:
             self._left_s = 0.0
@@ -102,6 +106,7 @@ class Compiler:
             self._undo(pieces)
             return self._left(name, _reason(error))
         finally:
+            drop_casts()
             self._left_s -= time.monotonic() - started
         for piece in pieces:
             piece.compiled.seal()
@@ -122,12 +127,16 @@ class Compiler:
     def _try(
         self, name: str, module: nn.Module, piece: Piece, example: Sequence[Tensor], training: bool
     ) -> None:
-        """Compile a piece for such arguments, and compare it with what was traced. Raises _DiffersError."""
+        """Compile a piece for such arguments, and compare it with what was traced. Raises _UselessError."""
         if piece.compiled is None:
             piece.compiled = _Compiled(name, piece.graph)
         expected, found = (
             self._run(function, example, training) for function in (piece.graph, piece.compiled)
         )
+        if not piece.compiled.calls:
+            raise _UselessError(
+                "torch.compile leaves everything as it is: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+            )
         _compare(expected, found, tolerance_of(module, self._autocast, self._device.type))
 
     def _run(
@@ -178,7 +187,8 @@ class _Compiled:
     def __init__(self, name: str, graph: fx.GraphModule) -> None:
         self._name = name
         self._sealed = False
-        self._inductor = torch._dynamo.lookup_backend("inductor")
+        self.calls = 0
+        self._compiler = torch._dynamo.lookup_backend(BACKEND)
         self._run = torch.compile(graph, backend=self._backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
@@ -188,8 +198,9 @@ class _Compiled:
         self._sealed = True
 
     def _backend(self, graph: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
+        self.calls += 1
         if not self._sealed:
-            return self._inductor(graph, arguments)
+            return self._compiler(graph, arguments)
         log.warning(
             "training.compile: %s %s from here on: it got other arguments (%s) than it was compiled for",
             self._name,
@@ -227,7 +238,7 @@ def _compare(expected: _Made, found: _Made, tolerance: Tolerance) -> None:
         if one is None and other is None:
             continue
         if one is None or other is None:
-            raise _DiffersError(
+            raise _UselessError(
                 "compiled, a parameter gets a gradient where it gets none as traced, or the reverse"
             )
         _check("a gradient", one, other, least, tolerance.gradients)
@@ -235,12 +246,12 @@ def _compare(expected: _Made, found: _Made, tolerance: Tolerance) -> None:
 
 def _check(what: str, one: Tensor, other: Tensor, least: float, allowed: float) -> None:
     if one.shape != other.shape or one.dtype != other.dtype:
-        raise _DiffersError(
+        raise _UselessError(
             f"compiled, {what} is {list(other.shape)} {other.dtype}, as traced {list(one.shape)} {one.dtype}"
         )
     apart = distance(one, other, least)
     if apart > allowed:
-        raise _DiffersError(
+        raise _UselessError(
             f"compiled, {what} of shape {list(one.shape)} differs by {apart:.3g} of its size (at most {allowed:g} is "
             "rounding)"
         )
@@ -253,7 +264,8 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _reason(error: Exception) -> str:
     """The first line of what a compiler raised; all of it is in the log."""
-    if isinstance(error, _DiffersError):
+    if isinstance(error, _UselessError):
         return str(error)
+    error = getattr(error, "inner_exception", error)  # of a backend, which dynamo wraps
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''} (the worker's log has all of it)"

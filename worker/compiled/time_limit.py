@@ -29,7 +29,7 @@ def time_limit(seconds: float) -> Iterator[None]:
                     ctypes.c_ulong(thread), ctypes.py_object(OverdueError)
                 )
 
-    timer = threading.Timer(seconds, fire)
+    timer = threading.Timer(max(seconds, 0.0), fire)
     timer.daemon = True
     timer.start()
     raised = False
