@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from itertools import chain
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_by_inductor_a_stage_has_the_values_and_gradients_of_the_traced_one():
     assert one.compile("stage s0", stage, forward(stage)), one.notes
     before = calls(stage)
     found = [made(stage, state, step=step) for step in (1, 2)]
-    for other, same in zip(sum(found, []), sum(expected, []), strict=True):
+    for other, same in zip(chain(*found), chain(*expected), strict=True):
         torch.testing.assert_close(other, same, rtol=1e-4, atol=1e-5)
     assert one.notes == []
     assert before == calls(stage) == [1] * compiled_pieces(stage)
@@ -48,7 +49,7 @@ def test_a_stage_with_dropout_has_the_values_gradients_and_masks_of_the_traced_o
     assert a_compiler().compile("stage s0", stage, forward(stage))
     assert compiled_pieces(stage) > 3
     found = [made(stage, state, step=step) for step in (1, 2)]
-    for other, same in zip(sum(found, []), sum(expected, []), strict=True):
+    for other, same in zip(chain(*found), chain(*expected), strict=True):
         torch.testing.assert_close(other, same)
     assert not torch.equal(found[0][0], found[1][0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_pieces_compute_to_the_bit_what_the_graph_does_with_the_same_masks(dropo
     expected = [made(stage, state, step=step) for step in (1, 2)]
     split(stage.body)
     found = [made(stage, state, step=step) for step in (1, 2)]
-    for one, other in zip(sum(expected, []), sum(found, []), strict=True):
+    for one, other in zip(chain(*expected), chain(*found), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(expected[0][0], expected[1][0]) is (dropout == 0)
 
@@ -67,7 +68,7 @@ def test_calls_of_modules_stay_outside_and_elements_of_tuples_with_what_made_the
     body = fx.GraphModule(root, graph)
     given = torch.randn(3, 4)
     (expected,) = copy.deepcopy(body)(given)
-    first, second = split(body)
+    first, _ = split(body)
     assert torch.equal(body(given)[0], expected)
     assert [n.target for n in body.graph.nodes if n.op == "call_module"] == ["piece_0", "sums", "piece_1"]
     assert (
