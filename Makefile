@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces kill-test bench-service system-packages clean
+.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled kill-test bench-service system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -28,6 +28,7 @@ help:
 	@echo "make kill-test      three replicas on PostgreSQL, one always killed or frozen, for SLOTLINE_KILL_TEST_S seconds (300)"
 	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd, hostile bodies (6 minutes)"
 	@echo "make bench-reduces  sums of gradients behind a step and beside it, over rate-limited links (root)"
+	@echo "make bench-compiled steps of stages with and without training.compile, and what compiling takes (5 minutes)"
 	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"
 	@echo "make bench-resume   checkpoints of five layouts resumed on the others: the next step's differences (5 minutes)"
 	@echo "make bench-checkpoints  what a save costs training: waited for, and written while it goes on"
@@ -90,6 +91,9 @@ bench-models: $(VENV)/models/.ready
 
 bench-reduces: setup
 	$(BIN)/python -m tests.benchmarks.reduces
+
+bench-compiled: setup
+	$(BIN)/python -m tests.benchmarks.compiled
 
 bench-queues: setup
 	$(BIN)/python -m tests.benchmarks.queues

@@ -42,6 +42,16 @@ class Precision(BaseModel):
         description="Whether products of fp32 numbers may round to TF32 on CUDA; null: as torch does by default (matrix "
         "products do not, cuDNN's convolutions do)",
     )
+    compile: bool = Field(
+        default=False,
+        description="Every stage's forward and backward by torch.compile, before the first step; a stage that cannot be "
+        "compiled runs as traced, and an event says why",
+    )
+    compile_limit_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        default=300.0,
+        description="What a worker takes for compiling at most, in seconds: once for the layers that it measures, and "
+        "once for its stages; what is left then runs as traced",
+    )
 
     @model_validator(mode="after")
     def _only_fp16_scales(self) -> Self:

@@ -19,6 +19,7 @@ from worker import last_action
 from worker.agreement import Fingerprint, checksum, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
+from worker.compiled.stages import compile_stages
 from worker.data.evaluation import EvaluationBatches, EvaluationSize
 from worker.device import choose_device
 from worker.engine import Engine, Plans, SlotLimits
@@ -177,8 +178,8 @@ class Worker(Measuring, Saving):
         planned_starts_s: Sequence[float | None] | None = None,
         reshardings: Plans | None = None,
         evaluation: EvaluationProgram | None = None,
-    ) -> None:
-        """Cut the model, keep this mesh's stages and connect to every peer.
+    ) -> list[str]:
+        """Cut the model, keep this mesh's stages, connect to every peer and compile; what to tell of that.
 
         The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
         mesh holds by the plan, for messages; `microbatches` what was planned, where the job leaves it open;
@@ -248,6 +249,10 @@ class Worker(Measuring, Saving):
                 raise as_failure(error, Reason.START_TIMEOUT) from None
             if self._evaluator is not None:
                 self._evaluator.start()
+            if not training.compile:
+                return []
+            inputs, target = self._batches.sample
+            return compile_stages(self._engine, self._compiler(), inputs, target, self._device)
 
     def tensor_names(self) -> list[str]:
         """What this worker's stages hold, by original name; a part of a matrix by which it is."""

@@ -117,6 +117,13 @@ class Training:
     loss_scaling: LossScaling | None = None
     sync_batch_norm: bool = False
     tf32: bool | None = None
+    compile: bool = False
+    compile_limit_s: float = 300.0
+
+    @property
+    def compiling_s(self) -> float:
+        """What a worker may take for compiling its layers, and again for its stages (worker/compiled/)."""
+        return self.compile_limit_s if self.compile else 0.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from worker.batches import Batches
+from worker.compiled.compiler import Compiler
 from worker.device import make_transport
+from worker.engine.results import autocast_dtype
 from worker.engine_measure import measure_action
 from worker.failure import attributed_to
 from worker.job import Job
@@ -118,8 +120,15 @@ class Measuring:
             device=self._device,
             repeats=PROFILE_REPEATS,
             sharing=Sharing(resources.tensor, resources.tensor_plan) if resources.tensor > 1 else None,
+            compiler=self._compiler() if self._job.training.compile else None,
         )
         return profile.to_json()
+
+    def _compiler(self) -> Compiler:
+        training = self._job.training
+        return Compiler(
+            device=self._device, autocast=autocast_dtype(training.precision), limit_s=training.compile_limit_s
+        )
 
     def _transport(
         self, topology: Topology, store: tuple[str, int], host: str, connect_s: float

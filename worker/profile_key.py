@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import torch
 
 from worker.batches import Batches
+from worker.compiled.compiler import missing_compiler
 from worker.device import device_kind
 from worker.job import Job
 from worker.model.profile import PROFILE_FORMAT
@@ -16,8 +17,8 @@ from worker.nests import all_tensors
 
 
 def profile_key(job: Job, device: str, batches: Batches, microbatches: int, workers: int) -> str:
-    """Of model, shapes, precision, loss, kind of device, torch, and on CPU the `workers` of the gang, which share
-    the cores. Workers of two kinds thus have two keys."""
+    """Of model, shapes, precision, loss, whether compiled, kind of device, torch, and on CPU the `workers` of the gang,
+    which share the cores. Workers of two kinds thus have two keys."""
     inputs, target = batches.sample
     rows = batches.rows(microbatches)
     parts = {
@@ -33,6 +34,8 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
         "torch": torch.__version__,
         "format": PROFILE_FORMAT,
     }
+    if job.training.compile:  # what is measured without a compiler is not what runs once there is one
+        parts["compiled"] = missing_compiler(device) is None
     if job.resources.tensor > 1:
         parts["tensor"] = [job.resources.tensor, job.resources.tensor_plan]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -190,7 +190,7 @@ def test_a_job_that_recomputes_has_the_losses_of_one_that_does_not(recompute):
         spec = job("cosine", stages=3, meshes=3)
         spec["pipeline"]["recompute"] = wanted
         with Workers(spec) as run:
-            again = [runner._recompute for w in run.workers for runner in w._engine._runners.values()]
+            again = [runner._recompute for w in run.workers for runner in w._engine.runners.values()]
             assert any(again) == (wanted != "none")
             found.append(run.losses(range(1, 4)))
     assert found[0] == found[1]

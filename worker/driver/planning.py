@@ -233,7 +233,7 @@ class Planner:
         measured = self._call(
             [self._gang.workers[index].profile.remote(count) for index in measuring],
             f"profiling the layers for {count} microbatches",
-            self._limits.prepare_s,
+            self._limits.prepare_s + self._job.training.compiling_s,
         )
         found = dict(zip(measuring, measured, strict=True))
         for key, indices in missing.items():
@@ -243,7 +243,8 @@ class Planner:
             self._reporter.event(
                 "profiled",
                 f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}, "
-                f"the batch in {count} microbatches",
+                f"the batch in {count} microbatches"
+                + (f"; {len(profile.compiled)} of them compiled" if self._job.training.compile else ""),
             )
         return slowest_profile([self._profiles[key] for key in workers_of])
 

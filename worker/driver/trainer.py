@@ -191,13 +191,16 @@ class Trainer:
         # held as long as this trainer: the store ends with its last reference, and the workers' connections with it
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         own_weights = self._job.model.weights is not None
-        self._gang.call(
+        notes = self._gang.call(
             _load(self._gang, planned, place, self._limits, own_weights, evaluation),
             what="loading the stages",
-            limit_s=self._limits.prepare_s,
+            limit_s=self._limits.prepare_s + self._job.training.compiling_s,
             timeout_reason=Reason.START_TIMEOUT,
             interrupted=self._raise_if_told_to_end,
         )
+        for address, of_worker in zip(self._gang.addresses, notes, strict=True):
+            for note in of_worker or ():
+                self._reporter.event("compiled", f"mesh {address.mesh}, worker {address.worker}: {note}")
         self._launch.ended("load")
 
     def _write_beside_training(self, checkpoints: Checkpoints, planned: PlannedJob) -> None:

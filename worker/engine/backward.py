@@ -9,7 +9,8 @@ the border nodes. Border nodes that reach a common parameter run in one call, an
 kept gradient there, so that what flows from one to another in that call is not counted twice.
 
 Not every operator can leave out the gradient of its input: see _WHOLE. The parameters of its group are computed in
-I, with that gradient, and W only hands them over.
+I, with that gradient, and W only hands them over. So are all parameters of what torch.compile has compiled: that is one
+node for many operations, which computes all its gradients whatever is asked, and can be run once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 # torch's kernel for tensors in channels-last order writes the gradient of the input also where it was not asked for
 # (CPU): a segmentation fault, or memory of others overwritten. It computes all its gradients from the same sums.
 _WHOLE = frozenset({"NativeGroupNormBackward0"})
+_COMPILED = "CompiledFunctionBackward"
 
 
 def backward(
@@ -94,7 +96,13 @@ def backward_input(
     rest = WeightBackward()
     path_roots, path_gradients = [], []
     starts = {get_gradient_edge(leaf).node for leaf in inputs}
-    path = _reaching([get_gradient_edge(root).node for root in roots], starts)
+    below, path = _reaching([get_gradient_edge(root).node for root in roots], starts)
+    if path and any(node.name() == _COMPILED for node in below):
+        variables = {getattr(node, "variable", None) for node in below}
+        parameters = list(variables - {None, *inputs})
+        found = torch.autograd.grad(roots, [*inputs, *parameters], gradients, allow_unused=True)
+        rest._made = _given(parameters, found[len(inputs) :])
+        return list(found[: len(inputs)]), rest
     for root, gradient in zip(roots, gradients, strict=True):
         if get_gradient_edge(root).node in path:
             path_roots.append(root)
@@ -119,9 +127,16 @@ def backward_input(
     finally:
         for hook in hooks:
             hook.remove()
-    made = zip(now, found[len(inputs) :], strict=True)
-    rest._made = [(parameter, gradient) for parameter, gradient in made if gradient is not None]
+    rest._made = _given(now, found[len(inputs) :])
     return list(found[: len(inputs)]), rest
+
+
+def _given(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters that get a gradient, with it."""
+    found = zip(parameters, gradients, strict=True)
+    return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
 
 def _keeper(kept: dict[Node, list[torch.Tensor | None]], node: Node):
@@ -131,8 +146,8 @@ def _keeper(kept: dict[Node, list[torch.Tensor | None]], node: Node):
     return keep
 
 
-def _reaching(tops: Sequence[Node], targets: set[Node]) -> set[Node]:
-    """The nodes at or below `tops` from which a target is reachable, targets included."""
+def _reaching(tops: Sequence[Node], targets: set[Node]) -> tuple[set[Node], set[Node]]:
+    """The nodes at or below `tops`, and those of them from which a target is reachable, targets included."""
     users: dict[Node, list[Node]] = {}
     seen: set[Node] = set(tops)
     stack = list(seen)
@@ -152,7 +167,7 @@ def _reaching(tops: Sequence[Node], targets: set[Node]) -> set[Node]:
             if above not in path:
                 path.add(above)
                 stack.append(above)
-    return path
+    return seen, path
 
 
 def _border_parameters(path: set[Node]) -> dict[Node, set[torch.Tensor]]:

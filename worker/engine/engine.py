@@ -35,7 +35,7 @@ from worker.engine.sync_norm import synchronise
 from worker.engine.tensor_share import TensorShare
 from worker.engine.token_weights import token_weights
 from worker.engine.update import UpdateResult, UpdateSettings
-from worker.engine.warmup import Kept, Silent, on_device
+from worker.engine.warmup import Kept, on_device, silenced
 from worker.engine.watch import Watch
 from worker.program import Program
 from worker.transport.base import Transport
@@ -123,16 +123,16 @@ class Engine:
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         self._settings = self._compute_settings(loss)
-        self._stages = {
+        self.stages = {
             index: (
                 module,
                 wire_stage(index, module.inputs, module.outputs, edges, self._mesh_of_stage, self._routes),
             )
             for index, module in stages.items()
         }
-        self._runners = {
+        self.runners = {
             index: StageRunner(wiring, module, self._exchange, self._settings, recompute=index in recomputed)
-            for index, (module, wiring) in self._stages.items()
+            for index, (module, wiring) in self.stages.items()
         }
         self._reshardings = Reshardings(
             reshardings or {},
@@ -147,7 +147,7 @@ class Engine:
             microbatches=microbatches,
             buffers=self._buffers,
             exchange=self._exchange,
-            runners=self._runners,
+            runners=self.runners,
             update=self._update,
             transport=transport,
             gradient_buckets=bucketed.buckets,
@@ -231,8 +231,12 @@ class Engine:
 
     def observe(self, observer: Observer | None) -> None:
         """Tell `observer`, from now on, what the stages do."""
-        for runner in self._runners.values():
+        for runner in self.runners.values():
             runner.observer = observer
+
+    def silenced(self) -> contextlib.AbstractContextManager[None]:
+        """In the body nothing is sent, received or summed."""
+        return silenced(self._transport, self._actions, self._update)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
@@ -301,29 +305,28 @@ class Engine:
     def _begin(self, step, inputs, targets) -> None:
         """Forget the last step."""
         self._exchange.begin(step, inputs, targets)
-        for runner in self._runners.values():
+        for runner in self.runners.values():
             runner.reset()
         self._update.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
-        kept = Kept([module for module, _ in self._stages.values()], self._update.optimizer)
+        kept = Kept([module for module, _ in self.stages.values()], self._update.optimizer)
         if self._device.type == "cuda":
             inputs, targets = on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
-        self._actions.transport = self._update.transport = Silent(self._transport)
-        self._update.rehearsing = True
-        self._lanes.start()
-        deadline = time.monotonic() + _WARM_UP_S
-        while not self._lanes.wait(_LOOK_S):
-            self._watch.publish(step, ())
-            self._raise_if_aborted()
-            self._watch.check(())  # no slot has a limit yet: kernels are being loaded
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
-                    f"{_WARM_UP_S:.0f} s; does the model compile something?"
-                )
-        self._actions.transport = self._update.transport = self._transport
+        with self.silenced():
+            self._update.rehearsing = True
+            self._lanes.start()
+            deadline = time.monotonic() + _WARM_UP_S
+            while not self._lanes.wait(_LOOK_S):
+                self._watch.publish(step, ())
+                self._raise_if_aborted()
+                self._watch.check(())  # no slot has a limit yet: kernels are being loaded
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
+                        f"{_WARM_UP_S:.0f} s; does the model compile something?"
+                    )
         self._update.rehearsing = False
         kept.restore()
         self._begin(step, (), None)

@@ -68,7 +68,7 @@ class RandomState:
         return derive_seed(*self._fixed, *self._now, operation)
 
 
-class _Restart(nn.Module):
+class Restart(nn.Module):
     """A call in front of a random operation of a graph."""
 
     def __init__(self, state: RandomState, operation: str):
@@ -87,10 +87,10 @@ def restart_at_operations(stage: nn.Module, state: RandomState) -> int | None:
         return None
     count = 0
     for module in graphs:
-        found = [node for node in module.graph.nodes if _is_random(node)]
+        found = [node for node in module.graph.nodes if is_random(node)]
         for node in found:
             name = f"restart_{node.name}"
-            module.add_submodule(name, _Restart(state, node.name))
+            module.add_submodule(name, Restart(state, node.name))
             with module.graph.inserting_before(node):
                 module.graph.call_module(name)
         if found:
@@ -99,6 +99,7 @@ def restart_at_operations(stage: nn.Module, state: RandomState) -> int | None:
     return count
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation of a graph may draw."""
     tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
     return torch.Tag.nondeterministic_seeded in tags

@@ -10,7 +10,7 @@ import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInp
 from worker.engine.stage_run import Arguments, Source, StageRun, gather, run_forward
 from worker.last_action import doing
 from worker.nests import no_loss
+from worker.seeding import seeded
 from worker.turns import GENERATORS
 
 LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
@@ -115,6 +116,36 @@ class StageRunner:
         """Forget the microbatches of the last step."""
         self._saved.clear()
         self._weights.clear()
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """With gradients or without: all ways in which forwards run, the first one first."""
+        if not self._settings.training:
+            return (False,)
+        return (False, True) if self._recompute else (True,)
+
+    def rehearse(
+        self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
+    ) -> list[torch.Tensor]:
+        """One forward of the module on `values`, with the loss where a `target` is given, as if it had not been; what a
+        backward would start from."""
+        given, settings = iter(values), self._settings
+        arguments = gather(self._wiring.inputs, lambda _: next(given), training=training)
+        places = self._wiring.model_outputs if target is not None else ()
+        # random operations start again for themselves
+        with GENERATORS, seeded(0), self._buffers.as_of(keep(arguments, self._buffers)):
+            run = run_forward(
+                self._module,
+                arguments.values,
+                device_type=settings.device.type,
+                training=training,
+                autocast_dtype=settings.autocast_dtype,
+                loss_of=places,
+                loss=lambda output: (
+                    value[0] if isinstance(value := settings.loss(output, target), tuple) else value
+                ),
+            )
+        return run.roots(places)
 
     def forward(self, microbatch: int) -> None:
         """F: run the module, check its outputs, hand them on; the loss if the model's output is here."""

@@ -93,6 +93,17 @@ def _no_leaf(argument: torch.Tensor) -> torch.Tensor:
     return argument.view_as(argument) if argument.requires_grad and argument.is_leaf else argument
 
 
+@contextlib.contextmanager
+def computing(device_type: str, *, training: bool, autocast_dtype: torch.dtype | None) -> Iterator[None]:
+    """The body computes with gradients (`training`) and under autocast (a dtype), as a stage does."""
+    grad = torch.enable_grad() if training else torch.no_grad()
+    autocast = contextlib.nullcontext()
+    if autocast_dtype is not None:
+        autocast = _autocast(device_type, autocast_dtype, keep_casts=training)
+    with grad, autocast:
+        yield
+
+
 def run_forward(
     module: nn.Module,
     arguments: Sequence[torch.Tensor],
@@ -108,12 +119,9 @@ def run_forward(
 
     `accept` makes of the module's outputs those that are handed on; the loss sees these.
     """
-    grad = torch.enable_grad() if training else torch.no_grad()
-    autocast = contextlib.nullcontext()
     if autocast_dtype is not None:
-        autocast = _autocast(device_type, autocast_dtype, keep_casts=training)
         arguments = [_no_leaf(argument) for argument in arguments]
-    with grad, autocast:
+    with computing(device_type, training=training, autocast_dtype=autocast_dtype):
         results = module(*arguments)
         outputs = accept((results,) if isinstance(results, torch.Tensor) else results)
         value = None

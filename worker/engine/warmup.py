@@ -8,10 +8,11 @@ what transfers would do is left out. Must not know lanes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,16 @@ class Silent:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+@contextlib.contextmanager
+def silenced(transport: Transport, *holders: Any) -> Iterator[None]:
+    """In the body whoever has `transport` moves nothing by it; nor afterwards, where the body raises."""
+    for holder in holders:
+        holder.transport = Silent(transport)
+    yield
+    for holder in holders:
+        holder.transport = transport
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from worker.compiled.compiler import Compiler
+from worker.compiled.pieces import as_traced
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.stage_run import drop_casts, run_forward
 from worker.model.flops import count_flops
@@ -46,12 +48,13 @@ def measure_layers(
     device: torch.device | str = "cpu",
     repeats: int = 5,
     sharing: Sharing | None = None,
+    compiler: Compiler | None = None,
 ) -> LayerProfile:
     """The profile of `traced` for its example inputs; `target` belongs to them.
 
     Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
     autograd keeps; on CPU they are processor time. The loss counts as a part of the last layer. With `sharing` each
-    layer is what one of several workers runs that share its matrices.
+    layer is what one of several workers runs that share its matrices; with a `compiler` it is compiled.
     """
     device, placed = torch.device(device), traced.placed
     builder = traced.builder(range(len(placed.layers)))
@@ -63,6 +66,7 @@ def measure_layers(
         last_use[edge.tensor] = max(last_use[edge.tensor], edge.target)
     costs, sizes, buffer_sizes, frozen = [], {}, {}, {}
     updated: set[str] = set()
+    compiled: set[str] = set()
     saved_at: dict[str, set[int]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, name in enumerate(placed.layers):
@@ -76,6 +80,8 @@ def measure_layers(
                 device_type=device.type,
                 autocast=placed.autocast,
             )
+            if compiler is not None and compiler.compile(f"layer {name}", stage, run.module_alone):
+                compiled.add(name)
             saved = run.keep_count()
             for tensor in saved.tensors:
                 saved_at.setdefault(tensor, set()).add(index)
@@ -131,6 +137,7 @@ def measure_layers(
         buffer_sizes=buffer_sizes,
         updated_buffers=frozenset(updated),
         checkpointed=traced.checkpointed,
+        compiled=frozenset(compiled),
     )
 
 
@@ -183,6 +190,16 @@ class _LayerRun:
         self.roots = run.roots(position)
         self.gradients = [torch.ones_like(root) for root in self.roots]
 
+    def module_alone(self, training: bool) -> None:
+        """The forward without the loss."""
+        run_forward(
+            self.stage,
+            list(self.inputs.values()),
+            device_type=self.device_type,
+            training=training,
+            autocast_dtype=self.autocast,
+        )
+
     def backward_input(self) -> None:
         _, self.rest = backward_input(self.roots, self.gradients, self.leaves)
 
@@ -230,7 +247,8 @@ class _LayerRun:
         saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
         self.backward_input()
         self.backward_weight()
-        flops = count_flops(self.both)
+        with as_traced(self.stage):  # what is counted are calls of torch's operations
+            flops = count_flops(self.both)
         return _Saved(bytes=size, tensors=saved, cast_bytes=cast_bytes, flops=flops)
 
     def both(self) -> None:

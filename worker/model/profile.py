@@ -114,7 +114,8 @@ class LayerProfile:
     """The layers of a model in execution order and the tensors between them.
 
     `parameter_sizes` and `buffer_sizes` are bytes by original name; `frozen_parameters` get no gradient,
-    `updated_buffers` are changed by forward. The model itself asks to recompute the layers `checkpointed`.
+    `updated_buffers` are changed by forward. The model itself asks to recompute the layers `checkpointed`. Those
+    `compiled` were measured so (training.compile), all others as traced.
     `activation_factor` corrects all activation bytes, where an attempt has met more than were measured.
     """
 
@@ -128,6 +129,7 @@ class LayerProfile:
     updated_buffers: frozenset[str] = frozenset()
     checkpointed: frozenset[str] = frozenset()
     activation_factor: float = 1.0
+    compiled: frozenset[str] = frozenset()
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
@@ -177,7 +179,9 @@ class LayerProfile:
             {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
             for layer in out["layers"]
         ]
-        out |= {name: sorted(out[name]) for name in ("updated_buffers", "checkpointed")}
+        out |= {name: sorted(out[name]) for name in ("updated_buffers", "checkpointed", "compiled")}
+        if not self.compiled:
+            del out["compiled"]  # which a control plane of before it need not know
         return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
 
     @classmethod
@@ -206,6 +210,7 @@ class LayerProfile:
                 "frozen_parameters": tuple(top.get("frozen_parameters", ())),
                 "updated_buffers": frozenset(top.get("updated_buffers", ())),
                 "checkpointed": frozenset(top.get("checkpointed", ())),
+                "compiled": frozenset(top.get("compiled", ())),
                 "edges": tuple(_edge(_checked(LayerEdge, item)) for item in top["edges"]),
             }
         )

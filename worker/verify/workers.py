@@ -176,7 +176,7 @@ class LocalWorkers:
         seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
         starts = planned_starts(planned.plan, planned.stage_names)
         weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in topology.meshes}
-        self.call(
+        compiled = self.call(
             lambda worker: worker.load(
                 weights=None if worker is first else weights[worker.mesh],
                 begins=planned.begins,
@@ -196,4 +196,5 @@ class LocalWorkers:
                 evaluation=evaluation.get(worker.mesh),
             )
         )
+        self.notes += dict.fromkeys(note for notes in compiled for note in notes or ())
         self._store = store  # lives as long as the connections

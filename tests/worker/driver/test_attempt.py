@@ -133,6 +133,25 @@ def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(a
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
+def test_an_attempt_whose_compiler_gets_no_time_trains_as_traced_and_says_which_stage_does(attempt):
+    spec = job(stages=1, meshes=1)
+    losses, _ = plain(spec, range(1, 3))
+    spec["training"] |= {"steps": 2, "compile": True, "compile_limit_s": 0.01}
+    plane, process = attempt(spec)
+    assert process.wait(200) == 0
+    assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-5)
+    events = [event for report in plane.reports for event in report["events"]]
+    (told,) = [event["message"] for event in events if event["kind"] == "compiled"]
+    assert told.startswith("mesh m0, worker 0: training.compile: ")
+    assert "runs as traced: " in told
+    (profiled,) = [event["message"] for event in events if event["kind"] == "profiled"]
+    assert profiled.endswith("the batch in 2 microbatches; 0 of them compiled")
+    assert_nothing_held()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_driver_that_is_told_to_end_says_so_and_gives_everything_back(attempt):
     spec = job()
     spec["training"]["steps"] = 1_000_000
