@@ -21,6 +21,7 @@ from worker.model import suspects
 from worker.model.checkpointing import regions_marked
 from worker.model.distance import Tolerance, distance, least_size, tolerance_of
 from worker.model.errors import TraceError
+from worker.model.kept_buffers import KeptBuffers
 from worker.model.random_calls import RandomCall, drawn_as, random_calls
 from worker.model.stages import StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
@@ -133,36 +134,17 @@ class _Place:
         return RandomState(_SEED, 0, self.device)
 
 
-class _Buffers:
-    """The buffers of a model as they are now: `before`, by name."""
-
-    def __init__(self, model: nn.Module):
-        self._places = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self.before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for module, name, buffer, before in self._places:
-                module._buffers[name] = buffer
-                buffer.copy_(before)
-
-
 @contextlib.contextmanager
-def _moved(model: nn.Module, device: str) -> Iterator[_Buffers]:
+def _moved(model: nn.Module, device: str) -> Iterator[KeptBuffers]:
     """The model on `device` in the body; afterwards its buffers are what they were, and its gradients."""
-    at_home = _Buffers(model)
+    at_home = KeptBuffers(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         if device != "cpu":
             model.to(device)
-        yield _Buffers(model) if device != "cpu" else at_home
+        yield KeptBuffers(model) if device != "cpu" else at_home
     finally:
         for parameter, _ in gradients:
             parameter.grad = None

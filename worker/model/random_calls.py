@@ -105,14 +105,18 @@ class _Inside:
     """Which module of a model is being called: `names`, all that it has."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names: dict[int, set[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            self._names.setdefault(id(module), set()).add(name)
-        self._stack: list[int] = []
+        self._model = model
+        self._names: dict[nn.Module, set[str]] = {}
+        self._read()
+        self._stack: list[nn.Module] = []
 
     @property
     def names(self) -> set[str]:
         return self._names[self._stack[-1]] if self._stack else {""}
+
+    def _read(self) -> None:
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            self._names.setdefault(module, set()).add(name)
 
     def __enter__(self) -> _Inside:
         self._hooks = [
@@ -126,11 +130,13 @@ class _Inside:
             hook.remove()
 
     def _begin(self, module: nn.Module) -> None:
-        if id(module) in self._names:
-            self._stack.append(id(module))
+        if module not in self._names:  # a forward may exchange modules of its model
+            self._read()
+        if module in self._names:
+            self._stack.append(module)
 
     def _end(self, module: nn.Module) -> None:
-        if self._stack and self._stack[-1] == id(module):
+        if self._stack and self._stack[-1] is module:
             self._stack.pop()
 
 

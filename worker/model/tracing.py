@@ -21,6 +21,7 @@ from worker.model.errors import CutError, TraceError
 from worker.model.fake_values import fake_values
 from worker.model.guards import FiniteAssumed
 from worker.model.inplace import isolate_changes
+from worker.model.kept_buffers import KeptBuffers
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
 from worker.model.profile import check_stage_count, resolve_begins
 from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
@@ -131,7 +132,11 @@ def trace(
     """
     cast = _Autocast(device, autocast)
     with FiniteAssumed() as guards:
+        modules = list(model.modules())
         exported = _export(model, example_inputs, cast)
+        if list(model.modules()) != modules:
+            _settle(model, example_inputs, cast)
+            exported = _export(model, example_inputs, cast)
     # after its passes over inner graphs, export's own graph no longer knows all users of a node
     module = copy_module(exported.graph_module)
     _name_random_operations(module)
@@ -225,6 +230,17 @@ def _export(
                 f"(inputs {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in example_inputs)})"
             ) from own
         raise untraceable(model, error) from error
+
+
+def _settle(model: nn.Module, example_inputs: tuple[Tensor, ...], cast: _Autocast) -> None:
+    """Run once a model whose first forward exchanges modules of its own, as BigBird's does for short texts.
+
+    A graph of that forward names modules that are gone, and export puts back the attributes by which the model knows
+    that they are."""
+    buffers = KeptBuffers(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), cast.entered():
+        model(*example_inputs)
+    buffers.put_back()
 
 
 def _name_random_operations(module: fx.GraphModule) -> None:

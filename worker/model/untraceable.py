@@ -33,6 +33,12 @@ _EXPERTS = (
     "experts that are looped over as they were chosen are not traced: set experts_implementation in the model's "
     "configuration to grouped_mm or batched_mm, where it has that"
 )
+_OWN_LINES = "use torch.where and masks in place of `if`, of .item() and of indexing by a mask"
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+_OF_A_LIBRARY = (
+    "that line is of {library}: where no argument of the model avoids it, have model.factory name a function of your own "
+    "that builds the model and replaces what stands there by torch.where and masks"
+)
 _LONGEST = 240
 
 
@@ -54,8 +60,10 @@ def untraceable(model: nn.Module, error: BaseException) -> TraceError:
             remedy = _EXPERTS
         if remedy is None and _in_own_loss(model, frames):
             remedy = _OWN_LOSS
+        if remedy is None and (library := _INSTALLED.search(place)):
+            remedy = _OF_A_LIBRARY.format(library=library[1])
         reason = f"what it does there is data-dependent, decided by the values of a tensor ({reason}): " + (
-            remedy or "use torch.where and masks in place of `if`, of .item() and of indexing by a mask"
+            remedy or _OWN_LINES
         )
     return TraceError(f"torch.export cannot trace {type(model).__name__}{place}: {reason}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.models import language, pictures
+from tests.benchmarks.models import denoisers, language, mixed, networks, pictures
 from tests.benchmarks.models.entry import Entry
 
-ENTRIES: dict[str, Entry] = {entry.name: entry for entry in (*language.ENTRIES, *pictures.ENTRIES)}
+ENTRIES: dict[str, Entry] = {
+    entry.name: entry for part in (language, mixed, pictures, networks, denoisers) for entry in part.ENTRIES
+}

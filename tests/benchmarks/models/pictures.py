@@ -28,7 +28,7 @@ def _images(name: str, config: str, args: dict[str, Any]) -> Entry:
     return transformers(name, IMAGES, config, args | {"num_labels": CLASSES}, "Images")
 
 
-def _timm(name: str, model: str, *, side: int = LARGE, **args: Any) -> Entry:
+def timm(name: str, model: str, *, side: int = LARGE, **args: Any) -> Entry:
     made = {"model_name": model, "num_classes": CLASSES, **args}
     return Entry(
         name,
@@ -42,7 +42,7 @@ def _timm(name: str, model: str, *, side: int = LARGE, **args: Any) -> Entry:
     )
 
 
-def _torchvision(name: str, model: str, samples: str = "Images", *, side: int = LARGE, **more: Any) -> Entry:
+def torchvision(name: str, model: str, samples: str = "Images", *, side: int = LARGE, **more: Any) -> Entry:
     arguments = {"weights": None, "num_classes": CLASSES} | more.pop("args", {})
     return Entry(
         name,
@@ -129,12 +129,12 @@ ENTRIES = (
         output="logits",
         samples_args={"queries": 6, "classes": CLASSES + 1},
     ),
-    _timm("ResNet (timm)", "resnet18"),
-    _timm("DenseNet (timm)", "densenet121", growth_rate=8, block_config=[2, 2, 2, 2]),
-    _timm("DenseNet-121 (timm)", "densenet121"),
-    _timm("EfficientNet (timm)", "efficientnet_b0"),
-    _timm("MobileNetV3 (timm)", "mobilenetv3_small_050"),
-    _timm("RegNet (timm)", "regnetx_002"),
+    timm("ResNet (timm)", "resnet18"),
+    timm("DenseNet (timm)", "densenet121", growth_rate=8, block_config=[2, 2, 2, 2]),
+    timm("DenseNet-121 (timm)", "densenet121"),
+    timm("EfficientNet (timm)", "efficientnet_b0"),
+    timm("MobileNetV3 (timm)", "mobilenetv3_small_050"),
+    timm("RegNet (timm)", "regnetx_002"),
     Entry(
         "MLP-Mixer (timm)",
         "timm",
@@ -145,7 +145,7 @@ ENTRIES = (
         needs_extra=True,
         samples_args={"named": False},
     ),
-    _timm(
+    timm(
         "ViT (timm)",
         "vit_tiny_patch16_224",
         img_size=SIDE,
@@ -155,18 +155,18 @@ ENTRIES = (
         depth=4,
         num_heads=2,
     ),
-    _timm("ConvNeXt (timm)", "convnext_atto", depths=[1, 1, 2, 1], dims=[8, 16, 16, 32]),
-    _torchvision("ResNet (torchvision)", "resnet18", args={"width_per_group": 64}),
-    _torchvision("MobileNetV2 (torchvision)", "mobilenet_v2", args={"width_mult": 0.25}),
-    _torchvision("ShuffleNet (torchvision)", "shufflenet_v2_x0_5"),
-    _torchvision(
+    timm("ConvNeXt (timm)", "convnext_atto", depths=[1, 1, 2, 1], dims=[8, 16, 16, 32]),
+    torchvision("ResNet (torchvision)", "resnet18", args={"width_per_group": 64}),
+    torchvision("MobileNetV2 (torchvision)", "mobilenet_v2", args={"width_mult": 0.25}),
+    torchvision("ShuffleNet (torchvision)", "shufflenet_v2_x0_5"),
+    torchvision(
         "LR-ASPP (torchvision)",
         "segmentation.lraspp_mobilenet_v3_large",
         "Maps",
         output="out",
         args={"weights_backbone": None},
     ),
-    _torchvision(
+    torchvision(
         "FCN (torchvision)",
         "segmentation.fcn_resnet50",
         "Maps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ class Images(_Samples):
     def sample(self, index: int, draw: torch.Generator) -> Any:
         image = torch.randn(3, self._side, self._side, generator=draw)
         return {"pixel_values": image, "labels": index % CLASSES} if self._named else (image, index % CLASSES)
+
+
+class Pictures(_Samples):
+    """Images alone, for models that make their own targets of them."""
+
+    def sample(self, index: int, draw: torch.Generator) -> Any:
+        return {"pixel_values": torch.randn(3, SIDE, SIDE, generator=draw)}
 
 
 class Maps(_Samples):
@@ -129,3 +137,23 @@ class Captions(_Samples):
         image = torch.randn(3, SIDE, SIDE, generator=draw)
         words = {"input_ids": _words(draw), "attention_mask": torch.ones(LENGTH, dtype=torch.long)}
         return words | {"pixel_values": image}, index % 2
+
+
+class Shaped(_Samples):
+    """Inputs by name and what should come out (None: the model has a loss of its own), each by its shape: random numbers,
+    or of {"shape": ..., "below": n} whole numbers below n, or of {"shape": ..., "ones": true} ones."""
+
+    def __init__(self, inputs: Mapping[str, Any], target: Any = None):
+        self._inputs, self._target = inputs, target
+
+    def sample(self, index: int, draw: torch.Generator) -> Any:
+        found = {name: _shaped(one, draw) for name, one in self._inputs.items()}
+        return found if self._target is None else (found, _shaped(self._target, draw))
+
+
+def _shaped(one: Any, draw: torch.Generator) -> Tensor:
+    if not isinstance(one, Mapping):
+        return torch.randn(tuple(one), generator=draw)
+    if one.get("ones"):
+        return torch.ones(tuple(one["shape"]), dtype=torch.long)
+    return torch.randint(one["below"], tuple(one["shape"]), generator=draw)

@@ -3,6 +3,8 @@ than its layers: the check before the first step finds such a model true."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -55,7 +57,21 @@ class Other(nn.Module):
         return x
 
 
+class Exchanging(nn.Module):
+    """Exchanges a block of its own in its first forward, as BigBird does for short texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.kind, self.block, self.last = "sparse", nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 2)
+
+    def forward(self, x):
+        if self.kind == "sparse":
+            self.kind, self.block = "full", nn.Sequential(self.block[0], nn.Dropout(0.5))
+        return self.last(nn.functional.dropout(self.block(x), 0.3))
+
+
 MODELS = {
+    "exchanges a block": Exchanging,
     "unused": lambda: nn.Sequential(Half(True), Half(False), Half(True), nn.Dropout(0.2), nn.Linear(6, 2)),
     "another order": LaterUsed,
     "called again": lambda: nn.Sequential(*[Half(True)] * 3, nn.Linear(6, 2)),
@@ -66,6 +82,7 @@ MODELS = {
 def test_a_model_draws_what_its_graph_draws(name):
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(3, 6)
+    anew = copy.deepcopy(model)
     traced = trace(model, (x,))
     stage = traced.builder([0]).stage(0)
     state = RandomState(3, 0, torch.device("cpu"))
@@ -75,6 +92,8 @@ def test_a_model_draws_what_its_graph_draws(name):
     with drawn_as(model, random_calls(traced), **HERE):
         found = model(x)
     assert torch.equal(found, expected)
+    with drawn_as(anew, random_calls(traced), **HERE):
+        assert torch.equal(anew(x), expected)
     assert not torch.equal(model(x), expected)
     assert check_trace(model, traced, nn.MSELoss, torch.zeros_like(found)) == []
 

@@ -1,5 +1,7 @@
 """What `trace` refuses, with a reason that a user can act on, and what it finds."""
 
+import importlib
+
 import pytest
 import torch
 from odd_models import make
@@ -74,6 +76,18 @@ def test_what_depends_on_values_is_told_by_module_and_line_in_a_few_words(betwee
     assert any(f"test_trace.py:{line}:" in message for line in lines), message
     assert "data-dependent" in message and "torch.where" in message
     assert "\n" not in message and len(message) < 800
+
+
+def test_what_depends_on_values_in_an_installed_library_is_told_with_what_a_user_can_do(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "somebodys.py").write_text("def between(x):\n    return 2 * x if x.sum() > 0 else x\n")
+    monkeypatch.syspath_prepend(str(folder))
+    between = importlib.import_module("somebodys").between
+    with pytest.raises(TraceError, match=r"somebodys.py:2: .*of somebodys: .*model.factory name a function"):
+        trace(nn.Sequential(nn.Linear(4, 4), Inner(between)), (torch.randn(3, 4),))
 
 
 def test_a_module_of_torch_that_looks_at_its_mask_is_told_with_the_argument_that_spares_it():
