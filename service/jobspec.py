@@ -293,11 +293,6 @@ class JobSpec(_Part):
             raise ValueError(
                 "evaluation.keep_best keeps a checkpoint, and the job has none: give checkpoint.uri"
             )
-        if self.evaluation is not None and self.resources.workers is not None:
-            raise ValueError(
-                f"evaluation on meshes of unlike sizes ({self.resources.workers} workers) does not run so far: give all "
-                "meshes the same number of workers, or leave out evaluation"
-            )
         return self
 
     @model_validator(mode="after")

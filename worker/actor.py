@@ -150,7 +150,7 @@ class Worker(Measuring, Saving):
 
     def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
         """What crosses the borders of the stages of a cut while they are evaluated; for the worker that traced."""
-        return self._model.evaluation_edges(self._batches.sample[0], begins)
+        return self._model.evaluation_edges(self._batches.sample[0], begins, self._workers_per_mesh)
 
     def load(
         self,
@@ -237,7 +237,7 @@ class Worker(Measuring, Saving):
                     device=self._device,
                 )
             try:
-                self._engine.connect(self._evaluator.pairs if self._evaluator else ())
+                self._engine.connect(self._evaluator.lanes if self._evaluator else ())
             except ConnectError as error:
                 raise as_failure(error, Reason.START_TIMEOUT) from None
             if self._evaluator is not None:

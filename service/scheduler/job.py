@@ -11,7 +11,7 @@ from typing import Any
 
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
-from service.scheduler.cut.unlike import unlike_profile
+from service.scheduler.cut.unlike import MeshShare, unlike_profile
 from service.scheduler.job_reduces import planned_reduces
 from service.scheduler.joint import JobPlan, choose, longest
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
@@ -148,9 +148,13 @@ def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
         )
     return unlike_profile(
         [costs.of_meshes[count, size] for size in sizes],
-        sizes,
         [
-            [costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)]
+            MeshShare(
+                f"m{mesh}",
+                size,
+                1,
+                tuple(costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)),
+            )
             for mesh, size in enumerate(sizes)
         ],
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler.forwards import plan_forwards
 from service.scheduler.job import JobCosts, answer_json, plan_job
 from worker.data.sampler import BatchSampler
 from worker.data.text import ByteWindows
-from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec
+from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec, shared_meshes
 from worker.driver.metric_values import Evaluated, combined
 from worker.driver.planning import planned_job
 from worker.job import Job
@@ -122,14 +123,14 @@ def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) 
 
 def forward_plan_of(spec: dict[str, Any]) -> dict[str, Any]:
     """What the control plane answers to a driver's request for the plan of an evaluation."""
-    return make_plan(load_spec(spec)).model_dump(mode="json")
+    return json.loads(json.dumps(plan_forwards(spec).to_json()))
 
 
 class Workers(LocalWorkers):
     """All workers of `job`, planned and loaded; closes their engines at the end."""
 
     def __init__(self, job: dict[str, Any]):
-        read = Job.from_json(job)
+        self._read = read = Job.from_json(job)
         workers = make_workers(read)
         for worker in workers:  # one after the other: torch seeds for a whole process
             counts = list(worker.prepare(read.mesh_sizes[int(worker.mesh[1:])]))
@@ -148,7 +149,8 @@ class Workers(LocalWorkers):
 
     def _evaluation_programs(self, edges):
         planned = planned_job(self.planned)
-        self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges))
+        shares = shared_meshes(self._read, ((worker.mesh, "here") for worker in self.workers))
+        self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges, shares))
         return evaluation_programs(planned, self.evaluation_plan)
 
     def evaluate(self) -> Evaluated:

@@ -80,11 +80,16 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
         update_s=answer.get("update_s"),
-        reshardings={
-            (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
-            for one in answer.get("reshardings") or ()
-        },
+        reshardings=reshardings_of(answer),
     )
+
+
+def reshardings_of(answer: Mapping[str, Any]) -> dict[tuple[int, bool], ReshardingPlan]:
+    """The transfers between meshes of unlike sizes in an answer, by edge and whether they are of gradients."""
+    return {
+        (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
+        for one in answer.get("reshardings") or ()
+    }
 
 
 class Planner:

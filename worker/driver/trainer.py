@@ -14,6 +14,7 @@ from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane
 from worker.driver.data_end import DataEnd
 from worker.driver.evaluation import Evaluations, plan_evaluation
+from worker.driver.evaluation_plan import shared_meshes
 from worker.driver.gang import Gang
 from worker.driver.launch import Launch
 from worker.driver.limits import Limits
@@ -183,6 +184,7 @@ class Trainer:
         evaluation = plan_evaluation(
             self._job.evaluation,
             planned,
+            shares=shared_meshes(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
             gang=self._gang,
             control=self._control,
             limits=self._limits,

@@ -161,15 +161,14 @@ class Engine:
         self._dead: EngineError | None = None
 
     @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The directed pairs of meshes that exchange tensors."""
-        return directed_pairs(self._routes, self._training, self._sizes)
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        """The directed pairs of meshes, or of workers, that exchange tensors."""
+        return directed_pairs(self._routes, self._training, self._sizes) + self._reshardings.lanes()
 
     def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
-        """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
+        """Block until every peer is there, of the pairs `more` too. ConnectError names who is missing."""
         try:
-            pairs = tuple(sorted({*self.pairs, *more}))
-            self._transport.connect(self._groups, pairs + self._reshardings.lanes())
+            self._transport.connect(self._groups, tuple(sorted({*self.lanes, *more})))
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
