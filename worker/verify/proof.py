@@ -126,7 +126,7 @@ def _plain_model(
         for index, stage in sorted(worker.stages.items()):
             if stage.updated_buffers:
                 raise ValueError(
-                    f"stage {index} keeps {stage.tensor_names[stage.updated_buffers[0]]!r} of the rows that a worker has, "
+                    f"stage {index} keeps {stage.tensor_names[stage.updated_buffers[-1]]!r} of the rows that a worker has, "
                     f"and meshes of {', '.join(map(str, job.mesh_sizes))} workers have unlike numbers of rows: no plain "
                     "model computes that; verify the job with equal sizes"
                 )

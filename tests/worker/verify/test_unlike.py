@@ -142,6 +142,6 @@ def test_statistics_of_the_rows_of_a_worker_have_no_plain_model():
     spec = pictures()
     spec["pipeline"] |= {"stages": 2}
     with pytest.raises(
-        ValueError, match=r"stage 0 keeps '.*running_mean' of the rows .* meshes of 2, 1 workers"
+        ValueError, match=r"stage 0 keeps '.*running_var' of the rows .* meshes of 2, 1 workers"
     ):
         proof_of(on((2, 1), spec))
