@@ -60,7 +60,7 @@ class Evaluator:
     ):
         self._stages, self._batches, self._loss = stages, batches, loss.reading(stages.form)
         self._transport, self._device = transport, device
-        self._ignored, self._tensor = ignored_target(job), job.resources.tensor
+        self._ignored, self._tensor = ignored_target(job), job.tensor_of(mesh)
         self._reader = StageReader(
             stages.stages,
             batches,
@@ -81,7 +81,7 @@ class Evaluator:
             optimizer=None,
             transport=_Connected(transport),
             options=replace(
-                run_options(job, limits=limits, device=device),
+                run_options(job, mesh, limits=limits, device=device),
                 ignored_target=None,
                 keeps_random=True,
                 sharded=(),

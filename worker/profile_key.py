@@ -15,9 +15,11 @@ from worker.model.profile import PROFILE_FORMAT
 from worker.nests import all_tensors
 
 
-def profile_key(job: Job, device: str, batches: Batches, microbatches: int, workers: int) -> str:
-    """Of model, shapes, precision, loss, kind of device, torch, and on CPU the `workers` of the gang, which share
-    the cores. Workers of two kinds thus have two keys."""
+def profile_key(
+    job: Job, device: str, batches: Batches, microbatches: int, workers: int, tensor: int = 1
+) -> str:
+    """Of model, shapes, precision, loss, kind of device, torch, how many share matrices (`tensor`), and on CPU the
+    `workers` of the gang, which share the cores. Workers of two kinds thus have two keys."""
     inputs, target = batches.sample
     rows = batches.rows(microbatches)
     parts = {
@@ -33,8 +35,8 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
         "torch": torch.__version__,
         "format": PROFILE_FORMAT,
     }
-    if job.resources.tensor > 1:
-        parts["tensor"] = [job.resources.tensor, job.resources.tensor_plan]
+    if tensor > 1:
+        parts["tensor"] = [tensor, job.resources.tensor_plan]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

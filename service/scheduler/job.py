@@ -26,8 +26,8 @@ from worker.model.update_costs import UpdateCosts
 class JobCosts:
     """What was measured of a job: its layers at each number of microbatches, its network, the bytes that each
     mesh may hold, what its optimizer keeps and takes, which workers share processor cores, and what the engine
-    itself takes for each action. `of_meshes` are the profiles of meshes of unlike sizes, by number of microbatches and
-    of workers; `nodes` where each worker runs."""
+    itself takes for each action. `of_meshes` are the profiles of meshes of unlike sizes, by number of microbatches, of
+    workers and of those that share matrices; `nodes` where each worker runs."""
 
     profiles: Mapping[int, LayerProfile]
     network: NetworkSpec
@@ -36,7 +36,7 @@ class JobCosts:
     update: UpdateCosts
     shared: Sequence[SharedCores] = ()
     action_s: float = 0.0
-    of_meshes: Mapping[tuple[int, int], LayerProfile] = field(default_factory=dict)
+    of_meshes: Mapping[tuple[int, int, int], LayerProfile] = field(default_factory=dict)
     nodes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @classmethod
@@ -64,7 +64,9 @@ class JobCosts:
             ),
             action_s=data.get("action_s") or 0.0,
             of_meshes={
-                (one["microbatches"], one["workers"]): LayerProfile.from_json(one["profile"])
+                (one["microbatches"], one["workers"], one.get("tensor", 1)): LayerProfile.from_json(
+                    one["profile"]
+                )
                 for one in data.get("mesh_profiles") or ()
             },
             nodes={
@@ -128,34 +130,36 @@ def _choose(
         budget_s=budget_s,
         expired=expired,
     )
-    if job.resources.workers is not None:  # no message of a worker may wait for another in a circle
+    if job.unlike:  # no message of a worker may wait for another in a circle
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
         check_messages(programs, found.partition.reshardings, sizes)
-    workers = {name: size // job.resources.tensor for name, size in zip(names, job.mesh_sizes, strict=True)}
+    workers = dict(zip(names, job.data_sizes, strict=True))
     return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
 
 
 def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     """The profile of so many microbatches; with that of each mesh, where they have unlike sizes."""
-    if job.resources.workers is None:
+    if not job.unlike:
         return costs.profiles[count]
-    sizes = job.mesh_sizes
-    if missing := sorted(size for size in {*sizes} if (count, size) not in costs.of_meshes):
+    kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
+    if missing := sorted(kind for kind in {*kinds} if (count, *kind) not in costs.of_meshes):
+        size, tensor = missing[0]
+        among = f", {tensor} of which share matrices," if tensor > 1 else ""
         raise SpecError(
-            f"no profile was sent of a mesh of {missing[0]} workers with {count} microbatches: meshes of unlike sizes are "
+            f"no profile was sent of a mesh of {size} workers{among} with {count} microbatches: meshes of unlike sizes are "
             "planned with the costs of each"
         )
     return unlike_profile(
-        [costs.of_meshes[count, size] for size in sizes],
+        [costs.of_meshes[count, *kind] for kind in kinds],
         [
             MeshShare(
                 f"m{mesh}",
-                size,
-                1,
+                size // tensor,
+                tensor,
                 tuple(costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)),
             )
-            for mesh, size in enumerate(sizes)
+            for mesh, (size, tensor) in enumerate(kinds)
         ],
     )
 

@@ -105,19 +105,19 @@ def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -
 
 def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """What a driver sends besides, of meshes of unlike sizes: the layers as each measures them (`measured`: the first)."""
-    if job.resources.workers is None:
+    if not job.unlike:
         return {}
-    size_of = {f"m{mesh}": size for mesh, size in enumerate(job.mesh_sizes)}
-    ones = {size_of[worker.mesh]: worker for worker in reversed(workers)}
+    kinds = {f"m{mesh}": kind for mesh, kind in enumerate(zip(job.mesh_sizes, job.tensors, strict=True))}
+    ones = {kinds[worker.mesh]: worker for worker in reversed(workers)}
     found = []
     for of in measured:
-        for size, one in ones.items():
+        for (size, tensor), one in ones.items():
             count, profile = of["microbatches"], of["profile"]
             if one is not workers[0]:
                 workers[0].trace(count)
-                one.take_graph(workers[0].graph(size), count)
+                one.take_graph(workers[0].graph(size // tensor), count)
                 profile = one.profile(count)
-            found.append({"microbatches": count, "workers": size, "profile": profile})
+            found.append({"microbatches": count, "workers": size, "tensor": tensor, "profile": profile})
     return {"mesh_profiles": found}
 
 

@@ -30,12 +30,15 @@ class SharedMesh:
 
 def shared_meshes(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[SharedMesh, ...]:
     """How the meshes share a microbatch, where they have unlike sizes; `nodes` has mesh and node of each worker."""
-    if job.resources.workers is None:
+    if not job.unlike:
         return ()
     of_mesh: dict[str, list[str]] = {}
     for mesh, node in nodes:
         of_mesh.setdefault(mesh, []).append(node)
-    return tuple(SharedMesh(mesh, len(on), 1, tuple(on)) for mesh, on in of_mesh.items())
+    return tuple(
+        SharedMesh(mesh, len(on) // (tensor := job.tensor_of(mesh)), tensor, tuple(on))
+        for mesh, on in of_mesh.items()
+    )
 
 
 def evaluation_spec(

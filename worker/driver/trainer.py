@@ -117,7 +117,7 @@ class Trainer:
         raise_if(self._reporter.asked_to_stop.is_set)
 
     def _refuse_what_cannot_run(self) -> None:
-        if self._attempt.device == "cuda" and self._job.resources.workers is not None:
+        if self._attempt.device == "cuda" and self._job.unlike:
             raise AttemptFailure(
                 Reason.PLAN_INFEASIBLE,
                 f"meshes of unlike sizes ({', '.join(map(str, self._job.mesh_sizes))} workers) run on cpu so far: "
@@ -194,7 +194,7 @@ class Trainer:
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         own_weights = self._job.model.weights is not None
         self._gang.call(
-            _load(self._gang, planned, place, self._limits, own_weights, evaluation),
+            _load(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
             what="loading the stages",
             limit_s=self._limits.prepare_s,
             timeout_reason=Reason.START_TIMEOUT,
@@ -296,6 +296,7 @@ def _load(
     limits: Limits,
     own_weights: bool,
     evaluation: Mapping[str, EvaluationProgram],
+    tensors: tuple[int, ...],
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
@@ -308,7 +309,7 @@ def _load(
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers) and not own_weights
     }
-    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes})
+    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes}, tensors)
     return [
         worker.load.remote(
             begins=planned.begins,

@@ -120,7 +120,7 @@ def _plain_model(
     probes: Probes,
 ) -> PlainModel:
     """With the rows of the workers that have the loss; `calls` are those of each size of a mesh, in their order."""
-    if job.resources.workers is None:
+    if len({*job.data_sizes}) == 1:
         return PlainModel(job, planned.microbatches, calls[0], probes)
     for worker in gang.workers:
         for index, stage in sorted(worker.stages.items()):
@@ -130,7 +130,7 @@ def _plain_model(
                     f"and meshes of {', '.join(map(str, job.mesh_sizes))} workers have unlike numbers of rows: no plain "
                     "model computes that; verify the job with equal sizes"
                 )
-    sizes = [*dict.fromkeys(job.mesh_sizes)]
+    sizes = [*dict.fromkeys(job.data_sizes)]
     by_workers = dict(zip(sizes, calls, strict=True))
     sharing = _sharing(job)
     workers_of = {
@@ -154,7 +154,7 @@ def _plain_model(
 
 def _sharing(job: Job) -> dict[str, int]:
     """By mesh, how many workers share a microbatch."""
-    return {f"m{mesh}": size // job.resources.tensor for mesh, size in enumerate(job.mesh_sizes)}
+    return {f"m{mesh}": size for mesh, size in enumerate(job.data_sizes)}
 
 
 # Of fp32 on CPU: of 37 public models at most 6.4e-7 of a gradient was rounding, where several users' gradients meet.
@@ -219,7 +219,7 @@ class _Run:
             self._proof.worst,
             clip=self._job.training.clip_grad_norm,
             first_forward=located,
-            unlike=self._job.resources.workers is not None,
+            unlike=len({*self._job.data_sizes}) > 1,
         )
         compared.check_transfers()
         compared.check_losses()
@@ -286,7 +286,10 @@ class _Run:
         if self._job.resources.tensor == 1:
             return gradients
         workers, found = self._gang.workers, []
-        for worker in workers:
+        for worker, gradient in zip(workers, gradients, strict=True):
+            if worker.share is None:
+                found.append(gradient)
+                continue
             own = [k for k, one in enumerate(workers) if (one.mesh, one.rows) == (worker.mesh, worker.rows)]
             found.append(
                 {

@@ -72,7 +72,7 @@ class OpenWorker(Worker):
     @property
     def rows(self) -> int:
         """Which part of a microbatch is its: that of all who share matrices with it."""
-        return self._worker // self._job.resources.tensor
+        return self._worker // self._job.tensor_of(self._mesh)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -124,7 +124,8 @@ class LocalWorkers:
         first, *others = self.workers
         self.notes = first.trace(planned.microbatches)
         look(first.traced)
-        sizes = Counter(worker.mesh for worker in self.workers)
+        job = first._job
+        sizes = {f"m{mesh}": size for mesh, size in enumerate(job.data_sizes)}
         for worker in others:
             worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
@@ -178,7 +179,7 @@ class LocalWorkers:
         evaluation: Mapping[str, EvaluationProgram],
     ) -> None:
         first = self.workers[0]
-        topology = topology_of(Counter(worker.mesh for worker in self.workers))
+        topology = topology_of(Counter(worker.mesh for worker in self.workers), first._job.tensors)
         store = host_store("127.0.0.1")
         seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
         starts = planned_starts(planned.plan, planned.stage_names)

@@ -51,6 +51,11 @@ class UnlikeProfile(LayerProfile):
         return replace(own, of_mesh=tuple(one.corrected() for one in self.of_mesh))
 
 
+def profile_of_mesh(profile: LayerProfile, mesh: int) -> LayerProfile:
+    """That of a mesh, by its number."""
+    return profile.of_mesh[mesh] if isinstance(profile, UnlikeProfile) else profile
+
+
 def unlike_profile(of_mesh: Sequence[LayerProfile], shares: Sequence[MeshShare]) -> UnlikeProfile:
     """One value of the profiles of meshes that share so; SpecError where they are not of one model."""
     slowest = max(of_mesh, key=lambda profile: sum(layer.compute_s for layer in profile.layers))
@@ -94,10 +99,7 @@ def resharding_of(
     """The plan by which tensor `name`, of which each worker of the two meshes has one of `shapes`, goes from the first to
     the second; SpecError where the shapes do not tell how it is shared."""
     one, other = sides
-    try:
-        along = shared_dimension(name, shapes, (one.data, other.data), differentiable=differentiable)
-    except CutError as error:
-        raise SpecError(str(error)) from None
+    along = _along(name, shapes, (one.data, other.data), differentiable)
     tensor = Tensor(whole_shape(shapes[0], along, one.data), element_bytes)
     links = _links(network, (one.name, other.name), one.nodes[0] == other.nodes[0])
     return _planned(tensor, _side(one, along), _side(other, along), links)
@@ -105,6 +107,23 @@ def resharding_of(
 
 def _place(edge: LayerEdge) -> tuple[int, int, int, str]:
     return edge.source, edge.target, edge.order, edge.tensor
+
+
+def _along(name: str, shapes: tuple[Shape, Shape], data: tuple[int, int], differentiable: bool) -> int | None:
+    """The dimension of the whole along which the parts lie; None where each worker has the whole."""
+    if data[0] != data[1]:
+        try:
+            return shared_dimension(name, shapes, data, differentiable=differentiable)
+        except CutError as error:
+            raise SpecError(str(error)) from None
+    if data[0] == 1:
+        return None
+    if not shapes[0]:
+        raise SpecError(
+            f"tensor {name!r} is a single number of each of {data[0]} parts of a microbatch: between meshes that share "
+            "their matrices unlike it cannot be dealt; keep the stages that make and use it on one mesh (pipeline.cut)"
+        )
+    return 0  # no part is cut: any dimension tells them apart
 
 
 def _side(share: MeshShare, along: int | None) -> Layout:
