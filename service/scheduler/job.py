@@ -110,7 +110,7 @@ def _choose(
     budget_s: float,
     expired: Callable[[], bool] | None,
 ) -> JobPlan:
-    profiles = {count: _profile(job, costs, count) for count in counts}
+    profiles = {count: measured_profile(job, costs, count) for count in counts}
     given = job.resources.memory_per_worker  # for drivers that tell no memory
     limit = given if isinstance(given, int) else None
     names = [f"m{index}" for index in range(job.meshes)]
@@ -122,7 +122,7 @@ def _choose(
         network=costs.network,
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
-        optimizer=_optimizer(job, costs),
+        optimizer=kept_by_optimizer(job, costs),
         update=costs.update,
         shared=costs.shared,
         action_s=costs.action_s,
@@ -138,7 +138,7 @@ def _choose(
     return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
 
 
-def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
+def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     """The profile of so many microbatches; with that of each mesh, where they have unlike sizes."""
     if not job.unlike:
         return costs.profiles[count]
@@ -164,7 +164,7 @@ def _profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     )
 
 
-def _optimizer(job: Job, costs: JobCosts) -> OptimizerState:
+def kept_by_optimizer(job: Job, costs: JobCosts) -> OptimizerState:
     """What the optimizer keeps; of it each worker has its part where those of a mesh share it."""
     if not job.sharded:
         return costs.optimizer
