@@ -43,7 +43,7 @@ class MeshEntry(_Part):
 def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
     """`resources` with meshes and workers_per_mesh as numbers; raises ValueError for a list that cannot run (yet)."""
     listed = resources["meshes"]
-    for field in ("workers_per_mesh", "workers", "tensor"):
+    for field in ("workers_per_mesh", "workers", "tensor", "tensors"):
         if resources.get(field) is not None:
             raise ValueError(
                 f"meshes is a list and {field} is given too: each entry says its own, leave it out"
@@ -61,20 +61,14 @@ def short_form(resources: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **resources,
         "meshes": len(entries),
-        "tensor": _tensor_of(entries),
+        **tensors_of([entry.parallel.tensor for entry in entries]),
         **sizes_of([entry.workers for entry in entries]),
     }
 
 
-def _tensor_of(entries: Sequence[MeshEntry]) -> int:
-    """Among how many workers each of the meshes shares its matrices; ValueError where they are not alike."""
-    tensors = [entry.parallel.tensor for entry in entries]
-    if len({*tensors}) > 1:
-        raise ValueError(
-            f"meshes.*.parallel.tensor is {', '.join(map(str, tensors))}: meshes share their matrices among equally many "
-            "workers so far; give all meshes the same tensor"
-        )
-    return tensors[0]
+def tensors_of(tensors: Sequence[int]) -> dict[str, Any]:
+    """The fields of resources that say among how many workers each mesh shares its matrices."""
+    return {"tensor": max(tensors), "tensors": list(tensors) if len({*tensors}) > 1 else None}
 
 
 def sizes_of(workers: Sequence[int]) -> dict[str, Any]:
@@ -113,24 +107,31 @@ def check_listed(meshes: int | None, largest: int, workers: Sequence[int], devic
         )
 
 
-def check_tensor(workers: int, unlike: Sequence[int] | None, tensor: int, plan: object, device: str) -> None:
-    """Raise ValueError unless meshes of so many workers can share their matrices among `tensor` of them."""
+def check_tensors(tensors: Sequence[int], meshes: int | None, largest: int) -> None:
+    """Raise ValueError unless `tensors` are one number for each mesh, not all alike, the largest of them `largest`."""
+    if meshes != len(tensors) or tensors_of(tensors) != {"tensor": largest, "tensors": list(tensors)}:
+        raise ValueError(
+            f"tensors {list(tensors)} does not say among how many workers each of {meshes} meshes shares its matrices, with "
+            f"tensor {largest}: write meshes as a list, one entry {{workers: N, parallel: {{tensor: N}}}} a mesh, and leave "
+            "both out"
+        )
+
+
+def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: object, device: str) -> None:
+    """Raise ValueError unless meshes of so many workers can share their matrices among `tensors` of them."""
+    tensor = max(tensors)
     if tensor == 1:
         if plan is not None:
             raise ValueError(
                 "tensor_plan says how matrices are shared, and tensor is 1: set tensor, or leave the plan out"
             )
         return
-    if unlike is not None:
-        raise ValueError(
-            f"tensor is {tensor}, and the meshes have {', '.join(map(str, unlike))} workers: tensor parallel meshes are of "
-            "one size so far; give all meshes the same number of workers, or set tensor to 1"
-        )
-    if workers % tensor:
-        raise ValueError(
-            f"tensor {tensor} does not divide workers_per_mesh {workers}: use one of {_divisors(workers)}, or a multiple of "
-            f"{tensor} workers"
-        )
+    for size, among in zip(workers, tensors, strict=True):
+        if size % among:
+            raise ValueError(
+                f"tensor {among} does not divide workers_per_mesh {size}: use one of {_divisors(size)}, or a multiple of "
+                f"{among} workers"
+            )
     if device == "cuda":
         raise ValueError(
             f"tensor is {tensor}: tensor parallel meshes run on cpu so far; set device to cpu, or tensor to 1"

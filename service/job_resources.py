@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from service.job_meshes import Shard, check_listed, check_tensor, short_form
+from service.job_meshes import Shard, check_listed, check_tensor, check_tensors, short_form
 from service.job_values import Part
 
 MAX_BYTES = 2**53  # what every reader of JSON takes as it is
@@ -44,6 +44,10 @@ class Resources(Part):
         default=1,
         description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
     )
+    tensors: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        default=None,
+        description="Of each mesh, where they are not alike; tensor is then the largest",
+    )
     tensor_plan: dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
         default=None,
         description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
@@ -69,5 +73,27 @@ class Resources(Part):
                 "optimizer's state already, and data-parallel ones cannot share theirs beside them so far; set shard to "
                 "none, or tensor to 1"
             )
-        check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan, self.device)
+        if self.tensors is not None:
+            check_tensors(self.tensors, self.meshes, self.tensor)
+        if self.tensor > 1 and self.unlike and "optimizer" in (self.shard, *self.shard):
+            raise ValueError(
+                f"shard is optimizer on meshes of {', '.join(map(str, self.mesh_sizes))} workers that share matrices among "
+                f"{', '.join(map(str, self.mesh_tensors))}: set shard to none, or give all meshes equal ones"
+            )
+        check_tensor(self.mesh_sizes, self.mesh_tensors, self.tensor_plan, self.device)
         return self
+
+    @property
+    def unlike(self) -> bool:
+        """Whether meshes have unlike numbers of workers, or share their matrices unlike."""
+        return self.workers is not None or self.tensors is not None
+
+    @property
+    def mesh_sizes(self) -> list[int]:
+        """The number of workers of each mesh."""
+        return self.workers or [self.workers_per_mesh] * (self.meshes or 1)
+
+    @property
+    def mesh_tensors(self) -> list[int]:
+        """Among how many of its workers each mesh shares its matrices."""
+        return self.tensors or [self.tensor] * (self.meshes or 1)

@@ -310,11 +310,6 @@ class JobSpec(_Part):
             raise ValueError(
                 "evaluation.keep_best keeps a checkpoint, and the job has none: give checkpoint.uri"
             )
-        if self.evaluation is not None and self.resources.workers is not None:
-            raise ValueError(
-                f"evaluation on meshes of unlike sizes ({self.resources.workers} workers) does not run so far: give all "
-                "meshes the same number of workers, or leave out evaluation"
-            )
         return self
 
     @model_validator(mode="after")
@@ -340,15 +335,16 @@ class JobSpec(_Part):
             )
         check_shard(self.resources.shard, self.resources.meshes, self.optimizer.factory)
         count = self.training.microbatches
-        shares = [size // self.resources.tensor for size in self.mesh_sizes]
+        shares = [
+            size // tensor for size, tensor in zip(self.mesh_sizes, self.resources.mesh_tensors, strict=True)
+        ]
         check_shared(self.training.global_batch, None if count == "auto" else count, shares)
         return self
 
     @property
     def mesh_sizes(self) -> list[int]:
         """The number of workers of each mesh."""
-        resources = self.resources
-        return resources.workers or [resources.workers_per_mesh] * (resources.meshes or 1)
+        return self.resources.mesh_sizes
 
     @property
     def accelerators(self) -> int:

@@ -56,13 +56,13 @@ def _same(job: Job, other: Job) -> Iterator[tuple[str, Any, Any]]:
         yield f"model.{name}", _plain(getattr(job.model, name)), _plain(getattr(other.model, name))
     yield "loss.factory", job.loss and job.loss.factory, other.loss and other.loss.factory
     yield "optimizer.factory", job.optimizer.factory, other.optimizer.factory
-    for name in ("global_batch", "precision", "transfers", "sync_batch_norm"):
+    for name in ("global_batch", "precision", "transfers", "sync_batch_norm", "compile"):
         yield f"training.{name}", getattr(job.training, name), getattr(other.training, name)
     yield "resources.meshes", job.meshes, other.meshes
     if job.meshes == other.meshes:
         yield "resources.workers_per_mesh", list(job.mesh_sizes), list(other.mesh_sizes)
+        yield "resources.tensor", list(job.tensors), list(other.tensors)
         yield "resources.shard", list(job.sharded), list(other.sharded)
-    yield "resources.tensor", job.resources.tensor, other.resources.tensor
     yield "resources.tensor_plan", job.resources.tensor_plan, other.resources.tensor_plan
     yield "pipeline.overlap", job.pipeline.overlap, other.pipeline.overlap
 

@@ -106,8 +106,9 @@ class Worker(Measuring, Saving):
         profile is cached."""
         self._workers_per_mesh = workers_per_mesh
         counts = microbatch_counts(self._job)
-        tensor = self._job.resources.tensor  # so many workers have the same samples
-        data = {"worker": self._worker // tensor, "workers_per_mesh": workers_per_mesh // tensor}
+        tensor = self._job.tensor_of(self._mesh)  # so many workers have the same samples
+        self._data_workers = workers_per_mesh // tensor
+        data = {"worker": self._worker // tensor, "workers_per_mesh": self._data_workers}
         self._batches = Batches(self._job, **data, microbatches=counts[-1])
         self._model.keywords = self._batches.keywords
         if self._job.evaluation is not None:
@@ -116,7 +117,8 @@ class Worker(Measuring, Saving):
         self._build_loss()
         workers = sum(self._job.mesh_sizes)
         return {
-            count: profile_key(self._job, self._device, self._batches, count, workers) for count in counts
+            count: profile_key(self._job, self._device, self._batches, count, workers, tensor)
+            for count in counts
         }
 
     def trace(self, microbatches: int) -> list[str]:
@@ -124,27 +126,27 @@ class Worker(Measuring, Saving):
         self._use(microbatches)
         inputs, target = self._batches.sample
         traced, resources = self._model.traced(inputs), self._job.resources
-        if resources.tensor > 1:
-            check_matrices(traced, resources.tensor_plan, resources.tensor)
+        for tensor in sorted({*self._job.tensors} - {1}):
+            check_matrices(traced, resources.tensor_plan, tensor)
         notes = batch_norm_notes(traced, self._job) + tf32_notes(self._job, self._device)
         if not self._job.training.check_trace:
             return notes
         return notes + self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
 
     def graph(self, workers: int | None = None) -> bytes:
-        """The traced model for the other workers, without its parameters; for those of a mesh of `workers`."""
-        if workers in (None, self._workers_per_mesh):
+        """The traced model for the other workers, without its parameters; for those that are `workers` to share a
+        microbatch."""
+        if workers in (None, self._data_workers):
             return self._model.graph(self._batches.sample[0])
         return self._model.graph(self._batches.samples(workers)[0], workers)
 
-    def form(self) -> ModelForm:
-        """Of the traced model, for the worker that traced."""
-        whole = self._job.resources.tensor == 1
+    def form(self, whole: bool) -> ModelForm:
+        """Of the traced model, for the worker that traced; not `whole`: without its parameters."""
         return ModelForm.of_traced(self._model.traced(self._batches.sample[0]), whole=whole)
 
     def check_shares(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
         """Refuse a cut whose tensors would not arrive as they are meant, between meshes of unlike sizes."""
-        self._model.check_shares(self._workers_per_mesh, self._batches.samples, begins, workers_of_stage)
+        self._model.check_shares(self._data_workers, self._batches.samples, begins, workers_of_stage)
 
     def take_graph(self, graph: bytes, microbatches: int) -> None:
         """Have what another worker traced for so many microbatches: nothing is built here."""
@@ -157,7 +159,7 @@ class Worker(Measuring, Saving):
 
     def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
         """What crosses the borders of the stages of a cut while they are evaluated; for the worker that traced."""
-        return self._model.evaluation_edges(self._batches.sample[0], begins)
+        return self._model.evaluation_edges(self._batches.sample[0], begins, self._data_workers)
 
     def load(
         self,
@@ -193,8 +195,8 @@ class Worker(Measuring, Saving):
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
             graph = self._model.cut(self._batches.sample[0], begins, here, weights)
             self._share, whole = None, {i: graph.stages[i] for i in here}
-            if self._job.resources.tensor > 1:
-                self._share, whole = share_matrices(self._job, whole, self._worker)
+            if self._job.tensor_of(self._mesh) > 1:
+                self._share, whole = share_matrices(self._job, whole, self._mesh, self._worker)
             self._stages = stages = {i: stage.to(self._device) for i, stage in whole.items()}
             self._reader = StageReader(
                 stages,
@@ -217,7 +219,7 @@ class Worker(Measuring, Saving):
                 optimizer=self._make_optimizer,
                 lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
                 transport=transport,
-                options=run_options(self._job, limits=slot_limits, device=self._device),
+                options=run_options(self._job, self._mesh, limits=slot_limits, device=self._device),
                 planned_s=planned_s,
                 recomputed=frozenset(recomputed),
                 planned_starts_s=planned_starts_s,
@@ -244,7 +246,7 @@ class Worker(Measuring, Saving):
                     device=self._device,
                 )
             try:
-                self._engine.connect(self._evaluator.pairs if self._evaluator else ())
+                self._engine.connect(self._evaluator.lanes if self._evaluator else ())
             except ConnectError as error:
                 raise as_failure(error, Reason.START_TIMEOUT) from None
             if self._evaluator is not None:

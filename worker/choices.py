@@ -33,10 +33,8 @@ def microbatch_counts(job: Job) -> tuple[int, ...]:
         return (int(training.microbatches),)
     shares, rest = divmod(training.global_batch, workers)
     if rest:
-        sizes = job.resources.workers
-        whom = (
-            f"resources.workers_per_mesh {workers}" if sizes is None else f"meshes of {list(sizes)} workers"
-        )
+        sizes = list(job.data_sizes)
+        whom = f"meshes of {sizes} workers" if job.unlike else f"resources.workers_per_mesh {workers}"
         raise ValueError(
             f"training.global_batch {training.global_batch} cannot be shared by {whom}, "
             f"whatever training.microbatches is: set global_batch to a multiple of {workers}"

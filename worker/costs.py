@@ -44,20 +44,27 @@ def profiles_json(profiles: Mapping[int, LayerProfile]) -> dict[str, Any]:
 def of_meshes_json(
     by_key: Mapping[str, LayerProfile],
     keys: Sequence[Mapping[int, str]],
-    sizes: Sequence[int],
+    kinds: Sequence[tuple[int, int]],
     counts: Iterable[int],
 ) -> dict[str, Any]:
     """The part of a request with the profiles of meshes of unlike sizes, whose workers have unlike numbers of samples:
-    of the slowest kind of accelerator of each size. `keys` (by microbatches) and `sizes` (of its mesh) are one a worker."""
-    if len({*sizes}) <= 1:
+    of the slowest kind of accelerator of each. `keys` (by microbatches) and `kinds` (the workers of its mesh, and how many
+    of them share matrices) are one a worker."""
+    if len({*kinds}) <= 1:
         return {}
     found = []
     for count in counts:
-        for size in sorted({*sizes}):
-            own = dict.fromkeys(key[count] for key, of in zip(keys, sizes, strict=True) if of == size)
-            slowest = slowest_profile([by_key[key] for key in own])
-            found.append({"microbatches": count, "workers": size, "profile": slowest.to_json()})
+        for kind in sorted({*kinds}):
+            own = dict.fromkeys(key[count] for key, of in zip(keys, kinds, strict=True) if of == kind)
+            found.append(of_mesh_json(count, kind, slowest_profile([by_key[key] for key in own])))
     return {"mesh_profiles": found}
+
+
+def of_mesh_json(microbatches: int, kind: tuple[int, int], profile: LayerProfile) -> dict[str, Any]:
+    """A profile of meshes of a kind: so many workers, so many of which share matrices."""
+    workers, tensor = kind
+    shares = {"tensor": tensor} if tensor > 1 else {}
+    return {"microbatches": microbatches, "workers": workers, **shares, "profile": profile.to_json()}
 
 
 def costs_digest(spec: Mapping[str, Any]) -> str:

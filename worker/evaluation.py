@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from worker.data.evaluation import EvaluationBatches
 from worker.engine import Engine, SlotLimits
 from worker.engine.groups import workers_group
+from worker.engine.reshard import Plans
 from worker.job import Job
 from worker.job_loss import JobLoss, Metrics
 from worker.model.evaluating import EvaluationStages
@@ -30,11 +31,13 @@ from worker.transport.base import Transport
 
 @dataclass(frozen=True)
 class EvaluationProgram:
-    """A mesh's program of forwards only (JSON), with the planned seconds and starts of its instructions."""
+    """A mesh's program of forwards only (JSON), with the planned seconds and starts of its instructions; `reshardings`
+    are the transfers of all meshes between such of unlike sizes."""
 
     program: Sequence[Mapping[str, Any]]
     planned_s: Sequence[float]
     planned_starts_s: Sequence[float | None]
+    reshardings: Plans = field(default_factory=dict)
 
 
 class Evaluator:
@@ -57,7 +60,7 @@ class Evaluator:
     ):
         self._stages, self._batches, self._loss = stages, batches, loss.reading(stages.form)
         self._transport, self._device = transport, device
-        self._ignored, self._tensor = ignored_target(job), job.resources.tensor
+        self._ignored, self._tensor = ignored_target(job), job.tensor_of(mesh)
         self._reader = StageReader(
             stages.stages,
             batches,
@@ -78,19 +81,20 @@ class Evaluator:
             optimizer=None,
             transport=_Connected(transport),
             options=replace(
-                run_options(job, limits=limits, device=device),
+                run_options(job, mesh, limits=limits, device=device),
                 ignored_target=None,
                 keeps_random=True,
                 sharded=(),
             ),
             planned_s=planned.planned_s,
             planned_starts_s=planned.planned_starts_s,
+            reshardings=planned.reshardings,
         )
 
     @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The pairs of meshes that are to be connected before `start`."""
-        return self._engine.pairs
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of peers that are to be connected before `start`."""
+        return self._engine.lanes
 
     def start(self) -> None:
         """Make the lanes; the transport is connected."""
@@ -119,7 +123,7 @@ class Evaluator:
     def _begin(self) -> None:
         """Have the buffers of worker 0 of the mesh, as a checkpoint has."""
         transport, tensor = self._transport, self._tensor  # those that share matrices have the same buffers
-        buffers, several = self._stages.begin(), transport.topology.workers_per_mesh > tensor
+        buffers, several = self._stages.begin(), transport.topology.workers(transport.mesh) > tensor
         for buffer in buffers if several else ():
             sent = buffer.int() if buffer.dtype == torch.bool else buffer.clone()
             if transport.worker >= tensor:

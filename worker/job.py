@@ -143,13 +143,15 @@ class Resources:
     """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes. `workers` has one number a
     mesh where they are not alike; then `workers_per_mesh` is the largest. `shard` is what the workers of a mesh share,
     none or optimizer (its state); one for all meshes, or for each. So many workers as `tensor` says share the matrices of
-    a stage, by `tensor_plan` (module-name patterns to styles, see worker/tensor/plans.py)."""
+    a stage, by `tensor_plan` (module-name patterns to styles, see worker/tensor/plans.py); `tensors` has one number a mesh
+    where they are not alike, and `tensor` is then the largest."""
 
     meshes: int | None = None
     workers_per_mesh: int = 1
     tensor: int = 1
     tensor_plan: Mapping[str, Any] | None = None
     workers: tuple[int, ...] | None = None
+    tensors: tuple[int, ...] | None = None
     shard: str | tuple[str, ...] = "none"
     device: str = "auto"
     memory_per_worker: str | int = "auto"
@@ -224,6 +226,25 @@ class Job:
         return self.resources.workers or (self.resources.workers_per_mesh,) * self.meshes
 
     @property
+    def tensors(self) -> tuple[int, ...]:
+        """Of each mesh, how many of its workers share matrices."""
+        return self.resources.tensors or (self.resources.tensor,) * self.meshes
+
+    def tensor_of(self, mesh: str) -> int:
+        """How many workers of `mesh` share matrices."""
+        return self.tensors[int(mesh[1:])]
+
+    @property
+    def data_sizes(self) -> tuple[int, ...]:
+        """Of each mesh, among how many of its workers a microbatch is dealt."""
+        return tuple(size // tensor for size, tensor in zip(self.mesh_sizes, self.tensors, strict=True))
+
+    @property
+    def unlike(self) -> bool:
+        """Whether worker w of one mesh may have something else than worker w of another."""
+        return self.resources.workers is not None or self.resources.tensors is not None
+
+    @property
     def sharded(self) -> tuple[str, ...]:
         """The meshes whose workers share the optimizer's state."""
         given = self.resources.shard
@@ -234,12 +255,13 @@ class Job:
     @property
     def row_step(self) -> int:
         """A microbatch's samples are a multiple of this, so that the workers of every mesh have equally many."""
-        return math.lcm(*(self.resources.workers or (self.data_workers,)))
+        return math.lcm(*self.data_sizes)
 
     @property
     def data_workers(self) -> int:
-        """Among how many workers of a mesh a microbatch is dealt: those that share matrices have the same samples."""
-        return self.resources.workers_per_mesh // self.resources.tensor
+        """Among how many workers of a mesh, at most, a microbatch is dealt: those that share matrices have the same
+        samples."""
+        return max(self.data_sizes)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:

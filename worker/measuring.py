@@ -112,14 +112,14 @@ class Measuring:
         """Measure every layer on this device, for the batch in so many microbatches; JSON of a LayerProfile."""
         self._use(microbatches)
         traced = self._model.traced(self._batches.sample[0])
-        resources = self._job.resources
+        tensor, plan = self._job.tensor_of(self._mesh), self._job.resources.tensor_plan
         profile = measure_layers(
             traced,
             self._loss.reading(traced.form),
             self._batches.sample[1],
             device=self._device,
             repeats=PROFILE_REPEATS,
-            sharing=Sharing(resources.tensor, resources.tensor_plan) if resources.tensor > 1 else None,
+            sharing=Sharing(tensor, plan) if tensor > 1 else None,
             compiler=self._compiler() if self._job.training.compile else None,
         )
         return profile.to_json()

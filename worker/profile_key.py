@@ -16,9 +16,11 @@ from worker.model.profile import PROFILE_FORMAT
 from worker.nests import all_tensors
 
 
-def profile_key(job: Job, device: str, batches: Batches, microbatches: int, workers: int) -> str:
-    """Of model, shapes, precision, loss, whether compiled, kind of device, torch, and on CPU the `workers` of the gang,
-    which share the cores. Workers of two kinds thus have two keys."""
+def profile_key(
+    job: Job, device: str, batches: Batches, microbatches: int, workers: int, tensor: int = 1
+) -> str:
+    """Of model, shapes, precision, loss, whether compiled, kind of device, torch, how many share matrices (`tensor`), and
+    on CPU the `workers` of the gang, which share the cores. Workers of two kinds thus have two keys."""
     inputs, target = batches.sample
     rows = batches.rows(microbatches)
     parts = {
@@ -36,8 +38,8 @@ def profile_key(job: Job, device: str, batches: Batches, microbatches: int, work
     }
     if job.training.compile:  # what is measured without a compiler is not what runs once there is one
         parts["compiled"] = missing_compiler(device) is None
-    if job.resources.tensor > 1:
-        parts["tensor"] = [job.resources.tensor, job.resources.tensor_plan]
+    if tensor > 1:
+        parts["tensor"] = [tensor, job.resources.tensor_plan]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

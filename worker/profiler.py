@@ -18,7 +18,14 @@ from typing import Any
 
 from worker.actor import Worker
 from worker.choices import may_loop
-from worker.costs import ANSWER_MARK, REQUEST_VARIABLE, least_memory_bytes, outgrows, profiles_json
+from worker.costs import (
+    ANSWER_MARK,
+    REQUEST_VARIABLE,
+    least_memory_bytes,
+    of_mesh_json,
+    outgrows,
+    profiles_json,
+)
 from worker.device import choose_device
 from worker.driver.limits import Limits
 from worker.failure import AttemptFailure, as_failure
@@ -60,9 +67,8 @@ def measure(job: Job, device: str) -> dict[str, Any]:
     """
     notes = []
     choose_device(device, list)
-    workers_per_mesh = job.resources.workers_per_mesh
     worker = Worker(job=job, mesh="m0", worker=0, device=device)
-    counts = worker.prepare(workers_per_mesh)
+    counts = worker.prepare(job.mesh_sizes[0])
     memory = _memory(worker, job, device)
     optimizer, update = worker.optimizer_state(), worker.update_costs()
     profiles: dict[int, LayerProfile] = {}
@@ -84,7 +90,7 @@ def measure(job: Job, device: str) -> dict[str, Any]:
         notes.append("the links between meshes were not measured: transfers count as nothing")
     return {
         **profiles_json(dict(sorted(profiles.items()))),
-        **_of_meshes(job, device, sorted(profiles)),
+        **_of_meshes(job, device, sorted(profiles), network),
         "tried": sorted(counts),
         "network": network,
         **memory,
@@ -96,17 +102,19 @@ def measure(job: Job, device: str) -> dict[str, Any]:
     }
 
 
-def _of_meshes(job: Job, device: str, counts: Sequence[int]) -> dict[str, Any]:
+def _of_meshes(job: Job, device: str, counts: Sequence[int], network: Mapping[str, Any]) -> dict[str, Any]:
     """The profiles of meshes of unlike sizes, each by a worker that has the samples of one of them."""
-    if job.resources.workers is None:
+    if not job.unlike:
         return {}
     found = []
-    for size in sorted({*job.mesh_sizes}):
-        worker = Worker(job=job, mesh="m0", worker=0, device=device)
-        worker.prepare(size)
-        found += [
-            {"microbatches": count, "workers": size, "profile": worker.profile(count)} for count in counts
-        ]
+    kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
+    for kind in sorted({*kinds}):
+        worker = Worker(job=job, mesh=f"m{kinds.index(kind)}", worker=0, device=device)
+        worker.prepare(kind[0])
+        profiles = {count: LayerProfile.from_json(worker.profile(count)) for count in counts}
+        if kind[1] > 1:
+            profiles = _with_tensor_sums(profiles, network, [])
+        found += [of_mesh_json(count, kind, profile) for count, profile in profiles.items()]
     return {"mesh_profiles": found}
 
 

@@ -15,8 +15,8 @@ from worker.reasons import Reason
 from worker.training import ignored_target
 
 
-def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
-    """How the engine of a worker trains `job`."""
+def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunOptions:
+    """How the engine of a worker of `mesh` trains `job`."""
     training = job.training
     return RunOptions(
         precision=training.precision,
@@ -25,7 +25,7 @@ def run_options(job: Job, *, limits: SlotLimits, device: str) -> RunOptions:
         non_finite=training.non_finite,
         ignored_target=ignored_target(job),
         seed=training.seed,
-        tensor=job.resources.tensor,
+        tensor=job.tensor_of(mesh),
         sync_batch_norm=training.sync_batch_norm,
         loss_scaling=training.loss_scaling or LossScaling(),
         limits=limits,

@@ -184,7 +184,7 @@ class Saving:
     def _gives_its_part(self) -> bool:
         """Where workers of a mesh share matrices, or the optimizer's state, those beside worker 0 ask for the state when it
         does: it is put together from their parts. Whether this one did."""
-        gives = self._worker < self._job.resources.tensor or self._mesh in self._job.sharded
+        gives = self._worker < self._job.tensor_of(self._mesh) or self._mesh in self._job.sharded
         if gives and self._worker > 0:
             self._engine.state()
         return gives and self._worker > 0

@@ -24,13 +24,13 @@ def check_matrices(traced: TracedModel, plan: Mapping[str, str] | None, workers:
 
 @attributed_to(Reason.PLAN_INFEASIBLE)
 def share_matrices(
-    job: Job, stages: Mapping[int, StageModule], worker: int
+    job: Job, stages: Mapping[int, StageModule], mesh: str, worker: int
 ) -> tuple[TensorShare, dict[int, StageModule]]:
-    """What `worker` of its mesh runs of `stages`, and which parts of their parameters those are.
+    """What `worker` of `mesh` runs of `stages`, and which parts of their parameters those are.
 
     ModelError where a parameter that several stages use is split in two ways.
     """
-    tensor, plan = job.resources.tensor, job.resources.tensor_plan
+    tensor, plan = job.tensor_of(mesh), job.resources.tensor_plan
     group = TensorGroup(worker % tensor, tensor)
     splits: dict[str, Split | None] = {}
     found: dict[int, StageModule] = {}

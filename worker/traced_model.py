@@ -51,6 +51,7 @@ class JobModel:
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._evaluation: TracedModel | None = None
+        self._evaluations_of_others: dict[int, TracedModel] = {}
         self._taken = False
         self._of_others: dict[int, TracedModel] = {}
         self._leads = True  # until another worker's graph is taken
@@ -94,19 +95,27 @@ class JobModel:
         """The model in eval mode, where it was built; traced now where that was not done."""
         if self._evaluation is None:
             self.traced(sample)
-            self._evaluation = trace_in_eval_mode(self._built, sample, **self._as_it_runs)
-            self._evaluation.form = self._interface.form
+            self._evaluation = self._trace_evaluated(sample)
         return self._evaluation
+
+    def _trace_evaluated(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        traced = trace_in_eval_mode(self._built, sample, **self._as_it_runs)
+        traced.form = self._interface.form
+        return traced
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def evaluation_edges(
-        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str]
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], own: int = 1
     ) -> list[EvaluationEdge]:
-        """What crosses the borders of a cut while it is evaluated."""
-        evaluated = self._evaluated(sample)
-        return evaluation_edges(
-            evaluated, evaluation_begins(self.traced(sample).layers, begins, evaluated.layers)
-        )
+        """What crosses the borders of a cut while it is evaluated; `own` workers share a microbatch here."""
+        models = {own: self._evaluated(sample), **self._evaluations_of_others}
+        return evaluation_edges(models, self._evaluation_begins(sample, begins, models))
+
+    def _evaluation_begins(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], models: Mapping[int, TracedModel]
+    ) -> dict[int, list[str]]:
+        trained = self.traced(sample).layers
+        return {size: evaluation_begins(trained, begins, model.layers) for size, model in models.items()}
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def evaluation_stages(
@@ -170,11 +179,14 @@ class JobModel:
 
         `workers`: of a mesh of another size, whose workers have other rows, like `sample`; traced now for them.
         """
+        evaluates, evaluated = self._job.evaluation is not None, None
         if workers is None:
             traced = self.traced(sample)
+            evaluated = self._evaluated(sample) if evaluates else None
         else:
             traced = self._of_others[workers] = self._trace(sample)
-        evaluated = self._evaluated(sample) if self._job.evaluation is not None else None
+            if evaluates:
+                evaluated = self._evaluations_of_others[workers] = self._trace_evaluated(sample)
         try:
             return pack_all([traced] if evaluated is None else [traced, evaluated])
         except Exception as error:  # an object of a user's own, say
@@ -203,7 +215,12 @@ class JobModel:
             return
         models = {own: self.traced(samples(own)[0]), **self._of_others}
         tolerance = tolerance_of(self._built, models[own].placed.autocast, "cpu")
-        check_shares(models, {size: samples(size) for size in models}, begins, workers_of_stage, tolerance)
+        inputs = {size: samples(size) for size in models}
+        check_shares(models, inputs, begins, workers_of_stage, tolerance)
+        if self._job.evaluation is not None:
+            evaluated = {own: self._evaluated(inputs[own][0]), **self._evaluations_of_others}
+            starts = self._evaluation_begins(inputs[own][0], begins, evaluated)
+            check_shares(evaluated, inputs, starts[own], workers_of_stage, tolerance, when=" in eval mode")
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def weights(
@@ -237,7 +254,7 @@ class JobModel:
             self._rest = state_of(self._record, unused)
         self._layers, self.form = traced.layers, traced.form
         self._traced = self._built = None
-        self._of_others = {}
+        self._of_others, self._evaluations_of_others = {}, {}
         return graph
 
     def rest(self) -> dict[str, Any]:
@@ -247,7 +264,8 @@ class JobModel:
 
     def forget_graph(self) -> None:
         """The next sample has other shapes: trace anew, or take a new graph."""
-        self._traced, self._evaluation, self._taken, self._of_others = None, None, False, {}
+        self._traced, self._evaluation, self._taken = None, None, False
+        self._of_others, self._evaluations_of_others = {}, {}
 
 
 def _check_scalable(model: nn.Module, precision: str) -> None:

@@ -234,9 +234,11 @@ class ProfileOfCount(_FromDriver):
 
 
 class ProfileOfMesh(ProfileOfCount):
-    """The same as a mesh of so many workers measures it, where meshes have unlike sizes."""
+    """The same as a mesh of so many workers measures it, `tensor` of which share matrices, where meshes have unlike
+    sizes."""
 
     workers: Count
+    tensor: Count = 1
 
 
 class PlanRequest(_FromDriver):

@@ -157,11 +157,8 @@ async def forward_plan(
 ) -> Response:
     """The plan of an evaluation: of a PipelineSpec, forwards only."""
     await _current_job(service, attempt)
-    planning = service.planner.plan_spec(
-        json.dumps({**spec, "schedule": "inference"}),
-        budget_s=service.settings.plan_budget_s,
-        format="json",
-        attempt=attempt.id,
+    planning = service.planner.plan_forwards(
+        spec, budget_s=service.settings.plan_budget_s, attempt=attempt.id
     )
     try:
         planned = await while_connected(connection, planning)

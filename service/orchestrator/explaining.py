@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ def _planned(body: Mapping[str, Any]) -> tuple[PlannedStep, Sequence[str]]:
 
 def _layers(stored: StoredStep, begins: Sequence[str]) -> Layers:
     """What is known of the job's layers; as much as fits together."""
-    from service.scheduler.job import JobCosts
+    from service.scheduler.job import JobCosts, kept_by_optimizer, measured_profile
     from service.scheduler.why.cuts import Layers
     from worker.choices import microbatch_counts
     from worker.job import Job
@@ -100,12 +101,16 @@ def _layers(stored: StoredStep, begins: Sequence[str]) -> Layers:
         costs = JobCosts.from_json(stored.costs, job)
     except ValueError:  # measured by a Slotline of another time
         return Layers({}, counts)
+    profiles = {}
+    for count in costs.profiles:
+        with contextlib.suppress(ValueError):  # not of each mesh
+            profiles[count] = measured_profile(job, costs, count)
     recompute = job.pipeline.recompute
     return Layers(
-        profiles=costs.profiles,
+        profiles=profiles,
         counts=counts,
         begins=begins,
-        optimizer=costs.optimizer,
+        optimizer=kept_by_optimizer(job, costs),
         recompute=recompute if isinstance(recompute, str) else list(recompute),
         action_s=costs.action_s,
     )

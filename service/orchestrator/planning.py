@@ -118,6 +118,10 @@ class Planner:
         """Schedule a PipelineSpec (JSON text) and render the plan in one of PLAN_FORMATS; `attempt` as in `plan_job`."""
         return await self._run(_plan_spec, spec, budget_s, format, attempt=attempt)
 
+    async def plan_forwards(self, request: Mapping[str, Any], *, budget_s: float, attempt: str) -> str:
+        """Schedule an evaluation (`plan_forwards` of service/scheduler/forwards.py): the plan's JSON."""
+        return await self._run(_plan_forwards, request, budget_s, attempt=attempt)
+
     async def explain(self, stored: StoredStep) -> str:
         """Why a step takes as long as it does, and what would shorten it: the Explanation as JSON."""
         return await self._run(explain_step, stored)
@@ -312,6 +316,14 @@ def _plan_spec(expired: Callable[[], bool], text: str, budget_s: float, format: 
     plan = make_plan(spec, budget_s=budget_s, expired=expired)
     _log_notes(plan.notes, spec)
     return plan.model_dump_json() if format == "json" else render(spec, plan, format)
+
+
+def _plan_forwards(expired: Callable[[], bool], request: Mapping[str, Any], budget_s: float) -> str:
+    from service.scheduler.forwards import plan_forwards
+
+    found = plan_forwards(request, budget_s=budget_s, expired=expired)
+    _log_notes(found.plan.notes, found.spec)
+    return json.dumps(found.to_json(), allow_nan=False)
 
 
 def _plan_job(

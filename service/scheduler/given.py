@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from service.scheduler.job import JobCosts, optimizer_of, profile_of, recompute_of
+from service.scheduler.job import JobCosts, kept_by_optimizer, measured_profile, recompute_of
 from service.scheduler.model.memory import peak_activation, peak_memory
 from service.scheduler.model.spec import MeshSpec, PipelineSpec, SpecError, StageSpec
 from service.scheduler.partition import partition
@@ -82,16 +82,14 @@ def given_answer(
 
 
 def _forms(job: Job, costs: JobCosts, count: int) -> dict[int, ModelForm]:
-    whole = job.resources.tensor == 1
-    if job.resources.workers is not None:
-        found = {size: costs.of_meshes.get((count, size)) for size in {*job.mesh_sizes}}
-    else:
-        found = {job.resources.workers_per_mesh: costs.profiles.get(count)}
-    return {
-        size: ModelForm.of_profile(profile, whole=whole)
-        for size, profile in sorted(found.items())
-        if profile is not None
-    }
+    """Of what was measured, by how many workers a microbatch is dealt among; of whole layers where there are some."""
+    kinds = sorted({*zip(job.mesh_sizes, job.tensors, strict=True)}, key=lambda kind: kind[1], reverse=True)
+    found = {}
+    for workers, tensor in kinds:
+        profile = costs.of_meshes.get((count, workers, tensor)) if job.unlike else costs.profiles.get(count)
+        if profile is not None:
+            found[workers // tensor] = ModelForm.of_profile(profile, whole=tensor == 1)
+    return dict(sorted(found.items()))
 
 
 def _proven(
@@ -142,7 +140,7 @@ def _stages_now(
     """The stages with their own times, and the bytes that were measured now."""
     place = {mesh.name: index for index, mesh in enumerate(before.meshes)}
     now = partition(
-        profile_of(job, costs, before.microbatches),
+        measured_profile(job, costs, before.microbatches),
         stages=len(before.stages),
         meshes=meshes,
         cut=begins,
@@ -151,7 +149,7 @@ def _stages_now(
         schedule=before.schedule,
         overlap=before.overlap,
         placement=[place[stage.mesh] for stage in before.stages],
-        optimizer=optimizer_of(job, costs),
+        optimizer=kept_by_optimizer(job, costs),
         recompute=recompute_of(Job.from_json(made_for.job)),
         action_s=costs.action_s,
     ).spec.stages

@@ -11,7 +11,7 @@ from typing import Any
 
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
-from service.scheduler.cut.unlike import unlike_profile
+from service.scheduler.cut.unlike import MeshShare, unlike_profile
 from service.scheduler.job_reduces import planned_reduces
 from service.scheduler.joint import JobPlan, choose, longest
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
@@ -26,8 +26,8 @@ from worker.model.update_costs import UpdateCosts
 class JobCosts:
     """What was measured of a job: its layers at each number of microbatches, its network, the bytes that each
     mesh may hold, what its optimizer keeps and takes, which workers share processor cores, and what the engine
-    itself takes for each action. `of_meshes` are the profiles of meshes of unlike sizes, by number of microbatches and
-    of workers; `nodes` where each worker runs."""
+    itself takes for each action. `of_meshes` are the profiles of meshes of unlike sizes, by number of microbatches, of
+    workers and of those that share matrices; `nodes` where each worker runs."""
 
     profiles: Mapping[int, LayerProfile]
     network: NetworkSpec
@@ -36,7 +36,7 @@ class JobCosts:
     update: UpdateCosts
     shared: Sequence[SharedCores] = ()
     action_s: float = 0.0
-    of_meshes: Mapping[tuple[int, int], LayerProfile] = field(default_factory=dict)
+    of_meshes: Mapping[tuple[int, int, int], LayerProfile] = field(default_factory=dict)
     nodes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @classmethod
@@ -64,7 +64,9 @@ class JobCosts:
             ),
             action_s=data.get("action_s") or 0.0,
             of_meshes={
-                (one["microbatches"], one["workers"]): LayerProfile.from_json(one["profile"])
+                (one["microbatches"], one["workers"], one.get("tensor", 1)): LayerProfile.from_json(
+                    one["profile"]
+                )
                 for one in data.get("mesh_profiles") or ()
             },
             nodes={
@@ -108,7 +110,7 @@ def _choose(
     budget_s: float,
     expired: Callable[[], bool] | None,
 ) -> JobPlan:
-    profiles = {count: profile_of(job, costs, count) for count in counts}
+    profiles = {count: measured_profile(job, costs, count) for count in counts}
     given = job.resources.memory_per_worker  # for drivers that tell no memory
     limit = given if isinstance(given, int) else None
     names = [f"m{index}" for index in range(job.meshes)]
@@ -120,7 +122,7 @@ def _choose(
         network=costs.network,
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
-        optimizer=optimizer_of(job, costs),
+        optimizer=kept_by_optimizer(job, costs),
         update=costs.update,
         shared=costs.shared,
         action_s=costs.action_s,
@@ -128,35 +130,41 @@ def _choose(
         budget_s=budget_s,
         expired=expired,
     )
-    if job.resources.workers is not None:  # no message of a worker may wait for another in a circle
+    if job.unlike:  # no message of a worker may wait for another in a circle
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
         check_messages(programs, found.partition.reshardings, sizes)
-    workers = {name: size // job.resources.tensor for name, size in zip(names, job.mesh_sizes, strict=True)}
+    workers = dict(zip(names, job.data_sizes, strict=True))
     return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
 
 
-def profile_of(job: Job, costs: JobCosts, count: int) -> LayerProfile:
+def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     """The profile of so many microbatches; with that of each mesh, where they have unlike sizes."""
-    if job.resources.workers is None:
+    if not job.unlike:
         return costs.profiles[count]
-    sizes = job.mesh_sizes
-    if missing := sorted(size for size in {*sizes} if (count, size) not in costs.of_meshes):
+    kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
+    if missing := sorted(kind for kind in {*kinds} if (count, *kind) not in costs.of_meshes):
+        size, tensor = missing[0]
+        among = f", {tensor} of which share matrices," if tensor > 1 else ""
         raise SpecError(
-            f"no profile was sent of a mesh of {missing[0]} workers with {count} microbatches: meshes of unlike sizes are "
+            f"no profile was sent of a mesh of {size} workers{among} with {count} microbatches: meshes of unlike sizes are "
             "planned with the costs of each"
         )
     return unlike_profile(
-        [costs.of_meshes[count, size] for size in sizes],
-        sizes,
+        [costs.of_meshes[count, *kind] for kind in kinds],
         [
-            [costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)]
-            for mesh, size in enumerate(sizes)
+            MeshShare(
+                f"m{mesh}",
+                size // tensor,
+                tensor,
+                tuple(costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)),
+            )
+            for mesh, (size, tensor) in enumerate(kinds)
         ],
     )
 
 
-def optimizer_of(job: Job, costs: JobCosts) -> OptimizerState:
+def kept_by_optimizer(job: Job, costs: JobCosts) -> OptimizerState:
     """What the optimizer keeps; of it each worker has its part where those of a mesh share it."""
     if not job.sharded:
         return costs.optimizer

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from service.scheduler.cut.layers import layer_ranges
+from service.scheduler.cut.unlike import profile_of_mesh
 from service.scheduler.joint import JobPlan, longest
 from service.scheduler.reduces import Sums, reduces_end_s, with_reduces
 from worker.buckets import Gradient
@@ -33,13 +34,14 @@ def planned_reduces(
             for name in layer.parameters:
                 if index not in users.setdefault(name, []):
                     users[name].append(index)
+    number = {mesh.name: index for index, mesh in enumerate(spec.meshes)}
     sums: dict[str, Sums] = {}
     for mesh, count in workers.items():
         cost = costs.sum_of(mesh)
         if count < 2 or cost is None:
             continue
         gradients = [
-            Gradient(name, tuple(stages), profile.parameter_sizes[name], "")
+            Gradient(name, tuple(stages), profile_of_mesh(profile, number[mesh]).parameter_sizes[name], "")
             for name, stages in users.items()
             if name not in profile.frozen_parameters and {spec.stages[k].mesh for k in stages} == {mesh}
         ]
@@ -52,7 +54,7 @@ def planned_reduces(
         mesh_update(
             mesh,
             of_mesh,
-            profile,
+            profile_of_mesh(profile, number[mesh]),
             costs,
             early={g.name for g in sums[mesh].gradients} if mesh in sums else (),
         )

@@ -22,6 +22,7 @@ from service.scheduler.cores import SharedCores, least_step, processor_seconds, 
 from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.starts import balanced, equal_layers, moved
+from service.scheduler.cut.unlike import profile_of_mesh
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.least import least_makespan
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
@@ -360,8 +361,8 @@ class _Choice:
         for mesh, (first, end) in zip(shape.placement, ranges, strict=True):
             layers_of[mesh].extend(range(first, end))
         return tuple(
-            mesh_update(mesh.name, layers, profile, self._costs)
-            for mesh, layers in zip(self._meshes, layers_of, strict=True)
+            mesh_update(mesh.name, layers, profile_of_mesh(profile, index), self._costs)
+            for index, (mesh, layers) in enumerate(zip(self._meshes, layers_of, strict=True))
         )
 
     def _late(self) -> bool:

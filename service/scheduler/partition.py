@@ -189,8 +189,7 @@ def _resharding(
     """How the tensor of an edge of the profile goes between two stages, or its gradient back; None between meshes of one
     size, whose workers exchange it in pairs."""
     profile, (here, there) = problem.profile, (problem.mesh_of_stage[s] for s in (source, target))
-    if not isinstance(profile, UnlikeProfile) or profile.sizes[here] == profile.sizes[there]:
+    if not isinstance(profile, UnlikeProfile) or profile.shares[here].like(profile.shares[there]):
         return None
     way = (here, there) if direction == "forward" else (there, here)
-    names = problem.meshes[way[0]].name, problem.meshes[way[1]].name
-    return resharding_between(profile, edge, way, names, problem.network)
+    return resharding_between(profile, edge, way, problem.network)

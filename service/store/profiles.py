@@ -94,7 +94,7 @@ async def record_costs(
     session: AsyncSession, digest: str, costs: dict[str, Any], *, measured_by: str, at: datetime
 ) -> None:
     """Keep what was measured of jobs with this digest (JSON of a driver's PlanRequest); profiles for numbers of
-    microbatches that were measured before stay."""
+    microbatches that were measured before stay, with those of each mesh where meshes have unlike sizes."""
     profiles = {one["microbatches"]: one for one in costs.get("profiles") or ()}
     if costs.get("profile") is not None and costs.get("microbatches") is not None:
         profiles[costs["microbatches"]] = {name: costs[name] for name in ("microbatches", "profile")}
@@ -105,7 +105,15 @@ async def record_costs(
         "profiles": list(profiles.values()),
         "tried": sorted({*before["tried"], *profiles, *(costs.get("tried") or ())}),
     }
+    if of_meshes := _of_meshes(before) | _of_meshes(costs):
+        body["mesh_profiles"] = list(of_meshes.values())
     await record_profile(session, key, body, at=at)
+
+
+def _of_meshes(costs: Mapping[str, Any]) -> dict[tuple[int, int, int], Any]:
+    """The profiles of meshes by numbers of microbatches, of workers, and of those that share matrices."""
+    listed = costs.get("mesh_profiles") or ()
+    return {(one["microbatches"], one["workers"], one.get("tensor", 1)): one for one in listed}
 
 
 async def find_costs(

@@ -48,6 +48,26 @@ def test_workers_that_share_matrices_have_the_same_samples():
         _spec({"meshes": 2, "workers_per_mesh": 8})
 
 
+@pytest.mark.parametrize(
+    ("parts", "workers", "tensors"),
+    [
+        ([(2, 2), (2, 1)], [4, 2], [2, 1]),
+        ([(1, 2), (1, 1)], [2, 1], [2, 1]),
+        ([(1, 2), (2, 1)], None, [2, 1]),
+        ([(2, 2), (1, 2)], [4, 2], None),
+    ],
+)
+def test_meshes_that_share_their_matrices_unlike_are_kept_one_by_one(parts, workers, tensors):
+    entries = [{"workers": data * tensor, "parallel": {"tensor": tensor}} for data, tensor in parts]
+    spec = _spec({"meshes": entries})
+    assert (spec.resources.workers, spec.resources.tensors) == (workers, tensors)
+    stored = spec.model_dump(mode="json")
+    assert JobSpec.model_validate(stored) == spec
+    job = Job.from_json(stored)
+    assert job.unlike and job.data_sizes == tuple(data for data, _ in parts)
+    assert job.tensors == tuple(tensor for _, tensor in parts) and job.tensor_of("m1") == parts[1][1]
+
+
 def test_entries_need_not_say_how_their_workers_share():
     assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
 
@@ -71,17 +91,31 @@ def test_entries_need_not_say_how_their_workers_share():
         ),
         ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
         (
-            {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}, {"workers": 4}]},
-            "meshes.*.parallel.tensor is 2, 1: meshes share their matrices among equally many workers so far",
+            {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}, {"workers": 4}], "device": "cuda"},
+            "tensor is 2: tensor parallel meshes run on cpu so far; set device to cpu",
         ),
         (
             {
                 "meshes": [
-                    {"workers": 4, "parallel": {"tensor": 2}},
+                    {"workers": 4, "parallel": {"tensor": 2}, "shard": "optimizer"},
                     {"workers": 2, "parallel": {"tensor": 2}},
                 ]
             },
-            "tensor is 2, and the meshes have 4, 2 workers: tensor parallel meshes are of one size so far",
+            "optimizer",
+        ),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensors": [2, 1, 1]},
+            "tensors [2, 1, 1] does not say among how many workers each of 2 meshes shares its matrices",
+        ),
+        ({"meshes": [{}], "tensors": [1]}, "meshes is a list and tensors is given too"),
+        (
+            {
+                "meshes": [
+                    {"workers": 6, "parallel": {"tensor": 2}},
+                    {"workers": 2, "parallel": {"tensor": 2}},
+                ]
+            },
+            "a microbatch of 4 samples cannot be shared by meshes of [3, 1] workers",
         ),
         (
             {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": "cuda"},

@@ -101,6 +101,12 @@ def spec_of(length=24, *, loss="with_metrics", steps=None, **layout):
     return spec | {"evaluation": {"data": data, "steps": steps}}
 
 
+def unlike(*sizes, stages=None):
+    """Meshes of these sizes."""
+    resources = {"meshes": len(sizes), "workers_per_mesh": max(sizes), "workers": list(sizes)}
+    return {"stages": stages or len(sizes), "resources": resources}
+
+
 def plain_evaluation(run, length):
     """Loss and metrics of the unsplit model in eval mode, with the parameters and buffers that the workers have now."""
     state = {}
@@ -113,7 +119,7 @@ def plain_evaluation(run, length):
     data = Numbers(length, seed=1)
     found = []
     with torch.no_grad():
-        size = 4 // (1 + max(worker.index for worker in run.workers))
+        size = 4 // (1 + run.workers[-1].index)  # the parts of which the last mesh has the losses
         for begin in range(0, length - length % 4, size):
             (rows,), target = collate([data[index] for index in range(begin, begin + size)])
             loss, metrics = with_metrics(model(rows), target)
@@ -127,9 +133,10 @@ LAYOUTS = [
     {"stages": 3, "meshes": 3, "workers_per_mesh": 2},
     {"stages": 1, "meshes": 1},
 ]
+UNLIKE = [unlike(2, 1), unlike(1, 2, stages=4), unlike(1, 2, 1)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *UNLIKE], ids=str)
 def test_an_evaluation_is_that_of_the_plain_model_in_eval_mode(layout):
     with Workers(spec_of(27, **layout)) as run:
         size = run.workers[0].evaluation_size()
@@ -171,12 +178,32 @@ def test_what_only_eval_mode_uses_comes_from_the_weights_that_the_job_starts_fro
         assert run.evaluate().loss == pytest.approx(expected, rel=1e-5)
 
 
+class CentredInEval(nn.Linear):
+    """Centres its rows in eval mode only: a worker's part is not that of the whole there."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        return h.tanh() if self.training else (h - h.mean(0)).tanh()
+
+
+def centred_in_eval():
+    return nn.Sequential(CentredInEval(ROWS, 16), nn.Linear(16, 3))
+
+
+def test_what_only_eval_mode_makes_of_all_rows_cannot_go_between_meshes_of_unlike_sizes():
+    spec = spec_of(24, **unlike(2, 1))
+    spec["model"] = {"factory": f"{__name__}:centred_in_eval"}
+    spec["pipeline"] |= {"cut": ["0", "1"]}
+    with pytest.raises(AttemptFailure, match=r"tensor '\w+' is another in eval mode where 2 workers"):
+        Workers(spec)
+
+
 # A loss that draws shares the generators of this process with all its workers: it is tried where nobody else draws at
 # the same time.
 @pytest.mark.parametrize(
     ("loss", "layout"),
     [
-        *(("with_metrics", layout) for layout in LAYOUTS[:3]),
+        *(("with_metrics", layout) for layout in (*LAYOUTS[:3], UNLIKE[0])),
         *(("DrawsAndCounts", LAYOUTS[i]) for i in (0, 3)),
     ],
     ids=str,

@@ -10,8 +10,6 @@ from workers import Workers
 
 from service.jobspec import JobSpec
 from worker import checkpoint
-from worker.job import Job
-from worker.verify.proof import prove
 
 
 def on(sizes, spec):
@@ -51,11 +49,6 @@ def test_losses_are_those_of_a_plain_loop_on_two_and_one_workers_and_resumed_on_
     with Workers(on((1, 2), spec)) as workers:
         assert workers.call(lambda w: w.restore(uri)) == [2, 2, 2]
         assert workers.losses(range(3, 5)) == pytest.approx(expected[2:], rel=1e-5)
-
-
-def test_a_proof_beside_the_plain_model_is_refused_for_meshes_of_unlike_sizes():
-    with pytest.raises(ValueError, match="verify compares meshes of one size, and these have 2, 1 workers"):
-        prove(Job.from_json(on((2, 1), job())), lambda workers: pytest.fail("nothing is planned"))
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler.forwards import plan_forwards
 from service.scheduler.job import JobCosts, answer_json, plan_job
 from worker.data.sampler import BatchSampler
 from worker.data.text import ByteWindows
-from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec
+from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec, shared_meshes
 from worker.driver.metric_values import Evaluated, combined
 from worker.driver.planning import planned_job
 from worker.job import Job
@@ -104,32 +105,32 @@ def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -
 
 def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """What a driver sends besides, of meshes of unlike sizes: the layers as each measures them (`measured`: the first)."""
-    if job.resources.workers is None:
+    if not job.unlike:
         return {}
-    size_of = {f"m{mesh}": size for mesh, size in enumerate(job.mesh_sizes)}
-    ones = {size_of[worker.mesh]: worker for worker in reversed(workers)}
+    kinds = {f"m{mesh}": kind for mesh, kind in enumerate(zip(job.mesh_sizes, job.tensors, strict=True))}
+    ones = {kinds[worker.mesh]: worker for worker in reversed(workers)}
     found = []
     for of in measured:
-        for size, one in ones.items():
+        for (size, tensor), one in ones.items():
             count, profile = of["microbatches"], of["profile"]
             if one is not workers[0]:
                 workers[0].trace(count)
-                one.take_graph(workers[0].graph(size), count)
+                one.take_graph(workers[0].graph(size // tensor), count)
                 profile = one.profile(count)
-            found.append({"microbatches": count, "workers": size, "profile": profile})
+            found.append({"microbatches": count, "workers": size, "tensor": tensor, "profile": profile})
     return {"mesh_profiles": found}
 
 
 def forward_plan_of(spec: dict[str, Any]) -> dict[str, Any]:
     """What the control plane answers to a driver's request for the plan of an evaluation."""
-    return make_plan(load_spec(spec)).model_dump(mode="json")
+    return json.loads(json.dumps(plan_forwards(spec).to_json()))
 
 
 class Workers(LocalWorkers):
     """All workers of `job`, planned and loaded; closes their engines at the end."""
 
     def __init__(self, job: dict[str, Any]):
-        read = Job.from_json(job)
+        self._read = read = Job.from_json(job)
         workers = make_workers(read)
         for worker in workers:  # one after the other: torch seeds for a whole process
             counts = list(worker.prepare(read.mesh_sizes[int(worker.mesh[1:])]))
@@ -148,7 +149,8 @@ class Workers(LocalWorkers):
 
     def _evaluation_programs(self, edges):
         planned = planned_job(self.planned)
-        self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges))
+        shares = shared_meshes(self._read, ((worker.mesh, "here") for worker in self.workers))
+        self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges, shares))
         return evaluation_programs(planned, self.evaluation_plan)
 
     def evaluate(self) -> Evaluated:

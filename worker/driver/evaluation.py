@@ -6,7 +6,7 @@ Workers train nothing meanwhile: the step behind an evaluation is asked for when
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ import ray
 from worker.data.evaluation import EvaluationSize
 from worker.driver.best import Best, Course
 from worker.driver.control_plane import ControlPlane, Refused
-from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec
+from worker.driver.evaluation_plan import SharedMesh, evaluation_programs, evaluation_spec
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metric_values import Evaluated, combined
@@ -31,6 +31,7 @@ def plan_evaluation(
     policy: Evaluation | None,
     planned: PlannedJob,
     *,
+    shares: Sequence[SharedMesh] = (),
     gang: Gang,
     control: ControlPlane,
     limits: Limits,
@@ -47,7 +48,7 @@ def plan_evaluation(
         interrupted=interrupted,
     )
     try:
-        plan = control.plan_forwards(evaluation_spec(planned, edges))
+        plan = control.plan_forwards(evaluation_spec(planned, edges, shares))
     except Refused as refused:
         if refused.final:
             raise

@@ -28,7 +28,8 @@ class PlannedJob:
     reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
     update_s: float | None = None
     named: str | None = None
-    """The plan that the job was submitted with; `forms` of the model that it was made for, by workers of a mesh."""
+    """The plan that the job was submitted with; `forms` of the model that it was made for, by how many
+    workers a microbatch is dealt among."""
     forms: Mapping[int, ModelForm] = field(default_factory=dict)
 
     @property
@@ -73,13 +74,18 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
         update_s=answer.get("update_s"),
-        reshardings={
-            (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
-            for one in answer.get("reshardings") or ()
-        },
+        reshardings=reshardings_of(answer),
         named=(answer.get("named") or {}).get("name"),
         forms={
             int(workers): ModelForm.from_json(form)
             for workers, form in (answer.get("made_for") or {}).get("forms", {}).items()
         },
     )
+
+
+def reshardings_of(answer: Mapping[str, Any]) -> dict[tuple[int, bool], ReshardingPlan]:
+    """The transfers between meshes of unlike sizes in an answer, by edge and whether they are of gradients."""
+    return {
+        (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
+        for one in answer.get("reshardings") or ()
+    }

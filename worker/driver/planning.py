@@ -60,7 +60,9 @@ class Planner:
         keys = self._call(
             [
                 worker.prepare.remote(size)
-                for worker, size in zip(self._gang.workers, self._mesh_size_of_workers(), strict=True)
+                for worker, size in zip(
+                    self._gang.workers, self._of_workers(self._job.mesh_sizes), strict=True
+                )
             ],
             "building the data and the loss",
             self._limits.prepare_s,
@@ -88,8 +90,17 @@ class Planner:
         )
         if self._job.resources.tensor > 1:
             profiles = {count: profile.with_sums(*sums.between) for count, profile in profiles.items()}
+        of_keys = {
+            key: profile if sums is None else profile.with_sums(*sums.between)  # nothing where none is summed
+            for key, profile in self._profiles.items()
+        }
         measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
-        measured |= of_meshes_json(self._profiles, keys, self._mesh_size_of_workers(), profiles)
+        kinds = [
+            (size, tensor)
+            for size, tensor in zip(self._job.mesh_sizes, self._job.tensors, strict=True)
+            for _ in range(size)
+        ]
+        measured |= of_meshes_json(of_keys, keys, kinds, profiles)
         planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
         self.profiles = [self._profiles.get(of[planned.microbatches]) for of in keys]
@@ -120,7 +131,7 @@ class Planner:
         )
         for note in notes or ():
             self._reporter.event("traced", note)
-        own, *sizes = self._mesh_size_of_workers()
+        own, *sizes = self._of_workers(self._job.data_sizes)
         graphs = {
             size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
         }
@@ -137,11 +148,13 @@ class Planner:
     def _check_form(self, planned: PlannedJob) -> None:
         """That the model as it was traced here is the one for which a plan that the job names was made: what was measured
         may be older than the model's code."""
-        wanted = planned.forms.get(self._mesh_size_of_workers()[0])
+        sizes, tensors = self._job.data_sizes, self._job.tensors
+        wanted = planned.forms.get(sizes[0])
         if wanted is None:
             return
+        whole = (sizes[0], 1) in zip(sizes, tensors, strict=True)  # layers were measured with all parameters
         (form,) = self._call(
-            [self._gang.workers[0].form.remote()],
+            [self._gang.workers[0].form.remote(whole)],
             "comparing the model with that of its plan",
             self._limits.prepare_s,
         )
@@ -154,20 +167,19 @@ class Planner:
 
     def _check_shares(self, planned: PlannedJob) -> None:
         """That what goes between meshes of unlike sizes arrives as it is meant."""
-        if self._job.resources.workers is None:
+        if not self._job.unlike:
             return
-        workers_of_stage = [self._job.mesh_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
+        workers_of_stage = [self._job.data_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
         self._call(
             [self._gang.workers[0].check_shares.remote(planned.begins, workers_of_stage)],
             "comparing what meshes of unlike sizes mean by their parts of a tensor",
             self._limits.prepare_s,
         )
 
-    def _mesh_size_of_workers(self) -> list[int]:
-        """Of each worker of the gang, how many workers its mesh has."""
-        if self._job.resources.workers is None:
-            return [self._job.resources.workers_per_mesh] * len(self._gang.workers)
-        return [size for size in self._job.mesh_sizes for _ in range(size)]
+    def _of_workers(self, of_meshes: Sequence[int]) -> list[int]:
+        """Of each worker of the gang what its mesh has."""
+        pairs = zip(of_meshes, self._job.mesh_sizes, strict=True)
+        return [value for value, size in pairs for _ in range(size)]
 
     def correct(self, failure: OutOfMemoryFailure) -> None:
         """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""

@@ -14,6 +14,7 @@ from worker.driver.agreement import check_agreement
 from worker.driver.control_plane import ControlPlane
 from worker.driver.data_end import DataEnd
 from worker.driver.evaluation import Evaluations, plan_evaluation
+from worker.driver.evaluation_plan import shared_meshes
 from worker.driver.gang import Gang
 from worker.driver.launch import Launch
 from worker.driver.limits import Limits
@@ -116,7 +117,7 @@ class Trainer:
         raise_if(self._reporter.asked_to_stop.is_set)
 
     def _refuse_what_cannot_run(self) -> None:
-        if self._attempt.device == "cuda" and self._job.resources.workers is not None:
+        if self._attempt.device == "cuda" and self._job.unlike:
             raise AttemptFailure(
                 Reason.PLAN_INFEASIBLE,
                 f"meshes of unlike sizes ({', '.join(map(str, self._job.mesh_sizes))} workers) run on cpu so far: "
@@ -183,6 +184,7 @@ class Trainer:
         evaluation = plan_evaluation(
             self._job.evaluation,
             planned,
+            shares=shared_meshes(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
             gang=self._gang,
             control=self._control,
             limits=self._limits,
@@ -192,7 +194,7 @@ class Trainer:
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         own_weights = self._job.model.weights is not None
         notes = self._gang.call(
-            _load(self._gang, planned, place, self._limits, own_weights, evaluation),
+            _load(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
             what="loading the stages",
             limit_s=self._limits.prepare_s + self._job.training.compiling_s,
             timeout_reason=Reason.START_TIMEOUT,
@@ -297,6 +299,7 @@ def _load(
     limits: Limits,
     own_weights: bool,
     evaluation: Mapping[str, EvaluationProgram],
+    tensors: tuple[int, ...],
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
     planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
@@ -309,7 +312,7 @@ def _load(
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers) and not own_weights
     }
-    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes})
+    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes}, tensors)
     return [
         worker.load.remote(
             begins=planned.begins,

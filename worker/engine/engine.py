@@ -25,7 +25,7 @@ from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slot
 from worker.engine.parameters import tie_local_parameters
-from worker.engine.reshard import Plans, Reshardings, check_plans
+from worker.engine.reshard import Plans, Reshardings, check_plans, mesh_sizes
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
@@ -91,7 +91,7 @@ class Engine:
         self._device = torch.device(self._options.device)
         check_stages(mesh, self._program, stages, planned_s)
         self._routes = find_routes(edges, self._mesh_of_stage)
-        self._sizes = dict(zip(transport.topology.meshes, transport.topology.sizes, strict=True))
+        self._sizes = mesh_sizes(transport.topology)
         check_plans(reshardings or {}, self._routes, self._sizes, training=self._training)
         self._exchange = Exchange()
         tie_local_parameters(stages, tied)
@@ -161,15 +161,14 @@ class Engine:
         self._dead: EngineError | None = None
 
     @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The directed pairs of meshes that exchange tensors."""
-        return directed_pairs(self._routes, self._training, self._sizes)
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        """The directed pairs of meshes, or of workers, that exchange tensors."""
+        return directed_pairs(self._routes, self._training, self._sizes) + self._reshardings.lanes()
 
     def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
-        """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
+        """Block until every peer is there, of the pairs `more` too. ConnectError names who is missing."""
         try:
-            pairs = tuple(sorted({*self.pairs, *more}))
-            self._transport.connect(self._groups, pairs + self._reshardings.lanes())
+            self._transport.connect(self._groups, tuple(sorted({*self.lanes, *more})))
         except ConnectError as error:
             self._transport.announce(str(error))
             raise

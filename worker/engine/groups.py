@@ -28,11 +28,11 @@ def reduce_groups(
     shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
     shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
     for mesh, size in zip(topology.meshes, topology.sizes, strict=True):
-        ranks = [topology.rank(mesh, w) for w in range(size)]
-        for part in range(tensor):
-            groups[workers_group(mesh, part, tensor)] = tuple(ranks[part::tensor])
-        for first in range(0, size, tensor):
-            groups[tensor_group(mesh, first, tensor)] = tuple(ranks[first : first + tensor])
+        ranks, step = [topology.rank(mesh, w) for w in range(size)], topology.tensor(mesh, tensor)
+        for part in range(step):
+            groups[workers_group(mesh, part, step)] = tuple(ranks[part::step])
+        for first in range(0, size, step):
+            groups[tensor_group(mesh, first, step)] = tuple(ranks[first : first + step])
     if sharded or not topology.alike:
         groups[EVERYBODY] = tuple(range(topology.size))
     if not topology.alike:

@@ -12,6 +12,7 @@ have tags of their own, so that whichever comes first is never taken for another
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from worker.engine.lanes import Finish
 from worker.engine.routes import Route
 from worker.resharding import Resharder, Run
 from worker.resharding_plan import ReshardingPlan
-from worker.transport.base import Transport
+from worker.transport.base import Topology, Transport
 
 _LAST_TAG = 2**31 - 2
 """The last one that gloo takes, but for the one by which it is aborted."""
@@ -72,8 +73,23 @@ class Reshardings:
         return () if run is None else run.missing()
 
 
+class MeshSize(NamedTuple):
+    """How many workers a mesh has, and how many of them share matrices: of meshes of one size workers go in pairs."""
+
+    workers: int
+    tensor: int = 1
+
+    def __str__(self) -> str:
+        return str(self.workers) if self.tensor == 1 else f"{self.workers // self.tensor} x {self.tensor}"
+
+
+def mesh_sizes(topology: Topology) -> dict[str, MeshSize]:
+    """The size of each mesh."""
+    return {mesh: MeshSize(topology.workers(mesh), topology.tensor(mesh)) for mesh in topology.meshes}
+
+
 def check_plans(
-    plans: Plans, routes: Mapping[int, Route], sizes: Mapping[str, int], *, training: bool
+    plans: Plans, routes: Mapping[int, Route], sizes: Mapping[str, MeshSize], *, training: bool
 ) -> None:
     """Raise ValueError where a transfer between meshes of unlike sizes has no plan."""
     for index, route in routes.items():

@@ -114,10 +114,10 @@ def find_routes(edges: Sequence[Edge], mesh_of_stage: Sequence[str]) -> dict[int
 
 
 def directed_pairs(
-    routes: Mapping[int, Route], training: bool, sizes: Mapping[str, int] | None = None
+    routes: Mapping[int, Route], training: bool, sizes: Mapping[str, Any] | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """The directed pairs of meshes that exchange tensors, in the one order in which everybody connects; with `sizes`,
-    the workers of each mesh, only those whose workers exchange them in pairs."""
+    """The directed pairs of meshes that exchange tensors, in the one order in which everybody connects; with the
+    `sizes` of meshes only those whose workers exchange them in pairs."""
     forward = {(route.source_mesh, route.target_mesh) for route in routes.values()}
     back = {
         (route.target_mesh, route.source_mesh)

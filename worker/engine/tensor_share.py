@@ -5,7 +5,7 @@ Knows splits and the group; no stages, no optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ class TensorShare:
         """The whole of `name` with zeros for what others have: those of all workers add up to it."""
         split = self._splits.get(name)
         return part if split is None else split.padded(part, self._group.worker, self._group.workers)
+
+    def sum_whole(self, name: str, part: torch.Tensor, add: Callable[[torch.Tensor], None]) -> None:
+        """Have in `part` this worker's of the whole of `name`, after `add` has summed wholes over those that hold it."""
+        whole = self.placed(name, part) if self.counts(name) else torch.zeros_like(part)
+        add(whole)
+        part.copy_(self.part(name, whole))
 
     def sum(self, total: torch.Tensor) -> None:
         """Add up what the workers counted, in place."""

@@ -87,6 +87,7 @@ class ModelUpdate:
         self._alike = transport.topology.alike
         self._asks_all = not self._alike or bool(settings.sharded)
         self._meshes_group = EVERYBODY if self._asks_all else f"{ALL_MESHES}/{worker}"
+        self._names = {parameter: name for name, parameter in self.parameters.items()}
         self._tied_groups = {
             name: group
             for name in sorted(tied)
@@ -95,7 +96,8 @@ class ModelUpdate:
         }
         # Every worker that has the loss makes gradients of the mean over its own rows: the sum over all workers of a
         # mesh, each with its rows, is as many times too large, however many workers this mesh has.
-        self._shares = transport.topology.workers(mesh_of_stage[-1]) // settings.tensor
+        last = mesh_of_stage[-1]
+        self._shares = transport.topology.workers(last) // transport.topology.tensor(last, settings.tensor)
         owner = {
             name: min(stages, key=lambda s: transport.topology.meshes.index(mesh_of_stage[s]))
             for name, stages in tied.items()
@@ -283,7 +285,13 @@ class ModelUpdate:
         """Sum over the meshes that hold it, and count which of them made a gradient."""
         made = parameter.grad is not None
         makers = torch.full((), float(made), device=parameter.device)
-        self.transport.all_reduce(group, _gradient(parameter))
+        gradient = _gradient(parameter)
+        if self._alike or self._share is None:
+            self.transport.all_reduce(group, gradient)
+        else:  # other meshes hold other parts of it, or the whole
+            self._share.sum_whole(
+                self._names[parameter], gradient, lambda whole: self.transport.all_reduce(group, whole)
+            )
         self.transport.all_reduce(group, makers)
         if not self._alike:
             parameter.grad /= self._shares  # over all workers of all meshes: nothing is left to be summed
@@ -318,7 +326,7 @@ class ModelUpdate:
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()
-        if self._share is not None:
+        if self._share is not None and not self._asks_all:  # else all workers add up theirs below
             self._share.sum(total)
             if self.scaler is not None:
                 self._share.sum(self.scaler.found)
@@ -336,7 +344,7 @@ class ModelUpdate:
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
         """Where all workers add to the norm those of a mesh, which have the same, add theirs once."""
-        if self._asks_all and self.transport.worker > 0:
+        if self._asks_all and self.transport.worker >= self._settings.tensor:
             return []
         counted = self._counted if self._share is None else self._share.counted(self._counted)
         return [g for name in counted if (g := self.parameters[name].grad) is not None]

@@ -6,6 +6,7 @@ have graphs of their own. Must not know engines, data or jobs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,12 +42,27 @@ def trace_in_eval_mode(
 
 @dataclass(frozen=True)
 class EvaluationEdge:
-    """A tensor that one stage makes and another uses while they are evaluated, and its bytes on the wire."""
+    """A tensor that one stage makes and another uses while they are evaluated, and its bytes on the wire.
+
+    Where meshes have unlike sizes `shapes` are those of each worker's part, by how many workers share a microbatch.
+    """
 
     source: int
     target: int
     tensor: str
     bytes: int
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def bytes_of(self, workers: int) -> int:
+        """What each of so many workers that share a microbatch has of it."""
+        if not self.shapes:
+            return self.bytes
+        return math.prod(self.shapes[workers]) * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        """`shapes` begins with the shape that `bytes` are of."""
+        return self.bytes // max(1, math.prod(next(iter(self.shapes.values()))))
 
 
 @dataclass
@@ -92,10 +108,28 @@ def evaluation_begins(trained: Sequence[str], begins: Sequence[str], evaluated: 
     return found
 
 
-def evaluation_edges(traced: TracedModel, begins: Sequence[str]) -> list[EvaluationEdge]:
-    """The edges of a cut, in the order in which programs count them."""
-    edges = traced.builder(_starts(traced, begins)).edges()
-    return [EvaluationEdge(edge.source, edge.target, edge.tensor, edge.bytes) for edge in edges]
+def evaluation_edges(
+    models: Mapping[int, TracedModel], begins: Mapping[int, Sequence[str]]
+) -> list[EvaluationEdge]:
+    """The edges of a cut, in the order in which programs count them; `models` by how many workers share a microbatch,
+    this worker's own first."""
+    found = [model.builder(_starts(model, begins[size])).edges() for size, model in models.items()]
+    names = [[(edge.source, edge.target, edge.tensor) for edge in edges] for edges in found]
+    if any(other != names[0] for other in names):
+        raise CutError(
+            "in eval mode the model passes on other tensors with the rows of one mesh than with those of another: does it "
+            "ask how many rows there are? Give all meshes the same number of workers"
+        )
+    return [
+        EvaluationEdge(
+            edge.source,
+            edge.target,
+            edge.tensor,
+            edge.bytes,
+            {size: one.shape for size, one in zip(models, same, strict=True)} if len(models) > 1 else {},
+        )
+        for edge, same in zip(found[0], zip(*found, strict=True), strict=True)
+    ]
 
 
 def evaluation_stages(

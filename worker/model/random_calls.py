@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import fx, nn
@@ -51,6 +52,16 @@ def random_calls(traced: TracedModel, device: str = "cpu") -> list[RandomCall]:
     return marks.found
 
 
+class SharedDraws(Protocol):
+    """Draws of calls on meshes of another size: together the workers of the mesh draw what the body needs a part of."""
+
+    def takes(self, call: int) -> bool:
+        """Whether the call of that number is such a one."""
+
+    def draw(self, call: int, function: Callable, args: tuple, kwargs: Mapping) -> object:
+        """What the kernel returns of it."""
+
+
 @contextlib.contextmanager
 def drawn_as(
     model: nn.Module,
@@ -62,8 +73,10 @@ def drawn_as(
     microbatch: int,
     device: str = "cpu",
     all_of_them: bool = True,
+    shared: SharedDraws | None = None,
 ) -> Iterator[None]:
-    """The random calls of the body, one forward of `model`, draw what the pipeline draws in theirs.
+    """The random calls of the body, one forward of `model`, draw what the pipeline draws in theirs; `shared` those that
+    it takes.
 
     What the model draws and does not use is in no graph: such calls draw what they like. Raises
     OtherRandomCallsError where a call of the graph is not met and `all_of_them` are wanted.
@@ -75,7 +88,7 @@ def drawn_as(
     state.begin(step, microbatch)
     with (
         _Inside(model) as inside,
-        _Restarts(calls, state, generator_of(torch.device(device)), inside) as mode,
+        _Restarts(calls, state, generator_of(torch.device(device)), inside, shared) as mode,
     ):
         yield
     if all_of_them and mode.count != len(calls):
@@ -196,14 +209,23 @@ class _Listener(TorchDispatchMode):
 
 class _Restarts(TorchDispatchMode):
     def __init__(
-        self, calls: Sequence[RandomCall], state: RandomState, generator: torch.Generator, inside: _Inside
+        self,
+        calls: Sequence[RandomCall],
+        state: RandomState,
+        generator: torch.Generator,
+        inside: _Inside,
+        shared: SharedDraws | None,
     ) -> None:
         super().__init__()
         self._calls, self._state, self._generator, self._inside = calls, state, generator, inside
+        self._shared = shared
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         known = _may_draw(function) and self._is_next(args)
+        if known and self._shared is not None and self._shared.takes(self.count):
+            self.count += 1
+            return self._shared.draw(self.count - 1, function, args, kwargs or {})
         if known and self._calls[self.count].first:
             self._state.restart(self._calls[self.count].operation)
         result, drew = _call(function, args, kwargs, self._generator)

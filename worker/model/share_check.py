@@ -32,11 +32,14 @@ def check_shares(
     begins: Sequence[str],
     workers_of_stage: Sequence[int],
     tolerance: Tolerance,
+    *,
+    when: str = "",
 ) -> None:
     """Raise CutError, naming the tensor, where one that goes between stages on meshes of unlike sizes is not the same
     however many workers share the microbatch.
 
-    `models` and `samples` (the inputs of each worker of a mesh) by the number of workers of a mesh.
+    `models` and `samples` (the inputs of each worker of a mesh) by the number of workers of a mesh; `when` says for
+    messages how the model runs.
     """
     graphs = {size: model.cut(begins, keep=()) for size, model in models.items()}
     _check_same_edges(graphs)
@@ -55,7 +58,7 @@ def check_shares(
             one, other = (values[size][edge.tensor] for size in sizes)
             shapes = tuple(one[0].shape), tuple(other[0].shape)
             along = shared_dimension(edge.tensor, shapes, sizes, differentiable=edge.differentiable)
-            _check_equal(edge.tensor, one, other, along, tolerance)
+            _check_equal(edge.tensor, one, other, along, tolerance, when)
 
 
 def _check_same_edges(graphs: Mapping[int, StageGraph]) -> None:
@@ -76,7 +79,7 @@ def _check_same_edges(graphs: Mapping[int, StageGraph]) -> None:
 
 
 def _check_equal(
-    tensor: str, one: list[Tensor], other: list[Tensor], along: int | None, tolerance: Tolerance
+    tensor: str, one: list[Tensor], other: list[Tensor], along: int | None, tolerance: Tolerance, when: str
 ) -> None:
     if along is None:
         parts = [*one, *other]
@@ -87,8 +90,8 @@ def _check_equal(
         exact = not expected.is_floating_point() and not expected.is_complex()
         if not torch.equal(expected, got) and (exact or distance(expected, got, 0.0) > tolerance.values):
             raise CutError(
-                f"tensor {tensor!r} is another where {len(one)} workers share a microbatch than where {len(other)} do: it "
-                "holds what depends on all rows that a worker has (their number or order, or a mean over them), and "
+                f"tensor {tensor!r} is another{when} where {len(one)} workers share a microbatch than where {len(other)} "
+                "do: it holds what depends on all rows that a worker has (their number or order, or a mean over them), and "
                 "cannot go between meshes of unlike sizes; give both meshes the same number of workers, or keep the "
                 "stages that make and use it on one mesh (pipeline.cut)"
             )
@@ -154,5 +157,9 @@ class _Certain(TorchDispatchMode):
             return args[0].clone()
         if packet is aten.native_dropout:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if packet in (aten.rand, aten.rand_like):
+            return func(*args, **kwargs).fill_(0.5)
+        if packet in (aten.randn, aten.randn_like):
+            return func(*args, **kwargs).zero_()
         torch.manual_seed(0)
         return func(*args, **kwargs)

@@ -51,11 +51,13 @@ class AbortedError(EngineError):
 class Topology:
     """All workers of an attempt; the same value on each of them. Ranks count mesh by mesh, in each worker by worker.
 
-    `workers_per_mesh` is a number, or one for each mesh where they differ.
+    `workers_per_mesh` is a number, or one for each mesh where they differ. `tensors` says where meshes are not alike how
+    many neighbours share matrices in each.
     """
 
     meshes: tuple[str, ...]
     workers_per_mesh: int | tuple[int, ...] = 1
+    tensors: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.meshes)) != len(self.meshes):
@@ -76,8 +78,13 @@ class Topology:
 
     @property
     def alike(self) -> bool:
-        """Whether all meshes have as many workers: then worker w of one exchanges tensors with worker w of another."""
-        return len({*self.sizes}) <= 1
+        """Whether all meshes have as many workers, which share alike: then worker w of one exchanges tensors with worker w
+        of another."""
+        return len({*self.sizes}) <= 1 and self.tensors is None
+
+    def tensor(self, mesh: str, else_of_all: int = 1) -> int:
+        """How many neighbours of `mesh` share matrices; `else_of_all` where all meshes are alike."""
+        return else_of_all if self.tensors is None else self.tensors[self.meshes.index(mesh)]
 
     @property
     def size(self) -> int:
@@ -114,10 +121,15 @@ class Topology:
         return tuple(f"{mesh}/{worker}" for worker in range(self.workers(mesh)))
 
 
-def topology_of(sizes: Mapping[str, int]) -> Topology:
-    """The topology of meshes by their number of workers."""
+def topology_of(sizes: Mapping[str, int], tensors: tuple[int, ...] = ()) -> Topology:
+    """The topology of meshes by their number of workers; of each mesh so many neighbours share matrices."""
     numbers = tuple(sizes.values())
-    return Topology(tuple(sizes), numbers if len({*numbers}) > 1 else numbers[0])
+    unlike = len({*numbers}) > 1
+    return Topology(
+        tuple(sizes),
+        numbers if unlike else numbers[0],
+        tensors if max(tensors, default=1) > 1 and (unlike or len({*tensors}) > 1) else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,10 @@ class StepComparison:
         *,
         clip: float | None,
         first_forward: Callable[[int, int], str],
+        unlike: bool = False,
     ) -> None:
+        """`unlike`: meshes share a microbatch among unlike numbers of workers."""
+        self._unlike = unlike
         self._step, self._plain, self._pipeline = step, plain, pipeline
         self._holders, self._tolerance, self._worst = holders, tolerance, worst
         self._clip, self._first_forward = clip, first_forward
@@ -204,7 +207,9 @@ class StepComparison:
     def check_buffers(self, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         for holder in self._holders:
             for name, tensor in holder.buffers.items():
-                expected = buffers[holder.rows].get(name)
+                expected = buffers[holder.rows % len(buffers)].get(
+                    name
+                )  # of unlike meshes nothing updates any
                 if expected is None:
                     continue
                 apart = distance(expected, tensor.detach().cpu(), 0.0)
@@ -281,20 +286,28 @@ class StepComparison:
     def _slots(self, name: str) -> list[Slot]:
         """The backwards that added something else to a gradient than the plain model's of the same microbatch."""
         by_microbatch: dict[tuple[int, int], dict[Slot, Tensor]] = {}
+        expected: dict[tuple[int, int], Tensor] = {}
         for slot, added in self._pipeline.record.added.get(name, {}).items():
-            by_microbatch.setdefault((slot.rows, slot.microbatch), {})[slot] = added
-        sizes = [norm_of(added[name]) for added in self._plain.added.values() if name in added]
-        least = LEAST * max(sizes, default=0.0)
-        wrong = []
+            by_microbatch.setdefault(self._compared_at(slot.rows, slot.microbatch), {})[slot] = added
         for at, added in self._plain.added.items():
+            if name in added:
+                place = self._compared_at(*at)
+                expected[place] = expected.get(place, 0.0) + added[name]
+        least = LEAST * max(map(norm_of, expected.values()), default=0.0)
+        wrong = []
+        for at, added in expected.items():
             slots = by_microbatch.get(at, {})
             if not slots:  # the holders that do not compute it
                 continue
             total = sum(slots.values())
-            whole = max(norm_of(added[name]), least)
-            if norm_of(total - added[name]) > 3 * self._tolerance.gradients * whole:
-                wrong += sorted(slots, key=lambda slot: -slot.stage)
+            whole = max(norm_of(added), least)
+            if norm_of(total - added) > 3 * self._tolerance.gradients * whole:
+                wrong += sorted(slots, key=lambda slot: (-slot.stage, slot.mesh, slot.worker))
         return wrong
+
+    def _compared_at(self, rows: int, microbatch: int) -> tuple[int, int]:
+        """Workers of meshes of unlike sizes have other rows: together they have those of the microbatch."""
+        return (0 if self._unlike else rows, microbatch)
 
 
 def _share(expected: Tensor, found: Tensor, tolerance: float, least: float) -> float | None:

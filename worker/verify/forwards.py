@@ -11,6 +11,7 @@ from torch import Tensor
 from worker.engine.random_state import derive_seed, restart_at_operations
 from worker.engine.stage_run import drop_casts, run_forward
 from worker.model import trace
+from worker.model.sharing import shared_dimension
 from worker.seeding import seeded
 from worker.verify.plain import PlainModel
 from worker.verify.record import Probes, StepRecord, norm_of
@@ -23,36 +24,81 @@ def first_forward(
     *,
     begins: Sequence[str],
     mesh_of_stage: Sequence[str],
+    sharing: Mapping[str, int],
     at: tuple[int, int, int],
     tolerance: float,
 ) -> str:
     """The first forward of a microbatch whose outputs differ, for people; `at` is worker, step and microbatch.
 
-    The plain model's parameters are those that the step began with.
+    The plain model's parameters are those that the step began with. `sharing` has by mesh how many workers share a
+    microbatch: where those are unlike numbers, all of them are run.
     """
     worker, step, microbatch = at
-    inputs, _ = plain.rows(step, worker, microbatch)
-    graph = trace(plain.model, inputs, autocast=plain.autocast).cut(begins)
-    values: dict[str, Tensor] = {f"input:{k}": value.clone() for k, value in enumerate(inputs)}
+    sizes = {sharing[mesh] for mesh in mesh_of_stage}
+    rows = {
+        size: [plain.rows(step, part, microbatch, size)[0] for part in range(size)] for size in sorted(sizes)
+    }
+    graphs = {
+        size: trace(plain.model, parts[0], autocast=plain.autocast).cut(begins)
+        for size, parts in rows.items()
+    }
+    values = _Values(
+        {size: [[value.clone() for value in one] for one in parts] for size, parts in rows.items()}
+    )
     try:
-        for index, stage in enumerate(graph.stages):
-            restart_at_operations(stage, _Seeds((plain.seed, worker, step, microbatch)))
-            with seeded(0):
-                run = run_forward(
-                    stage,
-                    [values[name].detach() for name in stage.inputs],
-                    device_type="cpu",
-                    training=True,
-                    autocast_dtype=plain.autocast,
-                )
-            made = dict(zip(stage.outputs, run.outputs, strict=True))
-            values |= made
-            slot = f"{index}F{microbatch} on {mesh_of_stage[index]}"
-            if wrong := _wrong(made, record.made_by(worker, index, microbatch), probes, tolerance):
-                return f"{slot}, whose inputs are equal and whose output {wrong!r} is not"
+        for index, mesh in enumerate(mesh_of_stage):
+            size = sharing[mesh]
+            stage = graphs[size].stages[index]
+            seeds = _Seeds()
+            restart_at_operations(stage, seeds)
+            for part in range(size) if len(sizes) > 1 else [worker]:
+                seeds.at = (plain.seed, part, step, microbatch)
+                with seeded(0):
+                    run = run_forward(
+                        stage,
+                        [
+                            values.of(name, size, part, shape).detach()
+                            for name, shape in zip(stage.inputs, stage.input_shapes, strict=True)
+                        ],
+                        device_type="cpu",
+                        training=True,
+                        autocast_dtype=plain.autocast,
+                    )
+                made = dict(zip(stage.outputs, run.outputs, strict=True))
+                values.keep(made, size, part)
+                who = f" (worker {part})" if part else ""
+                slot = f"{index}F{microbatch} on {mesh}{who if len(sizes) > 1 else ''}"
+                if wrong := _wrong(made, record.made_by(part, index, microbatch), probes, tolerance):
+                    return f"{slot}, whose inputs are equal and whose output {wrong!r} is not"
     finally:
         drop_casts()
     return f"the loss of {slot}, since the outputs of all stages are equal: its function or its target"
+
+
+class _Values:
+    """The tensors that stages made, of each part of the microbatch; begins with the model's inputs, by how many share."""
+
+    def __init__(self, inputs: Mapping[int, Sequence[Sequence[Tensor]]]) -> None:
+        self._inputs = inputs
+        self._made: dict[str, tuple[int, dict[int, Tensor]]] = {}
+
+    def keep(self, made: Mapping[str, Tensor], size: int, part: int) -> None:
+        for name, value in made.items():
+            self._made.setdefault(name, (size, {}))[1][part] = value
+
+    def of(self, name: str, size: int, part: int, shape: tuple[int, ...]) -> Tensor:
+        """What one of `size` workers has of a tensor, of that shape."""
+        if name.startswith("input:"):
+            return self._inputs[size][part][int(name.removeprefix("input:"))]
+        other, parts = self._made[name]
+        if other == size:
+            return parts[part]
+        shapes = tuple(parts[0].shape), tuple(shape)
+        along = shared_dimension(name, shapes, (other, size), differentiable=False)
+        if along is None:
+            return parts[0]
+        whole = torch.cat([parts[one] for one in range(other)], along)
+        return whole.chunk(size, along)[part].contiguous()
 
 
 def _wrong(
@@ -66,10 +112,9 @@ def _wrong(
 
 
 class _Seeds:
-    """The contract of random numbers, without the engine's own way to keep it."""
+    """The contract of random numbers, without the engine's own way to keep it; `at` is where the next ones are drawn."""
 
-    def __init__(self, at: tuple[int, int, int, int]) -> None:
-        self._at = at
+    at: tuple[int, int, int, int]
 
     def restart(self, operation: str) -> None:
-        torch.default_generator.manual_seed(derive_seed(*self._at, operation))
+        torch.default_generator.manual_seed(derive_seed(*self.at, operation))

@@ -25,6 +25,7 @@ from worker.model.random_calls import RandomCall, drawn_as
 from worker.nests import Target, no_loss, tokens_of
 from worker.precision import AUTOCAST, FP16, LossScaling
 from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
+from worker.verify.draws import DrawsOfMeshes, MeshCall
 from worker.verify.record import Probes
 from worker.weights.building import build_job_model
 from worker.weights.start import fill_model
@@ -52,10 +53,22 @@ class PlainStep:
 class PlainModel:
     """`forward_and_backward` of a step, then `update`."""
 
-    def __init__(self, job: Job, microbatches: int, calls: Sequence[RandomCall], probes: Probes) -> None:
+    def __init__(
+        self,
+        job: Job,
+        microbatches: int,
+        calls: Sequence[RandomCall],
+        probes: Probes,
+        *,
+        workers: int | None = None,
+        of_meshes: Sequence[MeshCall] = (),
+    ) -> None:
+        """`workers`: how many share a microbatch where the loss is; `of_meshes` are the calls where meshes have unlike
+        sizes."""
         training = job.training
         self._job, self._calls, self._probes = job, calls, probes
-        self._microbatches, self._workers = microbatches, job.data_workers
+        self._of_meshes = of_meshes
+        self._microbatches, self._workers = microbatches, workers or job.data_workers
         own_loss = job.loss is None
         order = Order(job.data, training.seed, training.global_batch, microbatches)
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
@@ -151,18 +164,23 @@ class PlainModel:
         if self.autocast is not None:
             autocast = torch.autocast("cpu", dtype=self.autocast)
         with autocast, regions_marked():
-            with drawn_as(self.model, self._calls, **where):
+            with drawn_as(self.model, self._calls, **where, shared=self._shared_draws(where)):
                 output = self.model(*inputs)
             loss = self._loss.reading(self._interface.form)
             return loss(output, target) * share if share else no_loss(output)
 
-    def rows(self, step: int, worker: int, microbatch: int) -> tuple[tuple[Tensor, ...], Target]:
-        """A worker's rows: a block of those of the microbatch."""
+    def _shared_draws(self, where: Mapping[str, int]) -> DrawsOfMeshes | None:
+        return DrawsOfMeshes(self._of_meshes, workers=self._workers, **where) if self._of_meshes else None
+
+    def rows(
+        self, step: int, worker: int, microbatch: int, workers: int | None = None
+    ) -> tuple[tuple[Tensor, ...], Target]:
+        """A worker's rows, one of so many (or of those that have the loss): a block of those of the microbatch."""
         if self._whole is None or self._whole[0] != step:
             read = [self._data.read(step, m, Part(0, 1)).rows for m in range(self._microbatches)]
             self._whole = step, read
         inputs, targets = self._whole[1][microbatch]
-        share = len(targets) // self._workers
+        share = len(targets) // (workers or self._workers)
         own = slice(worker * share, (worker + 1) * share)
         return tuple(tensor[own] for tensor in inputs), targets[own]
 

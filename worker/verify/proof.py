@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from worker.driver.planning import PlannedJob
 from worker.failure import AttemptFailure
@@ -29,6 +29,7 @@ from worker.verify.compare import (
     compare_initial,
     named,
 )
+from worker.verify.draws import mesh_calls
 from worker.verify.forwards import first_forward
 from worker.verify.plain import PlainModel
 from worker.verify.record import Probes, Recorder, StepRecord
@@ -77,11 +78,6 @@ def prove(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: compare 1 step or more")
-    if job.resources.workers is not None:
-        raise ValueError(
-            f"verify compares meshes of one size, and these have {', '.join(map(str, job.mesh_sizes))} workers: a mesh of "
-            "each size has other parts of a microbatch; verify the job with equal sizes"
-        )
     if job.training.sync_batch_norm and job.resources.workers_per_mesh > 1:
         raise ValueError(
             "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
@@ -96,12 +92,12 @@ def prove(
     job = replace(job, training=replace(job.training, steps=steps, transfers="auto"))
     workers = make_workers(job)
     for worker in workers:  # one after the other: torch seeds for a whole process
-        worker.prepare(job.resources.workers_per_mesh)
+        worker.prepare(job.mesh_sizes[int(worker.mesh[1:])])
     planned = plan(workers)
-    calls: list[RandomCall] = []
-    with LocalWorkers(workers, planned, look=lambda traced: calls.extend(random_calls(traced))) as gang:
+    calls: list[list[RandomCall]] = []
+    with LocalWorkers(workers, planned, look=lambda traced: calls.append(random_calls(traced))) as gang:
         proof.notes += gang.notes
-        plain = PlainModel(job, planned.microbatches, calls, probes)
+        plain = _plain_model(job, planned, gang, calls, probes)
         run = _Run(gang, plain, job, planned, proof, probes)
         try:
             compare_initial(plain.parameters, plain.buffers[0], run.holders, proof.worst)
@@ -114,6 +110,51 @@ def prove(
         except OtherRandomCallsError as error:
             proof.difference = f"not comparable: {error}"
     return proof
+
+
+def _plain_model(
+    job: Job,
+    planned: PlannedJob,
+    gang: LocalWorkers,
+    calls: Sequence[list[RandomCall]],
+    probes: Probes,
+) -> PlainModel:
+    """With the rows of the workers that have the loss; `calls` are those of each size of a mesh, in their order."""
+    if len({*job.data_sizes}) == 1:
+        return PlainModel(job, planned.microbatches, calls[0], probes)
+    for worker in gang.workers:
+        for index, stage in sorted(worker.stages.items()):
+            if stage.updated_buffers:
+                raise ValueError(
+                    f"stage {index} keeps {stage.tensor_names[stage.updated_buffers[-1]]!r} of the rows that a worker has, "
+                    f"and meshes of {', '.join(map(str, job.mesh_sizes))} workers have unlike numbers of rows: no plain "
+                    "model computes that; verify the job with equal sizes"
+                )
+    sizes = [*dict.fromkeys(job.data_sizes)]
+    by_workers = dict(zip(sizes, calls, strict=True))
+    sharing = _sharing(job)
+    workers_of = {
+        node.name: sharing[worker.mesh]
+        for worker in gang.workers
+        for stage in worker.stages.values()
+        for part in stage.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    }
+    last = sharing[planned.mesh_of_stage[-1]]
+    return PlainModel(
+        job,
+        planned.microbatches,
+        by_workers[last],
+        probes,
+        workers=last,
+        of_meshes=mesh_calls(by_workers, last, workers_of),
+    )
+
+
+def _sharing(job: Job) -> dict[str, int]:
+    """By mesh, how many workers share a microbatch."""
+    return {f"m{mesh}": size for mesh, size in enumerate(job.data_sizes)}
 
 
 # Of fp32 on CPU: of 37 public models at most 6.4e-7 of a gradient was rounding, where several users' gradients meet.
@@ -143,7 +184,8 @@ class _Run:
         self._tolerance = _tolerance(plain)
         self.holders = [_holder(worker) for worker in gang.workers]
         self._recorders = [
-            Recorder(w.mesh, w.index, w.stages, probes, rows=w.rows, share=w.share) for w in gang.workers
+            Recorder(w.mesh, w.index, w.stages, probes, rows=w.rows, share=w.share, plans=planned.reshardings)
+            for w in gang.workers
         ]
         self._given = [_Given(worker) for worker in gang.workers]
         for worker, recorder in zip(gang.workers, self._recorders, strict=True):
@@ -163,6 +205,7 @@ class _Run:
                 self._probes,
                 begins=self._planned.begins,
                 mesh_of_stage=self._planned.mesh_of_stage,
+                sharing=_sharing(self._job),
                 at=(worker, step, microbatch),
                 tolerance=self._tolerance.values,
             )
@@ -176,6 +219,7 @@ class _Run:
             self._proof.worst,
             clip=self._job.training.clip_grad_norm,
             first_forward=located,
+            unlike=len({*self._job.data_sizes}) > 1,
         )
         compared.check_transfers()
         compared.check_losses()
@@ -242,7 +286,10 @@ class _Run:
         if self._job.resources.tensor == 1:
             return gradients
         workers, found = self._gang.workers, []
-        for worker in workers:
+        for worker, gradient in zip(workers, gradients, strict=True):
+            if worker.share is None:
+                found.append(gradient)
+                continue
             own = [k for k, one in enumerate(workers) if (one.mesh, one.rows) == (worker.mesh, worker.rows)]
             found.append(
                 {

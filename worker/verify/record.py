@@ -8,15 +8,15 @@ random numbers, which add up as gradients do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from worker.agreement import checksum
 from worker.engine.routes import Route
 from worker.engine.tensor_share import TensorShare
+from worker.verify.transfers import Passage, Passed, Plans, pieces
 
 _OFFSETS = (0, 17, 101, 997)
 
@@ -66,45 +66,14 @@ class Slot:
         )
 
 
-@dataclass(frozen=True)
-class _Passage:
-    """One transfer of one microbatch between the same workers of two meshes."""
-
-    worker: int
-    route: Route
-    backward: bool
-    microbatch: int
-
-    def __str__(self) -> str:
-        ops, ends = ("SEND_F", "RECV_F"), (self.route.source_mesh, self.route.target_mesh)
-        if self.backward:
-            ops, ends = ("SEND_B", "RECV_B"), ends[::-1]
-        what = "gradient of " if self.backward else ""
-        return (
-            f"{ops[0]} on {ends[0]} to {ops[1]} on {ends[1]} of microbatch {self.microbatch} "
-            f"({what}{self.route.tensor!r} of stage {self.route.source})"
-        )
-
-
-@dataclass(frozen=True)
-class Passed:
-    """A transfer, and whether what was used is what was left to be sent."""
-
-    transfer: _Passage
-    intact: bool
-
-    def __str__(self) -> str:
-        return str(self.transfer)
-
-
 class StepRecord:
     """One step of all workers."""
 
     def __init__(self, probes: Probes) -> None:
         self._probes = probes
         self._lock = threading.Lock()
-        self._gave: dict[_Passage, str] = {}
-        self._took: dict[_Passage, str] = {}
+        self._gave: dict[Passage, set[str]] = {}
+        self._took: dict[tuple[Passage, str], str] = {}
         self._made: dict[tuple[int, int, int, str], Tensor] = {}
         self.added: dict[str, dict[Slot, Tensor]] = {}
         """What each slot added to a parameter's gradient, as probes, by name."""
@@ -114,7 +83,10 @@ class StepRecord:
     def passed(self) -> list[Passed]:
         """The transfers whose tensors were used, in that order."""
         with self._lock:
-            return [Passed(one, self._gave.get(one) == used) for one, used in self._took.items()]
+            return [
+                Passed(one, taker, used in self._gave.get(one, ()))
+                for (one, taker), used in self._took.items()
+            ]
 
     def made_by(self, worker: int, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Probes of what a forward made, by the names of its outputs."""
@@ -130,13 +102,16 @@ class StepRecord:
         with self._lock:
             self._made[worker, stage, microbatch, name] = probe
 
-    def gave(self, worker: int, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+    def gave(self, sent: Iterable[tuple[Passage, str]]) -> None:
+        """Checksums of what a worker leaves to be sent; of a tile that several hold each has its own."""
         with self._lock:
-            self._gave[_Passage(worker, route, backward, microbatch)] = checksum(tensor)
+            for one, value in sent:
+                self._gave.setdefault(one, set()).add(value)
 
-    def took(self, worker: int, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+    def took(self, taker: str, received: Iterable[tuple[Passage, str]]) -> None:
         with self._lock:
-            self._took[_Passage(worker, route, backward, microbatch)] = checksum(tensor)
+            for one, value in received:
+                self._took[one, taker] = value
 
     def add(self, name: str, slot: Slot, probe: Tensor) -> None:
         with self._lock:
@@ -155,7 +130,10 @@ class Recorder:
         *,
         rows: int | None = None,
         share: TensorShare | None = None,
+        plans: Plans | None = None,
     ) -> None:
+        """`plans` are the transfers between meshes of unlike sizes."""
+        self._plans = plans or {}
         self._mesh, self._worker, self._share = mesh, worker, share
         self._rows = worker if rows is None else rows
         self._parameters = {
@@ -178,10 +156,16 @@ class Recorder:
         self._step.made(self._rows, stage, microbatch, tensor, value)
 
     def gave(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
-        self._step.gave(self._worker, route, backward, microbatch, tensor)
+        self._step.gave(self._pieces(route, backward, microbatch, tensor))
 
     def took(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
-        self._step.took(self._worker, route, backward, microbatch, tensor)
+        found = self._pieces(route, backward, microbatch, tensor)
+        self._step.took(f"{self._mesh}/{self._worker}", found)
+
+    def _pieces(
+        self, route: Route, backward: bool, microbatch: int, tensor: Tensor
+    ) -> list[tuple[Passage, str]]:
+        return list(pieces(self._mesh, self._worker, self._plans, route, backward, microbatch, tensor))
 
     def ended(self, action: str, stage: int, microbatch: int) -> None:
         if not self._before:  # the first action of the step, a forward

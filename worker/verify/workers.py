@@ -52,6 +52,11 @@ class OpenWorker(Worker):
         return self._model.traced(self._batches.sample[0])
 
     @property
+    def traced_for_others(self) -> list[TracedModel]:
+        """What it traced for workers of meshes of other sizes, in their order."""
+        return list(self._model._of_others.values())
+
+    @property
     def engine(self) -> Engine:
         return self._engine
 
@@ -67,7 +72,7 @@ class OpenWorker(Worker):
     @property
     def rows(self) -> int:
         """Which part of a microbatch is its: that of all who share matrices with it."""
-        return self._worker // self._job.resources.tensor
+        return self._worker // self._job.tensor_of(self._mesh)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -103,8 +108,8 @@ def make_workers(job: Job, device: str = "cpu") -> list[OpenWorker]:
 
 class LocalWorkers:
     """`workers` of a job, which are prepared, loaded with a plan; a context that closes them. The first traces for all;
-    `notes` is what its check has to tell, `look` is given what it traced, before it is cut, and `evaluation` makes the
-    programs of evaluations by mesh."""
+    `notes` is what its check has to tell, `look` is given what it traced, before it is cut, also for meshes of other sizes
+    in their order, and `evaluation` makes the programs of evaluations by mesh."""
 
     def __init__(
         self,
@@ -119,10 +124,13 @@ class LocalWorkers:
         first, *others = self.workers
         self.notes = first.trace(planned.microbatches)
         look(first.traced)
-        sizes = Counter(worker.mesh for worker in self.workers)
+        job = first._job
+        sizes = {f"m{mesh}": size for mesh, size in enumerate(job.data_sizes)}
         for worker in others:
             worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
+        for traced in first.traced_for_others:
+            look(traced)
         first.check_shares(planned.begins, [sizes[mesh] for mesh in planned.mesh_of_stage])
         edges = first.evaluation_edges(planned.begins) if evaluation else ()
         self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
@@ -171,7 +179,7 @@ class LocalWorkers:
         evaluation: Mapping[str, EvaluationProgram],
     ) -> None:
         first = self.workers[0]
-        topology = topology_of(Counter(worker.mesh for worker in self.workers))
+        topology = topology_of(Counter(worker.mesh for worker in self.workers), first._job.tensors)
         store = host_store("127.0.0.1")
         seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
         starts = planned_starts(planned.plan, planned.stage_names)

@@ -15,7 +15,7 @@ from service.scheduler.model.spec import NetworkSpec, SpecError, link_costs
 from service.scheduler.resharding import Layout, Links, ReshardingPlan, Tensor, layout, plan_resharding
 from worker.model.errors import CutError
 from worker.model.profile import LayerEdge, LayerProfile
-from worker.model.sharing import shared_dimension, whole_shape
+from worker.model.sharing import Shape, shared_dimension, whole_shape
 
 MESSAGES = 64
 """Of one resharding at most: each has its own word between two workers, which links measured by large tensors hide."""
@@ -24,12 +24,26 @@ _KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class MeshShare:
+    """How the workers of a mesh share its work: `data` parts of a microbatch, each on `tensor` workers that share matrices;
+    `nodes` are where they run, one a worker."""
+
+    name: str
+    data: int
+    tensor: int
+    nodes: tuple[str, ...]
+
+    def like(self, other: MeshShare) -> bool:
+        """Whether worker w of one has what worker w of the other has."""
+        return (self.data, self.tensor) == (other.data, other.tensor)
+
+
+@dataclass(frozen=True, slots=True)
 class UnlikeProfile(LayerProfile):
-    """The profile of the slowest mesh, and with it that of each mesh, its number of workers and their nodes."""
+    """The profile of the slowest mesh, and with it that of each mesh, and how its workers share its work."""
 
     of_mesh: tuple[LayerProfile, ...] = ()
-    sizes: tuple[int, ...] = ()
-    nodes: tuple[tuple[str, ...], ...] = ()
+    shares: tuple[MeshShare, ...] = ()
 
     def corrected(self) -> UnlikeProfile:
         """Each by its own factor."""
@@ -37,10 +51,13 @@ class UnlikeProfile(LayerProfile):
         return replace(own, of_mesh=tuple(one.corrected() for one in self.of_mesh))
 
 
-def unlike_profile(
-    of_mesh: Sequence[LayerProfile], sizes: Sequence[int], nodes: Sequence[Sequence[str]]
-) -> UnlikeProfile:
-    """One value of the profiles of meshes of these sizes; SpecError where they are not of one model."""
+def profile_of_mesh(profile: LayerProfile, mesh: int) -> LayerProfile:
+    """That of a mesh, by its number."""
+    return profile.of_mesh[mesh] if isinstance(profile, UnlikeProfile) else profile
+
+
+def unlike_profile(of_mesh: Sequence[LayerProfile], shares: Sequence[MeshShare]) -> UnlikeProfile:
+    """One value of the profiles of meshes that share so; SpecError where they are not of one model."""
     slowest = max(of_mesh, key=lambda profile: sum(layer.compute_s for layer in profile.layers))
     for profile in of_mesh:
         if [_place(edge) for edge in profile.edges] != [_place(edge) for edge in slowest.edges] or any(
@@ -51,36 +68,69 @@ def unlike_profile(
                 "given? Give all meshes the same number of workers"
             )
     own = {name: getattr(slowest, name) for name in LayerProfile.__dataclass_fields__}
-    return UnlikeProfile(
-        **own, of_mesh=tuple(of_mesh), sizes=tuple(sizes), nodes=tuple(tuple(one) for one in nodes)
-    )
+    return UnlikeProfile(**own, of_mesh=tuple(of_mesh), shares=tuple(shares))
 
 
 def resharding_between(
-    profile: UnlikeProfile, edge: int, meshes: tuple[int, int], names: tuple[str, str], network: NetworkSpec
+    profile: UnlikeProfile, edge: int, meshes: tuple[int, int], network: NetworkSpec
 ) -> ReshardingPlan:
     """The plan by which the tensor of the profile's edge goes from the first of two meshes to the second; SpecError where
     its shapes do not tell how it is shared."""
     here, there = (profile.of_mesh[mesh].edges[edge] for mesh in meshes)
-    sizes = profile.sizes[meshes[0]], profile.sizes[meshes[1]]
-    try:
-        along = shared_dimension(
-            here.tensor, (here.shape, there.shape), sizes, differentiable=here.differentiable
-        )
-    except CutError as error:
-        raise SpecError(str(error)) from None
-    sides = (_side(name, profile.nodes[mesh], along) for name, mesh in zip(names, meshes, strict=True))
-    tensor = Tensor(whole_shape(here.shape, along, sizes[0]), here.bytes // max(1, math.prod(here.shape)))
-    near = profile.nodes[meshes[0]][0] == profile.nodes[meshes[1]][0]
-    return _planned(tensor, *sides, _links(network, names, near))
+    return resharding_of(
+        here.tensor,
+        (here.shape, there.shape),
+        here.bytes // max(1, math.prod(here.shape)),
+        (profile.shares[meshes[0]], profile.shares[meshes[1]]),
+        network,
+        differentiable=here.differentiable,
+    )
+
+
+def resharding_of(
+    name: str,
+    shapes: tuple[Shape, Shape],
+    element_bytes: int,
+    sides: tuple[MeshShare, MeshShare],
+    network: NetworkSpec,
+    *,
+    differentiable: bool,
+) -> ReshardingPlan:
+    """The plan by which tensor `name`, of which each worker of the two meshes has one of `shapes`, goes from the first to
+    the second; SpecError where the shapes do not tell how it is shared."""
+    one, other = sides
+    along = _along(name, shapes, (one.data, other.data), differentiable)
+    tensor = Tensor(whole_shape(shapes[0], along, one.data), element_bytes)
+    links = _links(network, (one.name, other.name), one.nodes[0] == other.nodes[0])
+    return _planned(tensor, _side(one, along), _side(other, along), links)
 
 
 def _place(edge: LayerEdge) -> tuple[int, int, int, str]:
     return edge.source, edge.target, edge.order, edge.tensor
 
 
-def _side(name: str, nodes: tuple[str, ...], along: int | None) -> Layout:
-    return layout(name, mesh=(len(nodes),), split=(along,), hosts=nodes)
+def _along(name: str, shapes: tuple[Shape, Shape], data: tuple[int, int], differentiable: bool) -> int | None:
+    """The dimension of the whole along which the parts lie; None where each worker has the whole."""
+    if data[0] != data[1]:
+        try:
+            return shared_dimension(name, shapes, data, differentiable=differentiable)
+        except CutError as error:
+            raise SpecError(str(error)) from None
+    if data[0] == 1:
+        return None
+    if not shapes[0]:
+        raise SpecError(
+            f"tensor {name!r} is a single number of each of {data[0]} parts of a microbatch: between meshes that share "
+            "their matrices unlike it cannot be dealt; keep the stages that make and use it on one mesh (pipeline.cut)"
+        )
+    return 0  # no part is cut: any dimension tells them apart
+
+
+def _side(share: MeshShare, along: int | None) -> Layout:
+    """Its parts lie on neighbours; workers that share matrices see the same samples, and have the whole of a part."""
+    if share.tensor == 1:
+        return layout(share.name, mesh=(share.data,), split=(along,), hosts=share.nodes)
+    return layout(share.name, mesh=(share.data, share.tensor), split=(along, None), hosts=share.nodes)
 
 
 def _links(network: NetworkSpec, names: tuple[str, str], near: bool) -> Links:

@@ -97,13 +97,11 @@ def test_what_cannot_be_evaluated_is_refused(evaluation: dict, message: str):
         JobSpec.model_validate(job_body(evaluation={"data": DATA, **evaluation}))
 
 
-def test_meshes_of_unlike_sizes_are_not_evaluated():
+def test_meshes_of_unlike_sizes_are_evaluated_too():
     meshes = {"meshes": [{"workers": 2}, {"workers": 1}], "device": "cpu"}
     training = {"global_batch": 16, "microbatches": 4, "steps": 10}
-    body = job_body(training=training, resources=meshes)
+    body = job_body(training=training, resources=meshes, evaluation={"data": DATA})
     assert JobSpec.model_validate(body).mesh_sizes == [2, 1]
-    with pytest.raises(ValidationError, match="evaluation on meshes of unlike sizes"):
-        JobSpec.model_validate({**body, "evaluation": {"data": DATA}})
 
 
 def test_an_evaluation_is_read_by_workers_as_users_write_it():

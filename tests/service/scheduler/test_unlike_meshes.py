@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
+from service.orchestrator import explaining
+from service.orchestrator.explaining import StoredStep
 from service.scheduler.job import JobCosts, answer_json, plan_job
-from service.scheduler.model.spec import SpecError
+from service.scheduler.model.spec import PipelineSpec, SpecError
 from service.scheduler.resharding import Links, Tensor, layout, plan_resharding
+from service.scheduler.why.cuts import Cuts
 from worker.job import Job
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 
@@ -28,29 +34,44 @@ def _profile(workers: int, shape=None) -> LayerProfile:
     return LayerProfile(layers, edges, "cpu", "", {f"w{k}": 40 for k in range(LAYERS)})
 
 
-def _answer(sizes, nodes=None, profile=_profile, **pipeline):
-    job = Job.from_json(
-        {
-            "model": {"factory": "m:m"},
-            "data": {"factory": "d:d"},
-            "loss": {"factory": "l:l"},
-            "training": {"global_batch": 3 * ROWS, "microbatches": 3},
-            "pipeline": {"stages": len(sizes), "cut": [f"l{k}" for k in range(len(sizes))], **pipeline},
-            "resources": {"meshes": len(sizes), "workers_per_mesh": max(sizes), "workers": list(sizes)},
-        }
-    )
+def _job(sizes, tensors=None, **pipeline):
+    """The specification of a job whose meshes have these numbers of workers, so many of which share matrices."""
+    return {
+        "model": {"factory": "m:m"},
+        "data": {"factory": "d:d"},
+        "loss": {"factory": "l:l"},
+        "training": {"global_batch": 3 * ROWS, "microbatches": 3},
+        "pipeline": {"stages": len(sizes), "cut": [f"l{k}" for k in range(len(sizes))], **pipeline},
+        "resources": {
+            "meshes": len(sizes),
+            "workers_per_mesh": max(sizes),
+            "workers": list(sizes) if len({*sizes}) > 1 else None,
+            **({"tensor": max(tensors), "tensors": list(tensors)} if tensors else {}),
+        },
+    }
+
+
+def _costs(sizes, nodes=None, profile=_profile, tensors=None):
+    """What a driver sends of it."""
+    kinds = {*zip(sizes, tensors or [1] * len(sizes), strict=True)}
     workers = [(f"m{mesh}", w) for mesh, size in enumerate(sizes) for w in range(size)]
-    costs = {
+    return {
         "microbatches": 3,
         "profile": _profile(1).to_json(),
         "mesh_profiles": [
-            {"microbatches": 3, "workers": size, "profile": profile(size).to_json()} for size in {*sizes}
+            {"microbatches": 3, "workers": size, "tensor": t, "profile": profile(size // t).to_json()}
+            for size, t in kinds
         ],
         "network": {"contention": "link", "bandwidth_bytes_per_s": 1e6, "latency_s": 1e-5},
         "workers": [
             {"mesh": mesh, "worker": w, "node": (nodes or {}).get(mesh, "one")} for mesh, w in workers
         ],
     }
+
+
+def _answer(sizes, nodes=None, profile=_profile, tensors=None, **pipeline):
+    job = Job.from_json(_job(sizes, tensors, **pipeline))
+    costs = _costs(sizes, nodes, profile, tensors)
     return answer_json(plan_job(job, JobCosts.from_json(costs, job), budget_s=0.1))
 
 
@@ -109,3 +130,57 @@ def test_a_job_with_meshes_of_one_size_has_no_word_of_reshardings():
 def test_a_tensor_whose_shapes_do_not_tell_how_it_is_shared_is_refused_by_name():
     with pytest.raises(SpecError, match="tensor 't0' cannot go between a mesh of 2 workers"):
         _answer((2, 1), profile=lambda workers: _profile(workers, shape=(7 if workers == 2 else 8, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "boxes"),
+    [
+        # parts of the rows, each on so many workers that share matrices
+        (((2, 2), (2, 1)), ["0:6", "0:6", "6:12", "6:12", "0:6", "6:12"]),
+        (((1, 2), (1, 1)), ["0:12", "0:12", "0:12"]),
+        (((1, 1), (1, 2)), ["0:12", "0:12", "0:12"]),
+        (((1, 2), (2, 1)), ["0:12", "0:12", "0:6", "6:12"]),
+        (((2, 1), (1, 2)), ["0:6", "6:12", "0:12", "0:12"]),
+    ],
+    ids=str,
+)
+def test_between_meshes_that_share_matrices_unlike_every_worker_gets_the_whole_of_its_part(parts, boxes):
+    sizes, tensors = [d * t for d, t in parts], [t for _, t in parts]
+    answer = _answer(sizes, nodes={"m0": "one", "m1": "two"}, tensors=tensors)
+    found = {(one["edge"], one["backward"]): one["plan"] for one in answer["reshardings"]}
+    assert set(found) == {(0, False), (0, True)}
+    plan = found[0, False]
+    assert [f"{one['box'][0][0]}:{one['box'][0][1]}" for one in plan["workers"]] == boxes
+    assert plan["shape"] == [ROWS, WIDTH]
+    slow = sum(one["end"] - one["begin"] for one in plan["messages"] if not one["local"])
+    assert slow == ROWS * WIDTH, "each byte once over the slow link, replicas from there by local means"
+    for worker, box in zip(plan["workers"], boxes, strict=True):
+        if not worker["source"]:
+            begin, end = map(int, box.split(":"))
+            came = sum(
+                one["end"] - one["begin"] for one in plan["messages"] if one["receiver"] == worker["name"]
+            )
+            assert came == (end - begin) * WIDTH
+
+
+def test_a_number_of_each_part_cannot_go_between_meshes_that_share_matrices_unlike():
+    def number(workers):
+        profile = _profile(workers)
+        return replace(profile, edges=tuple(replace(edge, shape=(), bytes=4) for edge in profile.edges))
+
+    with pytest.raises(SpecError, match="tensor 't0' is a single number of each of 2 parts"):
+        _answer((4, 2), tensors=(2, 1), profile=number)
+
+
+def test_other_cuts_are_explained_by_the_costs_of_each_mesh():
+    """One border moved: rows, memory and reshardings are those of the meshes, as in the plan."""
+    answer = _answer((2, 1))
+    stored = StoredStep(_job((2, 1)), json.dumps(answer), (), None, _costs((2, 1)))
+    layers = explaining._layers(stored, answer["begins"])
+    spec = PipelineSpec.model_validate(answer["spec"])
+    cuts = Cuts.of(spec, None, layers, ())
+    now = cuts._unpriced(cuts.now)
+    assert now.edges == spec.edges and now.stages == spec.stages
+    (moved,) = (edge for edge in cuts._unpriced((0, 2)).edges)
+    assert moved.held_bytes == 4 * ROWS * WIDTH
+    assert layers.profiles[3].of_mesh[0].layers[0].activation_bytes == 1000 * ROWS // 2

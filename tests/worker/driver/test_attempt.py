@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from control_plane import ControlPlane
 from ray.util.placement_group import placement_group_table
 from test_actor import job, plain
 
 from worker import checkpoint
+from worker.data.sampler import collate
+from worker.data.text import ByteWindows
+from worker.model import build_model
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +111,30 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(attempt):
-    spec = job()
-    losses, _ = plain(spec, range(1, 4))
-    spec["training"]["steps"] = 3
+def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(attempt, tmp_path):
+    """It is evaluated before its first step, keeps its best checkpoint and ends when it gets no better."""
+    no_rate_after_3 = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3, "gamma": 0.0}}
+    spec = job(no_rate_after_3, checkpoint={"uri": str(tmp_path), "every_steps": 50, "keep": 1})
+    losses, _ = plain(spec, range(1, 7))
+    spec["evaluation"] = {"data": spec["data"], "every_steps": 3, "steps": 3, "at_start": True}
+    spec["evaluation"] |= {"patience": 1, "keep_best": True}
     spec["resources"] = {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1]}
     plane, process = attempt(spec)
     assert process.wait(120) == 0
     assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-5)
     assert all({*step["peak_memory_bytes"]} == {"m0", "m1"} for step in plane.steps)
+    found = [one for report in plane.reports for one in report["evaluations"]]
+    assert [(one["step"], one["samples"]) for one in found] == [(0, 24), (3, 24), (6, 24)]
+    model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=spec["training"]["seed"])
+    data = ByteWindows(**spec["data"]["args"])
+    (tokens,), targets = collate([data[index] for index in range(24)])
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model.eval()(tokens), targets)
+    assert found[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert found[0]["loss"] > found[1]["loss"] == found[2]["loss"]
+    assert plane.reports[-1]["reason"] == "STOPPED_EARLY"
+    best = [report["best_checkpoint"] for report in plane.reports if report.get("best_checkpoint")]
+    assert best[-1]["step"] == 3
     (asked,), (answer,) = plane.plan_requests, plane.plan_answers
     assert [(one["microbatches"], one["workers"]) for one in asked["mesh_profiles"]] == [(2, 1), (2, 2)]
     assert asked["update"]["alone"] == ["m1"]

@@ -121,13 +121,15 @@ class Reporter:
 
 
 def planner_of(gang, control, device):
+    """For a job with a mesh for each worker of the gang."""
+    job = replace(JOB, resources=replace(JOB.resources, meshes=len(gang.workers)))
     return Planner(
         control=control,
         reporter=Reporter(),
         gang=gang,
         device=device,
         limits=Limits(),
-        job=JOB,
+        job=job,
         interrupted=lambda: None,
     )
 
@@ -243,7 +245,7 @@ FORM = ModelForm((LayerForm("l0", {"l0.weight": 8}), LayerForm("l1", {})), (Edge
 def with_form(traced: ModelForm) -> tuple[Planner, PlannedJob]:
     """A planner whose first worker has traced a model of this form, and an answer with a plan that was made for FORM."""
     worker = Worker("old", 1.0)
-    worker.form = Called(lambda: traced)
+    worker.form = Called(lambda whole: traced)
     answer = {
         "begins": ["l0"],
         "spec": {},
@@ -271,5 +273,5 @@ def test_a_named_plan_is_refused_where_the_traced_model_is_not_the_one_that_it_w
 
 def test_a_plan_of_its_own_is_compared_with_nothing():
     planner, _ = with_form(FORM)
-    planner._gang.workers[0].form = Called(lambda: pytest.fail("nobody needs it"))
+    planner._gang.workers[0].form = Called(lambda whole: pytest.fail("nobody needs it"))
     planner._check_form(planned_job({"begins": ["l0"], "spec": {}, "plan": {}}))

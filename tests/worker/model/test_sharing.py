@@ -84,8 +84,10 @@ def _check(make, use):
         (lambda m, h: h.argmax(-1), lambda m, x, i: x + i[..., None]),
         (lambda m, h: nn.functional.dropout(h, 0.5), lambda m, x, h: x + h),
         (lambda m, h: m.norm(h), lambda m, x, h: x + h),
+        (lambda m, h: h * (torch.rand(h.shape[0], 1, 1) > 0.3), lambda m, x, h: x + h),
+        (lambda m, h: h + torch.randn_like(h), lambda m, x, h: x + h),
     ],
-    ids=["rows", "transposed", "flattened", "integers", "dropout", "batch norm"],
+    ids=["rows", "transposed", "flattened", "integers", "dropout", "batch norm", "masked samples", "noise"],
 )
 def test_parts_that_are_rows_of_the_whole_may_go_between_unlike_meshes(make, use):
     _check(make, use)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from test_actor import job
 from torch import nn
-from workers import plan_of
+from workers import mesh_profiles, plan_of
 
 from worker.driver.planning import planned_job
 from worker.job import Job
@@ -64,9 +64,11 @@ def proof_of(spec: dict[str, Any], steps: int = 3) -> Proof:
         key = json.dumps(spec, sort_keys=True)
         if key not in _answers:
             first = workers[0]
-            counts = list(first.prepare(read.resources.workers_per_mesh))
+            counts = list(first.prepare(read.mesh_sizes[0]))
+            profiles = [{"microbatches": count, "profile": first.profile(count)} for count in counts]
             costs = {
-                "profiles": [{"microbatches": count, "profile": first.profile(count)} for count in counts],
+                "profiles": profiles,
+                **mesh_profiles(workers, read, profiles),
                 "network": {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5},
                 "optimizer": asdict(first.optimizer_state()),
                 "update": first.update_costs().to_json(),

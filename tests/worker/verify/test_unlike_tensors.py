@@ -1,0 +1,52 @@
+"""Jobs whose meshes share their matrices among unlike numbers of workers, beside their plain models."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from proving import gpt, proof_of
+from test_defects import around
+from test_tensor_parallel import on
+
+from worker.engine.tensor_share import TensorShare
+from worker.resharding import _Tiles
+
+
+def spec_of(*layout):
+    return on(layout, gpt(stages=2, meshes=2, dropout=0.2))
+
+
+@pytest.mark.parametrize("layout", [((2, 2), (2, 1)), ((1, 2), (2, 1))], ids=str)
+def test_a_proof_finds_meshes_that_share_their_matrices_unlike_equal(layout):
+    proof = proof_of(spec_of(*layout), steps=2)
+    assert (proof.difference, proof.steps) == (None, 2)
+
+
+def wrong_replica(monkeypatch):
+    """Of the two workers of m1 that share matrices the second gets something else."""
+
+    def make(original):
+        def received(self, one):
+            original(self, one)
+            if self._worker == "m1/1" and "m1/1" in self._plan.targets:
+                self._tensor.mul_(1.01)
+
+        return received
+
+    around(monkeypatch, _Tiles, "received", make)
+    return r"sent is not what was used: SEND_F on m0 to RECV_F on m1 .*as m1/1 has it"
+
+
+def tied_of_others_left_out(monkeypatch):
+    """Of the tied words, split on m1, the gradients of the other mesh are not summed."""
+    monkeypatch.setattr(TensorShare, "sum_whole", lambda self, name, part, add: add(self.placed(name, part)))
+    return r"the gradient of '.*' of stage \d on m1 .* differs .*made by REDUCE on m1"
+
+
+@pytest.mark.parametrize("defect", [wrong_replica, tied_of_others_left_out])
+def test_a_defect_between_such_meshes_is_found_with_its_slot(defect, monkeypatch):
+    with monkeypatch.context() as patch:
+        message = defect(patch)
+        found = proof_of(spec_of((1, 1), (1, 2)), steps=1).difference
+    assert found is not None and re.search(message, found), found
