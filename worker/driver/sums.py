@@ -33,7 +33,8 @@ class Sums:
         if job.row_step == 1:
             return costs
         if sharded := job.sharded:
-            shared = {mesh.name: len(mesh.workers) for mesh in gang.meshes if mesh.name in sharded}
+            tensor = job.resources.tensor
+            shared = {mesh.name: len(mesh.workers) // tensor for mesh in gang.meshes if mesh.name in sharded}
             costs = costs.with_sharing(shared, self.scatter, self.gather)
         return costs.with_sum(*self.between, self.alone)
 

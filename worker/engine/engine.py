@@ -109,7 +109,9 @@ class Engine:
         if tensor is not None:
             tensor.connect(lambda one: self._update.transport.all_reduce(self._update.tensor_group, one))
         norms = stages if self._training and self._options.sync_batch_norm else None
-        self._groups = self._update.groups | synchronise(norms, transport, lambda: self._update.transport)
+        self._groups = self._update.groups | synchronise(
+            norms, transport, lambda: self._update.transport, self._options.tensor
+        )
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
