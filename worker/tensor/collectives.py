@@ -38,13 +38,17 @@ class TensorGroup:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the workers, in a tensor of its own."""
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj()
         with others_turn():  # a forward may have the generators, and so may those that it waits for
-            self._connected().all_reduce(total)
+            self._connected().all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         return total
 
     def gather(self, local: torch.Tensor, split: Split) -> torch.Tensor:
         """The whole tensor, bit for bit."""
+        if local.is_complex():
+            return torch.view_as_complex(
+                self.gather(torch.view_as_real(local.detach().resolve_conj()), split)
+            )
         own = local.detach().contiguous()
         parts = own.new_empty((self.workers, *own.shape))
         with others_turn():
@@ -106,12 +110,17 @@ class Lookup(nn.Module):
 
     def __init__(self, group: TensorGroup, rows: int, padding: int):
         super().__init__()
+        self._words = rows
         self._rows = rows // group.workers
         self._first = group.worker * self._rows
         inside = self._first <= padding < self._first + self._rows
         self._padding = padding - self._first if inside else -1
 
     def forward(self, table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        if not words.is_cuda and words.numel():  # as of a whole table; here it would be a row of zeros
+            least, most = (int(one) for one in words.aminmax())
+            if least < 0 or most >= self._words:
+                raise IndexError(f"word {least if least < 0 else most} is not in a table of {self._words}")
         own = words - self._first
         foreign = (own < 0) | (own >= self._rows)
         found = torch.ops.aten.embedding.default(table, own.masked_fill(foreign, 0), self._padding)
