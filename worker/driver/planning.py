@@ -88,12 +88,10 @@ class Planner:
             limits=self._limits,
             interrupted=self._interrupted,
         )
-        if self._job.resources.tensor > 1:
-            profiles = {count: profile.with_sums(*sums.between) for count, profile in profiles.items()}
-        of_keys = {
-            key: profile if sums is None else profile.with_sums(*sums.between)  # nothing where none is summed
-            for key, profile in self._profiles.items()
-        }
+        of_keys = dict(self._profiles)
+        if sums is not None and sums.tensor is not None:
+            profiles = {count: profile.with_sums(sums.tensor) for count, profile in profiles.items()}
+            of_keys = {key: profile.with_sums(sums.tensor) for key, profile in of_keys.items()}
         measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
         kinds = [
             (size, tensor)
