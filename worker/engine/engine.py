@@ -139,6 +139,7 @@ class Engine:
             transport,
             transfers=transfer_tag(len(edges), False, 0, microbatches),
             limit_s=_LONGEST * max(self._limits_s, default=1.0),
+            streams=self._enqueues(),
         )
         self._actions = Actions(
             self._program,
@@ -168,8 +169,7 @@ class Engine:
     def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
         """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
         try:
-            pairs = tuple(sorted({*self.pairs, *more}))
-            self._transport.connect(self._groups, pairs + self._reshardings.lanes())
+            self._reshardings.connect(self._groups, tuple(sorted({*self.pairs, *more})))
         except ConnectError as error:
             self._transport.announce(str(error))
             raise

@@ -6,9 +6,10 @@ Light: no torch at import. Must not know stages, programs or schedules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -155,9 +156,15 @@ class Transport(Protocol):
     mesh: str
     worker: int
 
-    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
+    def connect(
+        self,
+        groups: Mapping[str, tuple[int, ...]],
+        lanes: tuple[tuple[str, str], ...],
+        exchanges: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
+    ) -> None:
         """Block until every peer is there. `groups`: ranks that all-reduce together, by name, the same
-        mapping on every worker; `lanes`: directed pairs of peers that exchange tensors, in the agreed order."""
+        mapping on every worker; `lanes`: directed pairs of peers that exchange tensors, in the agreed order. On CUDA
+        `exchanges` are the directed pairs of workers that `exchange` in some of the groups."""
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None:
         """Send contiguous `tensor` to `peer`: a mesh means this worker's counterpart there, "m1/0" is one worker."""
@@ -181,6 +188,15 @@ class Transport(Protocol):
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
         """Fill contiguous `out` with the `tensor` of every worker of the group, in their order; only started on CPU."""
+
+    def exchange(
+        self,
+        group: str,
+        sends: Sequence[tuple[str, torch.Tensor]],
+        receives: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
+        """On CUDA only: enqueue all of these at once, to and from workers of the group; from one worker to another they
+        come in their order. All are over before what follows on the stream begins."""
 
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""
