@@ -46,8 +46,6 @@ _LOOK_S = 0.25
 _END_S = 2.0
 # How long the first run, which loads kernels, may take.
 _WARM_UP_S = 600.0
-# How many times the longest slot's limit a resharding waits by itself: the watch names who is missing before.
-_LONGEST = 4
 
 
 class Engine:
@@ -138,7 +136,7 @@ class Engine:
             reshardings or {},
             transport,
             transfers=transfer_tag(len(edges), False, 0, microbatches),
-            limit_s=_LONGEST * max(self._limits_s, default=1.0),
+            slot_limit_s=max(self._limits_s, default=1.0),
             streams=self._enqueues(),
         )
         self._actions = Actions(
@@ -237,11 +235,13 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
         the optimizer's state all of them ask at the same time, and worker 0 gets it."""
-        return self._update.state()
+        with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
+            return self._update.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take this mesh's part of `state`, which may hold all meshes'."""
-        self._update.load_state(state)
+        with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
+            self._update.load_state(state)
 
     def abort(self, reason: str) -> None:
         """End a running step from any thread; its run_step raises AbortedError."""

@@ -26,15 +26,24 @@ from worker.transport.base import Topology, Transport
 _LAST_TAG = 2**31 - 2
 """The last one that gloo takes, but for the one by which it is aborted."""
 
+# How many times a slot's limit a resharding waits by itself: the watch over slots names who is missing before.
+_LONGEST = 4
+
 Plans = Mapping[tuple[int, bool], ReshardingPlan]
 """By the first edge of a route, and whether it is the way back, of gradients."""
 
 
 class Reshardings:
-    """This worker's part of all of them; `limit_s` is long: the watch over the step's slots says earlier who is missing."""
+    """This worker's part of all of them; `slot_limit_s` is that of the longest slot."""
 
     def __init__(
-        self, plans: Plans, transport: Transport, *, transfers: int, limit_s: float, streams: bool = False
+        self,
+        plans: Plans,
+        transport: Transport,
+        *,
+        transfers: int,
+        slot_limit_s: float,
+        streams: bool = False,
     ):
         """`transfers`: how many tags the transfers of a step have. ValueError where they do not fit. With `streams` a
         transfer is enqueued on the current one."""
@@ -53,7 +62,10 @@ class Reshardings:
         self._ends = (
             {}
             if streams
-            else {key: Resharder(plan, mine, transport, limit_s=limit_s) for key, plan in own.items()}
+            else {
+                key: Resharder(plan, mine, transport, limit_s=_LONGEST * slot_limit_s)
+                for key, plan in own.items()
+            }
         )
         self._on_streams = (
             {key: StreamResharder(plan, mine, group_of(plan)) for key, plan in own.items()} if streams else {}
