@@ -78,7 +78,7 @@ class Resharder:
         check_tensor(self._worker, self._plan, tensor)
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"{self._worker} has a tensor on {tensor.device}, where threads cannot see a copy end"
+                f"{self._worker} has a tensor on {tensor.device}, where threads see no copy end: enqueue it"
             )
         return Run(
             self._plan, self._worker, self._mine, tensor.detach(), self._transport, self._limit_s, first_tag

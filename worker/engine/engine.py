@@ -167,7 +167,8 @@ class Engine:
     def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
         """Block until every peer is there, of the pairs of meshes `more` too. ConnectError names who is missing."""
         try:
-            self._reshardings.connect(self._groups, tuple(sorted({*self.pairs, *more})))
+            pairs = tuple(sorted({*self.pairs, *more}))
+            self._transport.connect(self._groups, pairs + self._reshardings.lanes())
         except ConnectError as error:
             self._transport.announce(str(error))
             raise

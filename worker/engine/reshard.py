@@ -21,7 +21,7 @@ from worker.engine.routes import Route
 from worker.resharding import Resharder, Run
 from worker.resharding_plan import ReshardingPlan
 from worker.resharding_stream import StreamResharder
-from worker.transport.base import Topology, Transport
+from worker.transport.base import Lane, Transport
 
 _LAST_TAG = 2**31 - 2
 """The last one that gloo takes, but for the one by which it is aborted."""
@@ -51,7 +51,6 @@ class Reshardings:
         mine = topology.name(topology.rank(transport.mesh, transport.worker))
         self._plans = plans
         self._streams = streams
-        self._transport = transport
         self._stride = max((len(plan.messages) for plan in plans.values()), default=1)
         if not streams and self._stride * transfers > _LAST_TAG:
             raise ValueError(
@@ -75,26 +74,18 @@ class Reshardings:
     def __contains__(self, key: tuple[int, bool]) -> bool:
         return key in self._ends or key in self._on_streams
 
-    def connect(self, groups: Mapping[str, tuple[int, ...]], pairs: tuple[tuple[str, str], ...]) -> None:
-        """Connect the transport: `groups` and `pairs` of meshes, and what the transfers need."""
-        if not self._streams:
-            self._transport.connect(groups, pairs + self.lanes())
-        elif not self._plans:
-            self._transport.connect(groups, pairs)
-        else:
-            more = exchange_groups(self._plans, self._transport.topology)
-            self._transport.connect({**groups, **more}, pairs, self._exchanges())
-
-    def _exchanges(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """The directed pairs of workers that exchange messages, by the group in which they do."""
-        found: dict[str, set[tuple[str, str]]] = {}
-        for plan in self._plans.values():
-            found.setdefault(group_of(plan), set()).update(plan.lanes())
-        return {group: tuple(sorted(found[group])) for group in sorted(found)}
-
-    def lanes(self) -> tuple[tuple[str, str], ...]:
-        """The directed pairs of workers that exchange messages, in the one order in which everybody connects."""
-        return tuple(sorted({lane for plan in self._plans.values() for lane in plan.lanes()}))
+    def lanes(self) -> tuple[Lane, ...]:
+        """The directed pairs of workers that exchange messages, in the one order in which everybody connects; on streams
+        with the group in which they do."""
+        return tuple(
+            sorted(
+                {
+                    (*lane, group_of(plan)) if self._streams else lane
+                    for plan in self._plans.values()
+                    for lane in plan.lanes()
+                }
+            )
+        )
 
     def start(
         self, key: tuple[int, bool], microbatch: int, tag: int, tensor: torch.Tensor, transport: Transport
@@ -123,15 +114,6 @@ def group_of(plan: ReshardingPlan) -> str:
     since that is what a lane has one order for."""
     source, target = (next(iter(ends)).rpartition("/")[0] for ends in (plan.sources, plan.targets))
     return f"transfers/{source}>{target}"
-
-
-def exchange_groups(plans: Plans, topology: Topology) -> dict[str, tuple[int, ...]]:
-    """The ranks of all workers of both meshes, by the group of their transfers."""
-    found = {}
-    for plan in plans.values():
-        names = [*plan.sources, *plan.targets]
-        found[group_of(plan)] = tuple(sorted(topology.rank_of(name, 0) for name in names))
-    return found
 
 
 def check_plans(

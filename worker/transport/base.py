@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -46,6 +45,11 @@ class AbortedError(EngineError):
 
     def __str__(self) -> str:
         return f"aborted because {self.origin or 'the caller'} said: {self.reason}"
+
+
+Lane = tuple[str, str] | tuple[str, str, str]
+"""Who sends and who receives: meshes, of which equal workers do, or workers; on CUDA these with the name of a group, in
+which all of its lanes are one connection (see `exchange`)."""
 
 
 @dataclass(frozen=True)
@@ -156,15 +160,9 @@ class Transport(Protocol):
     mesh: str
     worker: int
 
-    def connect(
-        self,
-        groups: Mapping[str, tuple[int, ...]],
-        lanes: tuple[tuple[str, str], ...],
-        exchanges: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
-    ) -> None:
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...]) -> None:
         """Block until every peer is there. `groups`: ranks that all-reduce together, by name, the same
-        mapping on every worker; `lanes`: directed pairs of peers that exchange tensors, in the agreed order. On CUDA
-        `exchanges` are the directed pairs of workers that `exchange` in some of the groups."""
+        mapping on every worker; `lanes`: directed pairs of peers that exchange tensors, in the agreed order."""
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None:
         """Send contiguous `tensor` to `peer`: a mesh means this worker's counterpart there, "m1/0" is one worker."""
@@ -195,8 +193,8 @@ class Transport(Protocol):
         sends: Sequence[tuple[str, torch.Tensor]],
         receives: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        """On CUDA only: enqueue all of these at once, to and from workers of the group; from one worker to another they
-        come in their order. All are over before what follows on the stream begins."""
+        """On CUDA only: enqueue all of these at once, to and from workers with lanes in the group; from one worker to
+        another they come in their order. All are over before what follows on the stream begins."""
 
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""

@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from worker.transport.base import ConnectError, Failure, PeerLostError, Topology
+from worker.transport.base import ConnectError, Failure, Lane, PeerLostError, Topology
 from worker.transport.rendezvous import RendezvousTransport, first_line
 from worker.transport.trial import Trial, exchange_trials, group_trials, lane_trials
 
@@ -117,33 +116,24 @@ class NcclTransport(RendezvousTransport):
         self._calls = 0
         self._ender: threading.Thread | None = None
 
-    def connect(
-        self,
-        groups: Mapping[str, tuple[int, ...]],
-        lanes: tuple[tuple[str, str], ...],
-        exchanges: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
-    ) -> None:
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...]) -> None:
         """Make all communicators in one order that is the same on every worker, and try each with known values: the
         first call on a communicator blocks the host. A peer that dies while they are made blocks for ever; the driver
         kills."""
         ends_s = time.monotonic() + self._rendezvous.join()
         try:
-            self._connect(groups, lanes, exchanges, ends_s)
+            self._connect(groups, lanes, ends_s)
         except BaseException:
             self.abort()  # a trial may wait on the device for a peer that never comes: nothing to deliver
             raise
 
-    def _connect(
-        self,
-        groups: Mapping[str, tuple[int, ...]],
-        lanes: tuple[tuple[str, str], ...],
-        exchanges: Mapping[str, tuple[tuple[str, str], ...]],
-        ends_s: float,
-    ) -> None:
+    def _connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...], ends_s: float) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mine = self.topology.name(self._rank)
         trials: list[Trial] = []
-        for source, target, name, ranks in self._own_lanes(lanes):
+        exchanges = _exchanges(lanes)
+        groups = {**groups, **{name: self._ranks_of(pairs) for name, pairs in exchanges.items()}}
+        for source, target, name, ranks in self._own_lanes(tuple(lane for lane in lanes if len(lane) == 2)):
             communicator = self._make(name, ranks, ends_s)
             if ranks[0] == self._rank:
                 self._sends[target] = communicator
@@ -252,6 +242,9 @@ class NcclTransport(RendezvousTransport):
         self._end("destroy", _DESTROY_S)
         self._rendezvous.close()
 
+    def _ranks_of(self, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        return tuple(sorted({self.topology.rank_of(end, self.worker) for pair in pairs for end in pair}))
+
     def _rank_in(self, group: str) -> Callable[[str], int]:
         """The number of a worker within a group."""
         return lambda peer: self._ranks[group].index(self.topology.rank_of(peer, self.worker))
@@ -320,6 +313,15 @@ class NcclTransport(RendezvousTransport):
             raise ConnectError(
                 f"{self.topology.name(self._rank)} could not make the NCCL communicator {name}: {first_line(error)}"
             ) from error
+
+
+def _exchanges(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
+    """The pairs of workers that exchange messages, by their group."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for lane in lanes:
+        if len(lane) == 3:
+            found.setdefault(lane[2], []).append((lane[0], lane[1]))
+    return found
 
 
 def _summed(group: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -10,7 +10,7 @@ from service.scheduler.resharding import Links, Tensor, plan_gather_then_send, p
 from tests.service.scheduler.resharding.cases import LITERATURE, random_case
 from tests.worker.cuda_workers import Watched
 from tests.worker.resharding.cases import bits, dtype_of, part_of, strided, whole_tensor
-from worker.engine.reshard import exchange_groups, group_of
+from worker.engine.reshard import group_of
 from worker.resharding_plan import ReshardingPlan
 from worker.resharding_rounds import rounds_of
 from worker.resharding_stream import StreamResharder
@@ -29,13 +29,12 @@ def everywhere(monkeypatch):
         read = ReshardingPlan.from_json(plan.to_json())
         topology = Topology(("source", "target"), (len(read.sources), len(read.targets)))
         store, layouts, group = host_store("127.0.0.1"), {"source": source, "target": target}, group_of(read)
-        groups = exchange_groups({(0, False): read}, topology)
         watch = Watched(monkeypatch)
 
         def one(name: str) -> bool:
             side, worker = name.split("/")[0], int(name.split("/")[1])
             transport = watch.transport(topology, side, worker, store.port)
-            transport.connect(groups, (), {group: read.lanes()})
+            transport.connect({}, tuple((*lane, group) for lane in read.lanes()))
             stream, end = transport.device.Stream(), StreamResharder(read, name, group)
             right = []
             for turn in range(TURNS):

@@ -16,7 +16,7 @@ from worker.transport.rendezvous import host_store
 
 TOPOLOGY = Topology(("m0", "m1"), (2, 1))
 EVERYBODY = TOPOLOGY.names("m0") + TOPOLOGY.names("m1")
-GROUPS = {"workers/m0": (0, 1), "everybody": (0, 1, 2), "transfers/m0>m1": (0, 1, 2)}
+GROUPS = {"workers/m0": (0, 1), "everybody": (0, 1, 2)}
 PAIRS = (("m0/0", "m1/0"), ("m0/1", "m1/0"), ("m0/1", "m0/0"))
 
 
@@ -40,7 +40,7 @@ def connect(nccl):
 
     def one(name):
         try:
-            ends[name].connect(GROUPS, (), {"transfers/m0>m1": PAIRS})
+            ends[name].connect(GROUPS, tuple((*pair, "transfers/m0>m1") for pair in PAIRS))
         except ConnectError as error:
             told[name] = str(error)
 
