@@ -99,21 +99,16 @@ def check_shard(shard: str | Sequence[str], meshes: int | None, optimizer: str) 
         )
 
 
-def check_listed(meshes: int | None, largest: int, workers: Sequence[int], device: str) -> None:
+def check_listed(meshes: int | None, largest: int, workers: Sequence[int]) -> None:
     """Raise ValueError unless `workers` are one number for each mesh, not all alike, the largest of them `largest`."""
     if meshes != len(workers) or sizes_of(workers) != {"workers_per_mesh": largest, "workers": list(workers)}:
         raise ValueError(
             f"workers {list(workers)} does not say how many workers each of {meshes} meshes has, with workers_per_mesh "
             f"{largest}: write meshes as a list, one entry {{workers: N}} a mesh, and leave both out"
         )
-    if device == "cuda":
-        raise ValueError(
-            f"meshes of unlike sizes ({', '.join(map(str, workers))} workers) run on cpu so far: set device to cpu, or give "
-            "all meshes the same number of workers"
-        )
 
 
-def check_tensor(workers: int, unlike: Sequence[int] | None, tensor: int, plan: object, device: str) -> None:
+def check_tensor(workers: int, unlike: Sequence[int] | None, tensor: int, plan: object) -> None:
     """Raise ValueError unless meshes of so many workers can share their matrices among `tensor` of them."""
     if tensor == 1:
         if plan is not None:
@@ -130,10 +125,6 @@ def check_tensor(workers: int, unlike: Sequence[int] | None, tensor: int, plan: 
         raise ValueError(
             f"tensor {tensor} does not divide workers_per_mesh {workers}: use one of {_divisors(workers)}, or a multiple of "
             f"{tensor} workers"
-        )
-    if device == "cuda":
-        raise ValueError(
-            f"tensor is {tensor}: tensor parallel meshes run on cpu so far; set device to cpu, or tensor to 1"
         )
 
 

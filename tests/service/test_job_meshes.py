@@ -52,6 +52,14 @@ def test_entries_need_not_say_how_their_workers_share():
     assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_device(device):
+    unlike = _spec({"meshes": [{"workers": 2}, {"workers": 1}], "device": device}).resources
+    assert (unlike.workers, unlike.device) == ([2, 1], device) or tuple(unlike.workers) == (2, 1)
+    shared = _spec({"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": device}).resources
+    assert (shared.tensor, shared.device) == (2, device)
+
+
 @pytest.mark.parametrize(
     ("resources", "said"),
     [
@@ -60,10 +68,6 @@ def test_entries_need_not_say_how_their_workers_share():
             "a microbatch of 4 samples cannot be shared by meshes of [2, 3] workers, each mesh among its own: give "
             "microbatches of a multiple of 6 samples, with training.global_batch 12, or give each mesh a divisor of 4: "
             "1, 2, 4",
-        ),
-        (
-            {"meshes": [{"workers": 2}, {"workers": 1}], "device": "cuda"},
-            "meshes of unlike sizes (2, 1 workers) run on cpu so far: set device to cpu",
         ),
         (
             {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1, 1]},
@@ -82,10 +86,6 @@ def test_entries_need_not_say_how_their_workers_share():
                 ]
             },
             "tensor is 2, and the meshes have 4, 2 workers: tensor parallel meshes are of one size so far",
-        ),
-        (
-            {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": "cuda"},
-            "run on cpu so far; set device to cpu",
         ),
         ({"meshes": 2, "workers_per_mesh": 3, "tensor": 2}, "use one of 1, 3, or a multiple of 2 workers"),
         (
