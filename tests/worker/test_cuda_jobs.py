@@ -13,6 +13,9 @@ from test_tensor_parallel import LOSSES, on, unet
 from test_unlike_meshes import on as on_sizes
 
 from worker import checkpoint
+from worker.engine import SlotLimits
+from worker.failure import AttemptFailure
+from worker.reasons import Reason
 
 
 def zero_bubble(**changes):
@@ -67,3 +70,15 @@ def test_losses_are_the_same_in_whatever_order_streams_go_on(layout, monkeypatch
         assert workers.losses(range(1, 3)) == pytest.approx(expected, rel=1e-5)
         workers.watched.check()
         check_orders(workers)
+
+
+def test_a_sum_inside_an_action_that_stalls_names_the_worker_that_has_not_come(monkeypatch):
+    monkeypatch.setattr("worker.verify.workers._SLOT_LIMITS", SlotLimits(factor=1.0, floor_s=3.0))
+    with CudaWorkers(monkeypatch, on([(1, 2)], job(stages=1)), threads=True) as workers:
+        absent = workers.workers[1]
+        assert (absent.mesh, absent.index) == ("m0", 1)
+        with pytest.raises(AttemptFailure) as stalled:
+            workers.call(lambda w: None if w is absent else w.run_step(1))
+    assert stalled.value.reason is Reason.SLOT_STALLED
+    assert "mesh m0: 0F0 on lane compute has not ended" in str(stalled.value)
+    assert "it waits for m0/1; m0/1 has said nothing" in str(stalled.value)

@@ -21,6 +21,7 @@ from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.exchange import Exchange
 from worker.engine.given import check_batch, check_stages
+from worker.engine.groups import fellows
 from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slot
@@ -181,6 +182,7 @@ class Engine:
             lanes=self._lanes,
             missing=self._reshardings.missing,
             gathers=self._mesh in self._options.sharded,
+            fellows=fellows(self._transport, self._groups),
         )
 
     def run_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from engine_support import chain, planned, skips, times_of
-from test_unlike_engines import MICROBATCHES, UnlikePipeline, _adam, _batch, _check
+from test_unlike_engines import MICROBATCHES, SHORT, UnlikePipeline, _adam, _batch, _check, _stall_of
 from watched_cuda import Event
 
 from tests.worker.cuda_workers import Watched
@@ -182,3 +182,12 @@ def test_sums_in_another_order_on_one_worker_are_found(watched):
 
     with pytest.raises(EngineError, match=r"collective \d+: \('allReduce', .* here, \('allReduce', .* there"):
         races_of(watched, job_of("2 to 3, skips"), changed=swap)
+
+
+def test_a_transfer_that_stalls_on_a_stream_names_the_worker_that_has_not_come(watched):
+    watched(threads=True)
+    graph, mesh_of_stage, sizes, _, programs = job_of("2 to 1")
+    with UnlikePipeline(graph, mesh_of_stage, programs, sizes, optimizer=_adam, limits=SHORT) as pipeline:
+        said = _stall_of(pipeline, ("m1", 0), _batch(1))
+    assert "RECV_F0@m0/e0" in said
+    assert "it waits for m0/1; m0/1 has said nothing" in said
