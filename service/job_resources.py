@@ -63,11 +63,5 @@ class Resources(Part):
     def _workers_of_each_mesh(self) -> Self:
         if self.workers is not None:
             check_listed(self.meshes, self.workers_per_mesh, self.workers)
-        if self.tensor > 1 and "optimizer" in (self.shard, *self.shard):
-            raise ValueError(
-                f"tensor is {self.tensor} and shard is optimizer: workers that share matrices have their parts of the "
-                "optimizer's state already, and data-parallel ones cannot share theirs beside them so far; set shard to "
-                "none, or tensor to 1"
-            )
         check_tensor(self.workers_per_mesh, self.workers, self.tensor, self.tensor_plan)
         return self

@@ -216,11 +216,11 @@ class Job:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """The meshes whose workers share the optimizer's state."""
-        given = self.resources.shard
+        """The meshes whose data-parallel workers share the optimizer's state."""
+        given, tensor = self.resources.shard, self.resources.tensor
         shards = (given,) * self.meshes if isinstance(given, str) else given
         found = enumerate(zip(shards, self.mesh_sizes, strict=True))
-        return tuple(f"m{index}" for index, (shard, size) in found if shard == "optimizer" and size > 1)
+        return tuple(f"m{index}" for index, (shard, size) in found if shard == "optimizer" and size > tensor)
 
     @property
     def row_step(self) -> int:

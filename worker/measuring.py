@@ -10,12 +10,14 @@ import torch
 
 from worker.batches import Batches
 from worker.device import make_transport
+from worker.engine.groups import reduce_groups, tensor_group, workers_group
 from worker.engine_measure import measure_action
 from worker.failure import attributed_to
 from worker.job import Job
 from worker.memory import memory_limit
 from worker.model import measure_layers
 from worker.model.profile import OptimizerState
+from worker.model.sum_costs import MeshSums, SumCosts
 from worker.model.update_costs import UpdateCosts
 from worker.node import processor_share
 from worker.reasons import Reason
@@ -26,7 +28,7 @@ from worker.transport import Topology
 from worker.transport.base import Transport, for_a_while
 from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
 from worker.transport.network import Measured, Probe
-from worker.update_measure import WORKERS, measure_sharing, measure_sum, measure_update
+from worker.update_measure import measure_sharing, measure_sum, measure_update
 
 PROFILE_REPEATS = 5
 
@@ -68,19 +70,30 @@ class Measuring:
         return measure_update(make, self._device, self._job.training.clip_grad_norm)
 
     @attributed_to(Reason.START_TIMEOUT)
-    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> tuple[float, ...]:
-        """What summing gradients over the workers of this mesh takes, latency and bandwidth; where the job shares the
-        optimizer's state then those of a reduce-scatter and an all-gather. All of them call this at the same time."""
-        topology = Topology((self._mesh,), self._workers_per_mesh)
+    def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> MeshSums:
+        """What sums over the workers of this mesh take: between those that have other samples, with the two halves of a sum
+        where the job shares the optimizer's state, and between those that share matrices. All call this at the same
+        time."""
+        topology, tensor = Topology((self._mesh,), self._workers_per_mesh), self._job.resources.tensor
         transport = self._transport(topology, store, host, connect_s)
+        of_data, of_tensor = (
+            named(self._mesh, self._worker, tensor) for named in (workers_group, tensor_group)
+        )
         with for_a_while(transport):
-            transport.connect({WORKERS: tuple(range(topology.size))}, ())
-            large = LARGE_BYTES[self._device]
-            sums = measure_sum(transport, self._device, large_bytes=large)
-            if not self._job.sharded:
-                return sums
-            scatter, gather = measure_sharing(transport, self._device, large_bytes=large)
-            return (*sums, *scatter, *gather)
+            transport.connect(reduce_groups(topology, {}, (), tensor=tensor), ())
+
+            def measured(group: str, workers: int, halves: bool) -> SumCosts | None:
+                if workers == 1:
+                    return None
+                how = {"large_bytes": LARGE_BYTES[self._device], "group": group}
+                sums = measure_sum(transport, self._device, **how)
+                more = measure_sharing(transport, self._device, **how, workers=workers) if halves else ()
+                return SumCosts(sums, *more)
+
+            return MeshSums(
+                data=measured(of_data, topology.size // tensor, bool(self._job.sharded)),
+                tensor=measured(of_tensor, tensor, True),
+            )
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_links(

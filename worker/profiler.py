@@ -24,6 +24,7 @@ from worker.driver.limits import Limits
 from worker.failure import AttemptFailure, as_failure
 from worker.job import Job
 from worker.model.profile import LayerProfile
+from worker.model.sum_costs import SumCosts
 from worker.model.update_costs import UpdateCosts
 from worker.node import processor_cores
 from worker.reasons import Reason
@@ -136,8 +137,10 @@ def _with_tensor_sums(
         notes.append("sums over the workers that share matrices were not measured: they count as nothing")
         return dict(profiles)
     notes.append("sums over the workers that share matrices are taken to be as quick as a link")
-    between = network["latency_s"], network["bandwidth_bytes_per_s"]
-    return {count: profile.with_sums(*between) for count, profile in profiles.items()}
+    latency_s, bandwidth = network["latency_s"], network["bandwidth_bytes_per_s"]
+    gathers = latency_s, 2 * bandwidth  # half the bytes of a sum
+    between = SumCosts((latency_s, bandwidth), gathers, gathers)
+    return {count: profile.with_sums(between) for count, profile in profiles.items()}
 
 
 def _with_sums(job: Job, update: UpdateCosts, network: Mapping[str, Any], notes: list[str]) -> UpdateCosts:
@@ -149,7 +152,7 @@ def _with_sums(job: Job, update: UpdateCosts, network: Mapping[str, Any], notes:
     notes.append("sums of gradients over the workers of a mesh are taken to be as quick as a link")
     latency_s, bandwidth = network["latency_s"], network["bandwidth_bytes_per_s"]
     if job.sharded:  # each moves half the bytes of a sum
-        workers = {mesh: job.mesh_sizes[int(mesh[1:])] for mesh in job.sharded}
+        workers = {mesh: job.mesh_sizes[int(mesh[1:])] // job.resources.tensor for mesh in job.sharded}
         update = update.with_sharing(workers, (latency_s, 2 * bandwidth), (latency_s, 2 * bandwidth))
     return update.with_sum(latency_s, bandwidth)
 

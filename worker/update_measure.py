@@ -74,25 +74,28 @@ def _seconds_of(
     return {action: statistics.median(times[_WARM_UP:]) for action, times in taken.items()}
 
 
-def measure_sum(transport: Transport, device: str, *, large_bytes: int) -> tuple[float, float]:
-    """(seconds to begin, bytes per second) of summing gradients over the workers of this mesh.
+def measure_sum(
+    transport: Transport, device: str, *, large_bytes: int, group: str = WORKERS
+) -> tuple[float, float]:
+    """(seconds to begin, bytes per second) of an all-reduce over the workers of a group.
 
-    All workers of the group WORKERS call this at the same time.
+    All of them call this at the same time.
     """
-    return _linear(lambda tensor: transport.all_reduce(WORKERS, tensor), device, large_bytes)
+    return _linear(lambda tensor: transport.all_reduce(group, tensor), device, large_bytes)
 
 
 def measure_sharing(
-    transport: Transport, device: str, *, large_bytes: int
+    transport: Transport, device: str, *, large_bytes: int, group: str = WORKERS, workers: int | None = None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """As `measure_sum`, of a reduce-scatter and of an all-gather; bytes are those of the whole tensor."""
-    workers = transport.topology.size
+    """As `measure_sum`, of a reduce-scatter and of an all-gather; bytes are those of the whole tensor. The group has so many
+    `workers`, or all."""
+    workers = workers or transport.topology.size
 
     def scatter(whole: torch.Tensor) -> None:
-        finish(transport.start_reduce_scatter(WORKERS, torch.empty_like(_part(whole)), whole))
+        finish(transport.start_reduce_scatter(group, torch.empty_like(_part(whole)), whole))
 
     def gather(whole: torch.Tensor) -> None:
-        finish(transport.start_all_gather(WORKERS, whole, _part(whole).clone()))
+        finish(transport.start_all_gather(group, whole, _part(whole).clone()))
 
     def _part(whole: torch.Tensor) -> torch.Tensor:
         return whole[: whole.numel() // workers]

@@ -67,6 +67,18 @@ def test_two_workers_train_as_one_does_and_go_on_from_its_checkpoint(tmp_path):
     assert after[1] == pytest.approx(after[0], rel=1e-4)
 
 
+def test_workers_that_share_matrices_have_the_same_rows_and_count_them_once(tmp_path):
+    """Two data-parallel ones of two each: running variances too are those of one worker."""
+    uris = [checkpoint.step_uri(str(tmp_path / name), "job", 3) for name in ("one", "four")]
+    expected, one, _ = trained(spec_of(1, stages=1, meshes=1), uris[0])
+    spec = spec_of(4, stages=1, meshes=1)
+    spec["resources"] |= {"tensor": 2, "tensor_plan": {"0.0": "colwise", "1.0": "rowwise"}}
+    losses, four, _ = trained(spec, uris[1])
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, buffer in one["buffers"].items():
+        torch.testing.assert_close(four["buffers"][name], buffer, rtol=1e-4, atol=1e-5)
+
+
 def test_where_workers_normalise_by_their_own_rows_that_is_told(tmp_path):
     uri = checkpoint.step_uri(str(tmp_path), "job", 3)
     _, _, (note,) = trained(spec_of(2, synchronised=False), uri)

@@ -14,6 +14,7 @@ from worker.failure import AttemptFailure
 from worker.job import Job
 from worker.model.errors import ModelError
 from worker.model.profile import LayerProfile
+from worker.model.sum_costs import SumCosts
 from worker.reasons import Reason
 from worker.tensor.plans import check_plan
 from worker.verify.workers import make_workers
@@ -118,15 +119,26 @@ def test_the_plan_knows_what_is_shared_and_what_is_summed():
     whole, shared = (sum(found[n].parameter_sizes.values()) for n in (1, 2))
     assert shared < 0.65 * whole
     assert all(layer.sums == () for layer in found[1].layers)
-    sums = [{name: (count, size) for name, count, size in layer.sums} for layer in found[2].layers]
+    sums = [
+        {name: (count, size) for name, way, count, size in layer.sums if way == "reduce"}
+        for layer in found[2].layers
+    ]
     block = next(
         sum for layer, sum in zip(found[2].layers, sums, strict=True) if "blocks.1" in layer.name and sum
     )
     assert set(block) >= {"forward_s", "backward_s", "backward_input_s"}
-    longer = found[2].with_sums(1.0, 1e9)
+    longer = found[2].with_sums(SumCosts((1.0, 1e9), gather=(2.0, 1e8)))
     first, layer = longer.layers[0], found[2].layers[0]
     count, size = sums[0]["forward_s"]
     assert first.forward_s == pytest.approx(layer.forward_s + count + size / 1e9)
+    last, layer = longer.layers[-1], found[2].layers[-1]
+    gathers = {name: (count, size) for name, way, count, size in layer.sums if way == "gather"}
+    count, size = gathers["forward_s"]  # the logits, of every word
+    assert (count, size) == (1, 4 * 8 * 256 * 4)
+    summed = sum(
+        n + size / 1e9 for name, way, n, size in layer.sums if (name, way) == ("forward_s", "reduce")
+    )
+    assert last.forward_s == pytest.approx(layer.forward_s + 2.0 + size / 1e8 + summed)
 
 
 def test_an_optimizer_whose_state_has_other_shapes_is_refused_when_it_is_saved(tmp_path):

@@ -147,8 +147,8 @@ class Planner:
             limits=self._limits,
             interrupted=self._interrupted,
         )
-        if self._job.resources.tensor > 1:
-            profiles = {count: profile.with_sums(*sums.between) for count, profile in profiles.items()}
+        if sums is not None and sums.tensor is not None:
+            profiles = {count: profile.with_sums(sums.tensor) for count, profile in profiles.items()}
         measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
         measured |= of_meshes_json(self._profiles, keys, self._mesh_size_of_workers(), profiles)
         planned = self._ask(profiles, network, {**memory, **measured})

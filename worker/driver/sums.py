@@ -9,6 +9,7 @@ from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.report import Reporter
 from worker.job import Job
+from worker.model.sum_costs import SumCosts, slowest
 from worker.model.update_costs import UpdateCosts
 from worker.node import own_node_address
 from worker.reasons import Reason
@@ -19,23 +20,23 @@ SUM_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the slowest mesh, seconds to begin and bytes a second; the meshes `alone` have one worker. `scatter` and `gather`
-    are those of a reduce-scatter and an all-gather, where optimizers are shared."""
+    """Of the slowest mesh, between workers that have other samples (`data`) and that share matrices (`tensor`); the workers
+    of the meshes `alone` have all samples."""
 
-    between: tuple[float, float]
+    data: SumCosts | None
+    tensor: SumCosts | None
     alone: tuple[str, ...]
-    scatter: tuple[float, float] | None
-    gather: tuple[float, float] | None
 
     def added_to(self, costs: UpdateCosts, job: Job, gang: Gang) -> UpdateCosts:
         """What REDUCE and STEP cost with the sums of gradients; nothing more where all workers of a mesh have the same
         samples."""
-        if job.row_step == 1:
+        if self.data is None:
             return costs
         if sharded := job.sharded:
-            shared = {mesh.name: len(mesh.workers) for mesh in gang.meshes if mesh.name in sharded}
-            costs = costs.with_sharing(shared, self.scatter, self.gather)
-        return costs.with_sum(*self.between, self.alone)
+            tensor = job.resources.tensor
+            shared = {mesh.name: len(mesh.workers) // tensor for mesh in gang.meshes if mesh.name in sharded}
+            costs = costs.with_sharing(shared, self.data.scatter, self.data.gather)
+        return costs.with_sum(*self.data.reduce, self.alone)
 
 
 def measure_sums(
@@ -45,11 +46,11 @@ def measure_sums(
     if job.resources.workers_per_mesh == 1:
         return None
     nodes = [address.node for address in gang.addresses]
-    alone = tuple(mesh.name for mesh in gang.meshes if len(mesh.workers) == 1)
+    alone = tuple(mesh.name for mesh in gang.meshes if len(mesh.workers) == job.resources.tensor)
     stores = {
         mesh.name: serve_rendezvous(own_node_address(), nodes)
         for mesh in gang.meshes
-        if mesh.name not in alone
+        if len(mesh.workers) > 1
     }
     measured = gang.call(
         [
@@ -59,20 +60,17 @@ def measure_sums(
             for worker, address in zip(gang.workers, gang.addresses, strict=True)
             if address.mesh in stores
         ],
-        what=f"summing gradients in each of {len(stores)} meshes",
+        what=f"summing over the workers in each of {len(stores)} meshes",
         limit_s=2 * limits.connect_s + SUM_LIMIT_S,
         timeout_reason=Reason.START_TIMEOUT,
         interrupted=interrupted,
     )
-
-    def slowest(first: int) -> tuple[float, float]:
-        return max(one[first] for one in measured), min(one[first + 1] for one in measured)
-
-    latency_s, bandwidth = between = slowest(0)
-    reporter.event(
-        "sums_measured",
-        f"summing gradients over the workers of a mesh: {bandwidth:.3g} bytes a second after {latency_s:.2g} s",
-    )
-    if not job.sharded:
-        return Sums(between, alone, None, None)
-    return Sums(between, alone, slowest(2), slowest(4))
+    found = Sums(slowest([one.data for one in measured]), slowest([one.tensor for one in measured]), alone)
+    for what, costs in (
+        ("summing gradients over the workers of a mesh", found.data),
+        ("summing over workers that share matrices", found.tensor),
+    ):
+        if costs is not None:
+            latency_s, bandwidth = costs.reduce
+            reporter.event("sums_measured", f"{what}: {bandwidth:.3g} bytes a second after {latency_s:.2g} s")
+    return found

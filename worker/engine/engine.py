@@ -21,10 +21,10 @@ from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError
 from worker.engine.exchange import Exchange
 from worker.engine.given import check_batch, check_stages
-from worker.engine.groups import fellows
 from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slot
+from worker.engine.meetings import Meetings
 from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
@@ -105,10 +105,12 @@ class Engine:
             scaler=scaler_of(self._options) if self._training else None,
             share=tensor,
         )
+        self._meetings = Meetings(transport, lambda: self._update.transport)
         if tensor is not None:
-            tensor.connect(lambda one: self._update.transport.all_reduce(self._update.tensor_group, one))
+            tensor.connect(self._meetings.of(self._update.tensor_group))
         norms = stages if self._training and self._options.sync_batch_norm else None
-        self._groups = self._update.groups | synchronise(norms, transport, lambda: self._update.transport)
+        self._groups = self._update.groups | synchronise(norms, self._meetings, self._options.tensor)
+        self._meetings.groups = self._groups
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
@@ -182,7 +184,7 @@ class Engine:
             lanes=self._lanes,
             missing=self._reshardings.missing,
             gathers=self._mesh in self._options.sharded,
-            fellows=fellows(self._transport, self._groups),
+            meetings=self._meetings,
         )
 
     def run_step(
@@ -279,9 +281,7 @@ class Engine:
             is_pooled=self._buffers.hold,
             weights=None
             if (ignored := self._options.ignored_target) is None
-            else lambda targets: token_weights(
-                targets, ignored, self._update.transport, self._options.tensor
-            ),
+            else lambda targets: token_weights(targets, ignored, self._meetings, self._options.tensor),
             keeps_random=self._options.keeps_random,
             scaler=self._update.scaler,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from worker.transport.base import Topology, Transport
+from worker.transport.base import Topology
 
 ALL_MESHES = "meshes"
 ALL_WORKERS = "workers"
@@ -62,10 +62,8 @@ def tensor_group(mesh: str, worker: int, tensor: int) -> str:
     return f"{TENSOR}/{mesh}/{worker // tensor}"
 
 
-def fellows(transport: Transport, groups: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The workers that sum with this one inside actions: those that share its matrices, or its batch statistics."""
-    topology = transport.topology
-    own = topology.rank(transport.mesh, transport.worker)
+def fellows(topology: Topology, own: int, groups: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The workers that sum with rank `own` inside actions: those that share its matrices, or its batch statistics."""
     inside = [ranks for name, ranks in groups.items() if name.startswith((f"{TENSOR}/", "norms/"))]
     return tuple(
         topology.name(rank) for rank in sorted({r for ranks in inside if own in ranks for r in ranks} - {own})

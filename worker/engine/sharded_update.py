@@ -1,6 +1,9 @@
 """REDUCE and STEP of a mesh whose workers share the optimizer's state (`shard: optimizer`): gradients reduce-scattered, each
 worker updates its own part of every parameter, and parameters all-gathered.
 
+Workers that share matrices (tensor parallel) have each their own; of these, and of what all of them have whole, the
+data-parallel workers with the same share have their parts.
+
 Gradients of a parameter that other meshes hold too are summed whole, as on any other mesh: its copies stay one to the bit.
 The collectives come in one order on all workers: buckets in that of the program, then REDUCE, then STEP, each through
 parameters in one order. Must not know programs, lanes or microbatches.
@@ -23,17 +26,21 @@ from worker.transport.base import Transport, finish
 
 def make_update(*, transport: Transport, settings: UpdateSettings, **given: Any) -> ModelUpdate:
     """The update of this worker's mesh; arguments are those of ModelUpdate."""
-    shared = transport.mesh in settings.sharded and transport.topology.workers(transport.mesh) > 1
+    shared = transport.mesh in settings.sharded and _data_workers(transport, settings) > 1
     kind = ShardedUpdate if shared else ModelUpdate
     return kind(transport=transport, settings=settings, **given)
+
+
+def _data_workers(transport: Transport, settings: UpdateSettings) -> int:
+    return transport.topology.workers(transport.mesh) // settings.tensor
 
 
 class ShardedUpdate(ModelUpdate):
     """What the optimizer updates are parts of the parameters, and views of them."""
 
-    def __init__(self, *, transport: Transport, **given: Any):
-        super().__init__(transport=transport, **given)
-        self._parts = Parts(transport.worker, transport.topology.workers(transport.mesh))
+    def __init__(self, *, transport: Transport, settings: UpdateSettings, **given: Any):
+        super().__init__(transport=transport, settings=settings, **given)
+        self._parts = Parts(transport.worker // settings.tensor, _data_workers(transport, settings))
         self.updated = own_parts(self.parameters, self._parts)
         self._own = {self.parameters[name]: part for name, part in self.updated.items()}
         self._tied = {self.parameters[name] for name in self._tied_groups}
@@ -54,19 +61,19 @@ class ShardedUpdate(ModelUpdate):
                 parameter = self.parameters[name]
                 parameter.copy_(whole.view_as(parameter))
 
-    def state(self) -> dict[str, Any]:
-        """As of a mesh that shares nothing, which every worker of this one must ask for at the same time; the optimizer's
-        state is in the host's memory, and only worker 0 has it."""
-        own = super().state()
+    def _own_state(self) -> dict[str, Any]:
+        """As of a mesh that shares no optimizer, which every worker of this one must ask for at the same time; the
+        optimizer's state is in the host's memory, and only the first of the workers that share it has it."""
+        own = super()._own_state()
         return {**own, "optimizer": self._gathered_state(own["optimizer"])}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def _load_own(self, state: Mapping[str, Any]) -> None:
         parts = {
             name: part_of_entry(entry, self.parameters[name], self._parts)
             for name, entry in state["optimizer"].items()
             if name in self.updated
         }
-        super().load_state({**state, "optimizer": parts})
+        super()._load_own({**state, "optimizer": parts})
 
     # REDUCE
 
@@ -108,7 +115,7 @@ class ShardedUpdate(ModelUpdate):
             if parameter.grad is not None:
                 self._take_part(parameter)
         self._makers = {self._own[parameter]: makers for parameter, makers in self._makers.items()}
-        own = (self.updated[name].grad for name in self._counted if name in self.updated)
+        own = (self.updated[name].grad for name in self._counted_here() if name in self.updated)
         return [gradient for gradient in own if gradient is not None]
 
     def _take_part(self, parameter: nn.Parameter) -> None:

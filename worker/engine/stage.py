@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from worker.engine.backward import WeightBackward, backward, backward_input
-from worker.engine.errors import StageError
+from worker.engine.errors import PeerLostError, StageError
 from worker.engine.exchange import Exchange
 from worker.engine.loss_scaler import LossScaler
 from worker.engine.random_state import RandomState, restart_at_operations
@@ -342,6 +342,8 @@ class StageRunner:
             if self.observer is not None:
                 self.observer.ended(action, self._stage, microbatch)
             doing("")
+        except PeerLostError as error:  # in a sum inside the stage: no fault of the user's code
+            raise PeerLostError(f"{self._stage}{action}{microbatch}: {error}", error.peer) from error
         except Exception as error:
             raise StageError(
                 f"{self._stage}{action}{microbatch} raised {type(error).__name__}: {error}",

@@ -14,39 +14,45 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from worker.engine.meetings import Meetings
 from worker.model.batch_norms import is_batch_norm
 from worker.seeding import others_turn
-from worker.transport.base import Transport
 
 Sum = Callable[[Tensor], None]
 """Sums a tensor over the workers of the mesh, in place."""
 
 
 def synchronise(
-    stages: Mapping[int, nn.Module] | None, transport: Transport, now: Callable[[], Transport]
+    stages: Mapping[int, nn.Module] | None, meetings: Meetings, tensor: int = 1
 ) -> dict[str, tuple[int, ...]]:
     """Have every BatchNorm of `stages` normalise over the workers of their mesh; the ranks that must all-reduce together
-    for that, by name, on every mesh. Nothing for None. `now` gives the transport at every sum."""
+    for that, by name, on every mesh. Nothing for None. `tensor` workers next to each other have the same rows: each adds up
+    with those that have others."""
     if stages is None:
         return {}
-    topology = transport.topology
+    topology = meetings.topology
     groups = {
-        f"norms/{one}": tuple(topology.rank(one, worker) for worker in range(size))
+        _group(one, share): tuple(topology.rank(one, worker) for worker in range(share, size, tensor))
         for one, size in zip(topology.meshes, topology.sizes, strict=True)
-        if size > 1
+        if size > tensor
+        for share in range(tensor)
     }
-    group = f"norms/{transport.mesh}"
+    group = _group(meetings.mesh, meetings.worker % tensor)
     if group not in groups:
         return groups
 
     def add(tensor: Tensor) -> None:
-        now().all_reduce(group, tensor)
+        meetings.all_reduce(group, tensor)
 
     for stage in stages.values():
         for part in stage.modules():
             if isinstance(part, fx.GraphModule):
-                _replace(part, add, topology.workers(transport.mesh))
+                _replace(part, add, topology.workers(meetings.mesh) // tensor)
     return groups
+
+
+def _group(mesh: str, share: int) -> str:
+    return f"norms/{mesh}/{share}"
 
 
 def _replace(part: fx.GraphModule, add: Sum, workers: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from worker.model.stages import StageModule
-from worker.tensor.collectives import AllReduce, TensorGroup
+from worker.tensor.collectives import Between, TensorGroup
 from worker.tensor.layout import Split
 from worker.tensor.stage import shared_alike
 
@@ -22,9 +22,9 @@ class TensorShare:
     def __init__(self, group: TensorGroup, splits: Mapping[str, Split]):
         self._group, self._splits = group, splits
 
-    def connect(self, all_reduce: AllReduce) -> None:
+    def connect(self, between: Between) -> None:
         """How the group sums from now on."""
-        self._group.all_reduce = all_reduce
+        self._group.between = between
 
     def alike(self, stage: StageModule) -> StageModule:
         """Another graph of a stage on the same parts of its parameters."""
@@ -91,13 +91,14 @@ class TensorShare:
         split = self._splits.get(name)
         if split is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
-        if not _like(value, state["parameters"][name]):
+        parameter = state["parameters"][name]
+        if not _like(value, parameter):
             raise ValueError(
                 f"the optimizer keeps {key!r} of shape {list(value.shape)} for {name!r}, of which each worker has a part of "
-                f"shape {list(state['parameters'][name].shape)}: with `tensor` use an optimizer whose state has the "
+                f"shape {list(parameter.shape)}: with `tensor` use an optimizer whose state has the "
                 "shape of its parameters, as SGD, Adam and AdamW"
             )
-        return self._group.gather(value, split)
+        return self._group.gather(value.to(parameter.device), split).to(value.device)
 
 
 def _like(value: Any, parameter: torch.Tensor) -> bool:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from worker.engine.groups import workers_group
+from worker.engine.meetings import Meetings
 from worker.nests import Target, tokens_of
 from worker.transport.base import Transport
 
 
 @torch.no_grad()
 def token_weights(
-    targets: Sequence[Target], ignored: int, transport: Transport, tensor: int = 1
+    targets: Sequence[Target], ignored: int, transport: Transport | Meetings, tensor: int = 1
 ) -> torch.Tensor:
     """The weight of each microbatch of this worker; over those of all workers of the mesh they are 1 on average.
 

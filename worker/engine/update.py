@@ -230,11 +230,16 @@ class ModelUpdate:
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by original name. Where workers share matrices these are whole, and
         all of them call this at the same time."""
+        own = self._own_state()
+        return own if self._share is None else self._share.whole_state(own)
+
+    def _own_state(self) -> dict[str, Any]:
+        """Of matrices that several workers share, this one's parts."""
         names = self._optimized_names()
         saved = (
             self.optimizer.state_dict() if self.optimizer is not None else {"state": {}, "param_groups": []}
         )
-        own = {
+        return {
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
             "buffers": dict(self._buffers),
             "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
@@ -244,13 +249,14 @@ class ModelUpdate:
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
             "loss_scale": None if self.scaler is None else self.scaler.state(),
         }
-        return own if self._share is None else self._share.whole_state(own)
 
-    @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`; `state` may hold other meshes' entries too. KeyError names what is missing."""
-        if self._share is not None:
-            state = self._share.part_of_state(state, {*self.parameters})
+        self._load_own(state if self._share is None else self._share.part_of_state(state, {*self.parameters}))
+
+    @torch.no_grad()
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `_own_state`."""
         for kind, mine in (("parameters", self.parameters), ("buffers", self._buffers)):
             for name, tensor in mine.items():
                 if name not in state[kind]:
@@ -318,7 +324,7 @@ class ModelUpdate:
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()
-        if self._share is not None:
+        if self._share is not None and not self._asks_all:  # else all workers add up theirs below
             self._share.sum(total)
             if self.scaler is not None:
                 self._share.sum(self.scaler.found)
@@ -336,10 +342,13 @@ class ModelUpdate:
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
         """Where all workers add to the norm those of a mesh, which have the same, add theirs once."""
-        if self._asks_all and self.transport.worker > 0:
+        if self._asks_all and self.transport.worker >= self._settings.tensor:
             return []
-        counted = self._counted if self._share is None else self._share.counted(self._counted)
-        return [g for name in counted if (g := self.parameters[name].grad) is not None]
+        return [g for name in self._counted_here() if (g := self.parameters[name].grad) is not None]
+
+    def _counted_here(self) -> Sequence[str]:
+        """The parameters of which this worker counts what it has, where those that share matrices add up theirs."""
+        return self._counted if self._share is None else self._share.counted(self._counted)
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from worker.engine.errors import AbortedError, EngineError, PeerLostError, StallError
 from worker.engine.lanes import Lanes, LaneStatus
+from worker.engine.meetings import Meetings
 from worker.program import COMPUTE_LANE, Program
 from worker.transport.base import Failure, Progress, Transport
 
@@ -27,7 +28,7 @@ _COME_TO = {"REDUCE": re.compile(r"running \d*REDUCE"), "STEP": re.compile(r"run
 class Watch:
     """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; `missing`
     are the workers that a running resharding (edge, backward, microbatch) waits for; with `gathers` STEP waits for the
-    other workers of this mesh. The workers `fellows` run the same actions, and sum in them."""
+    other workers of this mesh, and what is computed for those whom it meets in `meetings`."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Watch:
         lanes: Lanes,
         missing: Callable[[int, bool, int], tuple[str, ...]] = lambda *_: (),
         gathers: bool = False,
-        fellows: Sequence[str] = (),
+        meetings: Meetings | None = None,
     ):
         self._mesh = mesh
         self._program = program
@@ -48,7 +49,7 @@ class Watch:
         self._lanes = lanes
         self._missing = missing
         self._gathers = gathers
-        self._fellows = fellows
+        self._meetings = meetings
         self.published_s = 0.0
 
     def publish(self, step: int, statuses: Sequence[LaneStatus]) -> None:
@@ -60,6 +61,7 @@ class Watch:
             if status.current is not None and self._tells(status):
                 doing = "running" if status.waits_for is None else "waiting to run"
                 text += f", {doing} {self._program[status.current]} for {now - status.since_s:.1f} s"
+        text += self._meetings.told() if self._meetings else ""
         self.published_s = now
         try:
             self._transport.publish(text)
@@ -126,8 +128,12 @@ class Watch:
 
     def _lost(self, error: PeerLostError) -> PeerLostError:
         text = f"mesh {self._mesh}: {error}"
-        if progress := (self._progress(error.peer) if self._is_peer(error.peer) else None):
-            text += f"; {error.peer} said {progress.age_s:.1f} s ago: {progress.text}"
+        peers = (error.peer,) if self._is_peer(error.peer) else ()
+        if self._meetings is not None:
+            peers = peers or self._meetings.others(error.peer)
+        for peer in peers:
+            if progress := self._progress(peer):
+                text += f"; {peer} said {progress.age_s:.1f} s ago: {progress.text}"
         return PeerLostError(text, error.peer)
 
     def _tells(self, status: LaneStatus) -> bool:
@@ -142,8 +148,11 @@ class Watch:
         return name in topology.meshes or topology.is_worker(name)
 
     def _peers(self, index: int) -> tuple[str, ...]:
-        """Whom an instruction that does not end waits for: a mesh, or the workers whose part is missing."""
+        """Whom an instruction that does not end waits for: a mesh, or the workers whose part is missing, of a sum inside a
+        stage too."""
         instruction, topology = self._program[index], self._transport.topology
+        if instruction.lane == COMPUTE_LANE and (late := self._not_come_to_meeting()):
+            return late
         if instruction.op == "REDUCE":
             return self._not_come_to("REDUCE", ((self._mesh,), topology.meshes))
         if instruction.op == "STEP" and self._gathers:
@@ -155,6 +164,12 @@ class Watch:
         backward = instruction.op.endswith("B")
         missing = self._missing(instruction.edge, backward, instruction.microbatch)
         return missing or self._not_come_to_transfer(index) or topology.names(instruction.peer)
+
+    def _not_come_to_meeting(self) -> tuple[str, ...]:
+        """The workers that are missing in the sum in which the compute lane waits, if it does."""
+        if self._meetings is None:
+            return ()
+        return self._meetings.missing(lambda name: getattr(self._progress(name), "text", ""))
 
     def _not_come_to(self, op: str, circles: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """The other workers of the first meshes that have not come to an instruction; where all of these have, of the
@@ -171,7 +186,7 @@ class Watch:
         return ()
 
     def _behind(self, index: int) -> tuple[str, ...]:
-        """The fellows that neither run an action that this worker is in nor have ended it."""
+        """Of the workers with which this one sums inside actions, those that neither run the one it is in nor ended it."""
         instruction = self._program[index]
         over = {str(one) for one in self._program[index:] if one.lane == COMPUTE_LANE}
 
@@ -180,7 +195,7 @@ class Watch:
             last = re.search(r"last finished (\S+?)(?:,|$)", text)
             return f"running {instruction} " not in text and not (last and last[1] in over)
 
-        return tuple(name for name in self._fellows if late(name))
+        return tuple(name for name in (self._meetings.fellows() if self._meetings else ()) if late(name))
 
     def _not_come_to_transfer(self, index: int) -> tuple[str, ...]:
         """The workers of both meshes that have fallen silent, or else do not say that they are in a transfer between

@@ -18,7 +18,7 @@ def is_batch_norm(node: fx.Node) -> bool:
 
 def batch_norm_notes(traced: TracedModel, job: Job) -> list[str]:
     """What to tell where data-parallel workers normalise each by its own rows."""
-    workers = max(job.mesh_sizes)
+    workers = max(job.mesh_sizes) // job.resources.tensor
     if workers == 1 or job.training.sync_batch_norm:
         return []
     parts = [part for part in traced.placed.module.modules() if isinstance(part, fx.GraphModule)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -15,6 +15,11 @@ class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule):
         super().__init__(module, garbage_collect_values=False)
         self.found: dict[fx.Node, Any] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        # of buffers a copy: an operation on numbers alone is done, and would change a real one in place
+        value = super().fetch_attr(target)
+        return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
 
     def run_node(self, node: fx.Node) -> Any:
         self.found[node] = super().run_node(node)

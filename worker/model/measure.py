@@ -242,7 +242,7 @@ class _LayerRun:
         return {name: value.detach().cpu() for name, value in self.outputs.items() if not is_output(name)}
 
 
-def _sums(run: _LayerRun, sharing: Sharing) -> tuple[tuple[str, int, int], ...]:
+def _sums(run: _LayerRun, sharing: Sharing) -> tuple[tuple[str, str, int, int], ...]:
     """What each action of a layer sums with others."""
     actions = (
         ("forward_s", run.forward),
@@ -255,9 +255,9 @@ def _sums(run: _LayerRun, sharing: Sharing) -> tuple[tuple[str, int, int], ...]:
     sharing.take()
     for name, action in actions:
         action()
-        count, size = sharing.take()
-        if name and count:
-            found.append((name, count, size))
+        done = sharing.take()
+        if name:
+            found += [(name, *one) for one in done]
     return tuple(found)
 
 

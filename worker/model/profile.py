@@ -12,9 +12,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from worker.model.errors import CutError
+from worker.model.sum_costs import SumCosts
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 6
+PROFILE_FORMAT = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class LayerCost:
     autocast's copies of its weights take, one for all microbatches of a step. `flops` are the operations of a forward and
     a backward without recomputation; None: not counted.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
-    over workers that share the layer's matrices, which its times leave out: of a time's name how many, and bytes in all.
+    over workers that share the layer's matrices, which its times leave out: of a time's name and a way to sum (SumCosts)
+    how many, and bytes in all.
     """
 
     name: str
@@ -43,14 +45,14 @@ class LayerCost:
     backward_s: float | None = None
     cast_bytes: int = 0
     flops: int | None = None
-    sums: tuple[tuple[str, int, int], ...] = ()
+    sums: tuple[tuple[str, str, int, int], ...] = ()
 
-    def with_sums(self, latency_s: float, bandwidth_bytes_per_s: float) -> LayerCost:
+    def with_sums(self, between: SumCosts) -> LayerCost:
         """The same with `sums` made part of its times, each as long as measured between these workers."""
-        longer = {
-            name: (getattr(self, name) or 0.0) + count * latency_s + size / bandwidth_bytes_per_s
-            for name, count, size in self.sums
-        }
+        longer: dict[str, float] = {}
+        for name, way, count, size in self.sums:
+            so_far = longer.get(name, getattr(self, name) or 0.0)
+            longer[name] = so_far + between.seconds(way, count, size)
         return replace(self, **longer, sums=())
 
     @property
@@ -164,11 +166,9 @@ class LayerProfile:
         )
         return replace(self, layers=tuple(layers), activation_factor=1.0)
 
-    def with_sums(self, latency_s: float, bandwidth_bytes_per_s: float) -> LayerProfile:
+    def with_sums(self, between: SumCosts) -> LayerProfile:
         """The same with what workers that share matrices sum made part of the layers' times."""
-        return replace(
-            self, layers=tuple(layer.with_sums(latency_s, bandwidth_bytes_per_s) for layer in self.layers)
-        )
+        return replace(self, layers=tuple(layer.with_sums(between) for layer in self.layers))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""

@@ -6,8 +6,7 @@ worker (Shoeybi et al. 2019, "Megatron-LM": the conjugate operators f and g).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,37 +14,51 @@ from torch import nn
 from worker.seeding import others_turn
 from worker.tensor.layout import Split
 
-AllReduce = Callable[[torch.Tensor], None]
+
+class Between(Protocol):
+    """What the workers of a group do together; each call returns when it is done, or on CUDA enqueued."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place."""
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Fill `out` with the `tensor` of every worker, in their order."""
 
 
 class TensorGroup:
     """The workers that share the matrices of a stage, as one of them sees it.
 
-    `all_reduce` sums a tensor in place over all of them and is given once the transport is there; all workers call
-    it in the same order, which is that of the stage's graph and of its program.
+    `between` is given once the transport is there; all workers call it in the same order, which is that of the stage's
+    graph and of its program.
     """
 
-    def __init__(self, worker: int, workers: int, all_reduce: AllReduce | None = None):
+    def __init__(self, worker: int, workers: int, between: Between | None = None):
         self.worker, self.workers = worker, workers
-        self.all_reduce = all_reduce
+        self.between = between
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the workers, in a tensor of its own."""
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._reduce(total)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj()
+        with others_turn():  # a forward may have the generators, and so may those that it waits for
+            self._connected().all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         return total
 
     def gather(self, local: torch.Tensor, split: Split) -> torch.Tensor:
-        """The whole tensor. It is summed from parts that are zero elsewhere: adding zero changes nothing."""
-        whole = split.padded(local.detach(), self.worker, self.workers)
-        self._reduce(whole)
-        return whole
+        """The whole tensor, bit for bit."""
+        if local.is_complex():
+            return torch.view_as_complex(
+                self.gather(torch.view_as_real(local.detach().resolve_conj()), split)
+            )
+        own = local.detach().contiguous()
+        parts = own.new_empty((self.workers, *own.shape))
+        with others_turn():
+            self._connected().all_gather(parts, own)
+        return split.joined(parts)
 
-    def _reduce(self, tensor: torch.Tensor) -> None:
-        if self.all_reduce is None:
+    def _connected(self) -> Between:
+        if self.between is None:
             raise RuntimeError("the tensor-parallel group is not connected: a stage ran before connect()")
-        with others_turn():  # a forward may have the generators, and so may those that it waits for
-            self.all_reduce(tensor)
+        return self.between
 
 
 class Enter(nn.Module):
@@ -97,12 +110,17 @@ class Lookup(nn.Module):
 
     def __init__(self, group: TensorGroup, rows: int, padding: int):
         super().__init__()
+        self._words = rows
         self._rows = rows // group.workers
         self._first = group.worker * self._rows
         inside = self._first <= padding < self._first + self._rows
         self._padding = padding - self._first if inside else -1
 
     def forward(self, table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        if not words.is_cuda and words.numel():  # as of a whole table; here it would be a row of zeros
+            least, most = (int(one) for one in words.aminmax())
+            if least < 0 or most >= self._words:
+                raise IndexError(f"word {least if least < 0 else most} is not in a table of {self._words}")
         own = words - self._first
         foreign = (own < 0) | (own >= self._rows)
         found = torch.ops.aten.embedding.default(table, own.masked_fill(foreign, 0), self._padding)

@@ -77,6 +77,17 @@ class Split:
             start += part
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
+    def joined(self, parts: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, of what each worker has: one a row, in their order."""
+        if len(self.parts) == 1 and self.dim == 0:
+            return parts.flatten(0, 1)
+        pieces, taken = [], 0
+        for part in self.parts:
+            share = part // len(parts)
+            pieces += [row.narrow(self.dim, taken, share) for row in parts]
+            taken += share
+        return torch.cat(pieces, self.dim)
+
     def padded(self, local: torch.Tensor, worker: int, workers: int) -> torch.Tensor:
         """What `worker` has, in a whole of zeros: those of all workers add up to the tensor."""
         shape = list(local.shape)

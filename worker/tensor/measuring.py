@@ -18,20 +18,34 @@ class Sharing:
 
     def __init__(self, workers: int, plan: Mapping[str, str] | None):
         self._plan = plan
-        self._group = TensorGroup(0, workers, self._count)
-        self._sums = self._bytes = 0
+        self._counted = _Counted()
+        self._group = TensorGroup(0, workers, self._counted)
 
     @attributed_to(Reason.PLAN_INFEASIBLE)
     def of(self, stage: StageModule) -> StageModule:
         """AttemptFailure for what so many workers cannot share."""
         return tensor_stage(stage, self._plan, self._group).module
 
-    def take(self) -> tuple[int, int]:
-        """How often it would have summed since this was asked last, and bytes in all."""
-        found = self._sums, self._bytes
-        self._sums = self._bytes = 0
-        return found
+    def take(self) -> list[tuple[str, int, int]]:
+        """What it would have done since this was asked last: of each way to sum (those of SumCosts) how often, and bytes of
+        whole tensors in all."""
+        found, self._counted.ways = self._counted.ways, {}
+        return [(way, count, size) for way, (count, size) in sorted(found.items())]
 
-    def _count(self, tensor: torch.Tensor) -> None:
-        self._sums += 1
-        self._bytes += tensor.nbytes
+
+class _Counted:
+    """In place of the group's transport: what would be gathered is this worker's own."""
+
+    def __init__(self) -> None:
+        self.ways: dict[str, tuple[int, int]] = {}
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._add("reduce", tensor)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._add("gather", out)
+        out.copy_(tensor.expand_as(out))
+
+    def _add(self, way: str, whole: torch.Tensor) -> None:
+        count, size = self.ways.get(way, (0, 0))
+        self.ways[way] = (count + 1, size + whole.nbytes)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from torch import fx
+from torch import fx, nn
 
 from worker.model.errors import ModelError
 from worker.model.patterns import matches
@@ -94,6 +94,8 @@ def split_parameters(
     for node in body.graph.nodes:
         if node.op != "get_attr" or node.target not in names:
             continue
+        if not isinstance(getattr(body, node.target), nn.Parameter):
+            continue  # a buffer stays whole
         name = names[node.target]
         style = style_of(name, plan)
         if style in (None, "replicate"):

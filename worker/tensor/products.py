@@ -29,6 +29,8 @@ def linear(rw: Rewriter, node: fx.Node) -> Value | None:
     """x W^T + b: by columns (rows of W), by rows (columns of W, and of x), or with W whole."""
     bound = arguments_of(node)
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    if len(rw.shape(weight)) != 2:
+        return None
     last, split = len(rw.shape(x)) - 1, rw.split_of(weight)
     if split is None:
         of_x = rw.split_of(x)
@@ -162,10 +164,12 @@ def group_norm(rw: Rewriter, node: fx.Node) -> Value | None:
 
 
 def by_channel(rw: Rewriter, node: fx.Node) -> Value | None:
-    """Pools and enlarges images, each channel by itself."""
+    """Pools and enlarges batches of images, each channel by itself."""
     first = node.args[0]
     split = rw.split_of(first)
-    return rw.copy(node, {first: rw.local(first)}, split) if split is not None and split.dim == 1 else None
+    if split is None or split.dim != 1 or len(rw.shape(first)) != 4:
+        return None
+    return rw.copy(node, {first: rw.local(first)}, split)
 
 
 def attention(rw: Rewriter, node: fx.Node) -> Value | None:

@@ -63,6 +63,9 @@ class Rewriter:
         self._wholes: dict[fx.Node, fx.Node] = {}
         self._entered: dict[fx.Node, fx.Node] = {}
         self._picked: dict[tuple[fx.Node, int, tuple[int, ...]], fx.Node] = {}
+        self._changes = {_memory(values.get(node.args[0])) for node in body.graph.nodes if is_inplace(node)}
+        self._place = {node: place for place, node in enumerate(body.graph.nodes)}
+        self._copied: set[fx.Node] = set()
 
     def run(self, splits: Mapping[str, Split], rules: Mapping[str, Any]) -> fx.GraphModule:
         """The graph in which the parameters `splits` are split; they are cut to size here. LayoutError."""
@@ -70,17 +73,20 @@ class Rewriter:
             if node.op == "output":
                 self._graph.output(tuple(self.whole(one) for one in node.args[0]))
                 continue
+            if is_inplace(node):
+                self._forget_copies()
+                self._check_views(node)
             split = splits.get(node.target) if node.op == "get_attr" else None
             if split is not None:
                 split.check(self.group.workers, f"parameter {node.target}")
             if split is not None or not any(self.split_of(one) for one in node.all_input_nodes):
                 self._of[node] = Value(self._graph.node_copy(node, lambda old: self._of[old].node), split)
+                self._remember_copy(node)
                 continue
-            if is_inplace(node):
-                self._forget_copies()
             rule = rules.get(name_of(node))
             made = rule(self, node) if rule is not None else None
             self._of[node] = made if made is not None else self.on_whole(node)
+            self._remember_copy(node)
         self._graph.lint()
         root = {name: self._cut(name, value, splits) for name, value in self._attributes().items()}
         return fx.GraphModule({**root, **self._modules}, self._graph, class_name=type(self.body).__name__)
@@ -132,6 +138,14 @@ class Rewriter:
         if key not in self._picked:
             self._picked[key] = self.call(Pick(self.group, split), self.whole(node))
         return self._picked[key]
+
+    def apart(self, node: fx.Node, of: fx.Node) -> fx.Node:
+        """The new node of `of`, of which `node` has the elements; of a copy where the whole ones lie apart and either is
+        changed in place: a part may lie in memory so that it would be a view."""
+        memories = {_memory(self.values[node]), _memory(self.values[of])}
+        if len(memories) == 1 or memories.isdisjoint(self._changes):
+            return self.local(of)
+        return self.add(torch.ops.aten.clone.default, self.local(of))
 
     def call(self, module: nn.Module, *arguments: fx.Node) -> fx.Node:
         """A new node that calls a module of the group."""
@@ -186,6 +200,32 @@ class Rewriter:
             return isinstance(getattr(self.body, node.target), nn.Parameter)
         return value.is_floating_point() or value.is_complex()
 
+    def _remember_copy(self, node: fx.Node) -> None:
+        """Whether what was a view of a tensor is one of a gathered copy."""
+        memory = _memory(self.values[node])
+        for one in node.all_input_nodes:
+            gathered = self.split_of(one) is not None and self.split_of(node) is None
+            if (
+                memory is not None
+                and memory == _memory(self.values[one])
+                and (gathered or one in self._copied)
+            ):
+                self._copied.add(node)
+
+    def _check_views(self, node: fx.Node) -> None:
+        """LayoutError where views of one tensor, of which `node` changes one in place, are here of several."""
+        changed = node.args[0]
+        memory, now = _memory(self.values.get(changed)), self._place[node]
+        for other in self._of:
+            if memory is None or _memory(self.values[other]) != memory:
+                continue
+            apart = (other in self._copied) != (changed in self._copied)
+            if apart and any(self._place[user] > now for user in other.users):
+                raise LayoutError(
+                    f"{node.name} changes {changed.name} in place, which {other.name} is a view of too, and one of both is "
+                    "split: write the operation that makes a new one"
+                )
+
     def _forget_copies(self) -> None:
         """What was gathered or picked before something changed is no copy any more."""
         for copies in (self._wholes, self._entered, self._picked):
@@ -203,6 +243,11 @@ class Rewriter:
             return value
         part = splits[name].pick(value.detach(), self.group.worker, self.group.workers).clone()
         return nn.Parameter(part, requires_grad=value.requires_grad)
+
+
+def _memory(value: Any) -> int | None:
+    """What tensors that share their memory have alike."""
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

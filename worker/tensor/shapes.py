@@ -18,6 +18,8 @@ aten = torch.ops.aten
 
 def pointwise(rw: Rewriter, node: fx.Node) -> Value | None:
     """Element by element, with broadcasting."""
+    if isinstance(rw.values[node], tuple):
+        return None
     inputs, shape = node.all_input_nodes, rw.shape(node)
     if is_inplace(node) and rw.split_of(node.args[0]) is None:
         return None  # it must change the whole tensor, not a part that was picked from it
@@ -45,7 +47,7 @@ def same(rw: Rewriter, node: fx.Node) -> Value | None:
     """What leaves every element where it is, and looks at its first argument's elements only."""
     first = node.args[0]
     split = rw.split_of(first)
-    return None if split is None else rw.copy(node, {first: rw.local(first)}, split)
+    return None if split is None else rw.copy(node, {first: rw.apart(node, first)}, split)
 
 
 def dropout(rw: Rewriter, node: fx.Node) -> Value | None:
@@ -58,15 +60,17 @@ def reshape(rw: Rewriter, node: fx.Node) -> Value | None:
     """Everything that is a view of other sizes. LayoutError where a dimension would have to be split unevenly."""
     first = node.args[0]
     split, before, after = rw.split_of(first), rw.shape(first), rw.shape(node)
-    if split is None:
-        return None
+    if split is None or rw.values[node].dtype != rw.values[first].dtype:
+        return None  # of another type it has the same bytes, and not the same elements
     found = reshaped(split, before, after, rw.group.workers)
     if found is None:
         _refuse_uneven(rw, split, before, after, node)
         return None
     return Value(
         rw.emit(
-            node, aten.reshape.default, (rw.local(first), list(found.local_shape(after, rw.group.workers)))
+            node,
+            aten.reshape.default,
+            (rw.apart(node, first), list(found.local_shape(after, rw.group.workers))),
         ),
         found,
     )

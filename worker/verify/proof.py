@@ -7,6 +7,7 @@ were found equal: each step is judged by itself, and what Adam makes of rounding
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,10 +83,10 @@ def prove(
             f"verify compares meshes of one size, and these have {', '.join(map(str, job.mesh_sizes))} workers: a mesh of "
             "each size has other parts of a microbatch; verify the job with equal sizes"
         )
-    if job.training.sync_batch_norm and job.resources.workers_per_mesh > 1:
+    if job.training.sync_batch_norm and job.data_workers > 1:
         raise ValueError(
             "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
-            f"those of all {job.resources.workers_per_mesh} at once: verify the job with resources.workers_per_mesh 1"
+            f"those of all {job.data_workers} at once: verify the job with resources.workers_per_mesh 1"
         )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
@@ -225,9 +226,11 @@ class _Run:
         )
 
     def _whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Of workers that share the optimizer's state, whose optimizers were given parts, those of whole parameters."""
-        for mesh in self._job.sharded:
-            own = [k for k, holder in enumerate(self.holders) if holder.mesh == mesh]
+        """Of workers that share the optimizer's state, whose optimizers were given parts, those of whole parameters: of
+        all that a worker has of them, where some share matrices too."""
+        tensor = self._job.resources.tensor
+        for mesh, share in itertools.product(self._job.sharded, range(tensor)):
+            own = [k for k, h in enumerate(self.holders) if h.mesh == mesh and h.worker % tensor == share]
             shapes = {name: p.shape for name, p in self.holders[own[0]].parameters.items()}
             whole = {
                 name: torch.cat([gradients[k][name] for k in own]).view(shapes[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -20,18 +19,27 @@ class Together:
         self._barrier = threading.Barrier(workers, timeout=60)
         self._given: list[torch.Tensor | None] = [None] * workers
         self.summed: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
-        self.groups = [TensorGroup(w, workers, self._reduce_of(w)) for w in range(workers)]
+        self.groups = [TensorGroup(w, workers, _Worker(self, w)) for w in range(workers)]
 
-    def _reduce_of(self, worker: int) -> Callable[[torch.Tensor], None]:
-        def all_reduce(tensor: torch.Tensor) -> None:
-            self.summed[worker].append(tuple(tensor.shape))
-            self._given[worker] = tensor.clone()
-            self._barrier.wait()
-            total = sum(self._given)
-            self._barrier.wait()
-            tensor.copy_(total)
+    def given(self, worker: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What all workers bring."""
+        self.summed[worker].append(tuple(tensor.shape))
+        self._given[worker] = tensor.clone()
+        self._barrier.wait()
+        found = list(self._given)
+        self._barrier.wait()
+        return found
 
-        return all_reduce
+
+class _Worker:
+    def __init__(self, together: Together, worker: int):
+        self._together, self._worker = together, worker
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(sum(self._together.given(self._worker, tensor)))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        torch.stack(self._together.given(self._worker, tensor), out=out)
 
 
 def whole_stage(model, inputs):

@@ -17,9 +17,11 @@ def shared_gpt(data=1):
     return spec
 
 
-@pytest.mark.parametrize("data", [1, 2])
-def test_a_proof_beside_the_plain_model_finds_shared_matrices_equal(data):
-    proof = proof_of(shared_gpt(data), steps=2)
+@pytest.mark.parametrize(("data", "shard"), [(1, "none"), (2, "none"), (2, ["optimizer", "none"])])
+def test_a_proof_beside_the_plain_model_finds_shared_matrices_equal(data, shard):
+    spec = shared_gpt(data)
+    spec["resources"]["shard"] = shard
+    proof = proof_of(spec, steps=2)
     assert proof.difference is None and proof.steps == 2
 
 
