@@ -93,17 +93,12 @@ def check_shard(shard: str | Sequence[str], meshes: int | None, optimizer: str) 
         )
 
 
-def check_listed(meshes: int | None, largest: int, workers: Sequence[int], device: str) -> None:
+def check_listed(meshes: int | None, largest: int, workers: Sequence[int]) -> None:
     """Raise ValueError unless `workers` are one number for each mesh, not all alike, the largest of them `largest`."""
     if meshes != len(workers) or sizes_of(workers) != {"workers_per_mesh": largest, "workers": list(workers)}:
         raise ValueError(
             f"workers {list(workers)} does not say how many workers each of {meshes} meshes has, with workers_per_mesh "
             f"{largest}: write meshes as a list, one entry {{workers: N}} a mesh, and leave both out"
-        )
-    if device == "cuda":
-        raise ValueError(
-            f"meshes of unlike sizes ({', '.join(map(str, workers))} workers) run on cpu so far: set device to cpu, or give "
-            "all meshes the same number of workers"
         )
 
 
@@ -117,7 +112,7 @@ def check_tensors(tensors: Sequence[int], meshes: int | None, largest: int) -> N
         )
 
 
-def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: object, device: str) -> None:
+def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: object) -> None:
     """Raise ValueError unless meshes of so many workers can share their matrices among `tensors` of them."""
     tensor = max(tensors)
     if tensor == 1:
@@ -132,10 +127,6 @@ def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: object, d
                 f"tensor {among} does not divide workers_per_mesh {size}: use one of {_divisors(size)}, or a multiple of "
                 f"{among} workers"
             )
-    if device == "cuda":
-        raise ValueError(
-            f"tensor is {tensor}: tensor parallel meshes run on cpu so far; set device to cpu, or tensor to 1"
-        )
 
 
 def check_shared(batch: int, microbatches: int | None, sizes: Sequence[int]) -> None:

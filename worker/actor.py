@@ -7,6 +7,7 @@ the class) and does not know the control plane.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from worker.compiled.stages import compile_stages
 from worker.data.evaluation import EvaluationBatches, EvaluationSize
 from worker.device import choose_device
 from worker.engine import Engine, Plans, SlotLimits
+from worker.engine.results import autocast_dtype
 from worker.engine.tensor_share import TensorShare
 from worker.evaluation import EvaluationProgram, Evaluator
 from worker.failure import as_failure, attributed_to
@@ -30,7 +32,7 @@ from worker.gpu_usage import GpuMeter
 from worker.job import Job
 from worker.measuring import Measuring
 from worker.memory import PeakMemory
-from worker.model import resolve
+from worker.model import StageModule, resolve
 from worker.model.batch_norms import batch_norm_notes
 from worker.model.evaluating import EvaluationEdge
 from worker.model.form import ModelForm
@@ -43,6 +45,7 @@ from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.running import run_options, told_as_failure
 from worker.saving import Saving
+from worker.shared_check import Place, check_shared
 from worker.sharing_matrices import check_matrices, share_matrices
 from worker.tf32 import tf32_notes, use_tf32
 from worker.traced_model import JobModel
@@ -53,6 +56,8 @@ from worker.training import (
     make_schedule,
 )
 from worker.transport import ConnectError, Topology
+
+log = logging.getLogger(__name__)
 
 
 class Worker(Measuring, Saving):
@@ -195,9 +200,10 @@ class Worker(Measuring, Saving):
             here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
             graph = self._model.cut(self._batches.sample[0], begins, here, weights)
             self._share, whole = None, {i: graph.stages[i] for i in here}
+            own = whole
             if self._job.tensor_of(self._mesh) > 1:
-                self._share, whole = share_matrices(self._job, whole, self._mesh, self._worker)
-            self._stages = stages = {i: stage.to(self._device) for i, stage in whole.items()}
+                self._share, own = share_matrices(self._job, whole, self._mesh, self._worker)
+            self._stages = stages = {i: stage.to(self._device) for i, stage in own.items()}
             self._reader = StageReader(
                 stages,
                 self._batches,
@@ -249,12 +255,31 @@ class Worker(Measuring, Saving):
                 self._engine.connect(self._evaluator.lanes if self._evaluator else ())
             except ConnectError as error:
                 raise as_failure(error, Reason.START_TIMEOUT) from None
+            if self._share is not None and self._device == "cuda":
+                self.check_shared(whole)
             if self._evaluator is not None:
                 self._evaluator.start()
             if not training.compile:
                 return []
             inputs, target = self._batches.sample
             return compile_stages(self._engine, self._compiler(), inputs, target, self._device)
+
+    def check_shared(self, whole: Mapping[int, StageModule]) -> None:
+        """Refuse sums of shared matrices that are wrong where they run, beside the stages with `whole` ones; on all workers
+        of a mesh at the same time."""
+        training = self._job.training
+        if not training.check_trace or training.sync_batch_norm:  # that normalises by rows of others
+            return
+        place = Place(
+            f"{self._mesh}/{self._worker}",
+            torch.device(self._device),
+            autocast_dtype(training.precision),
+            training.seed,
+            self._worker // self._job.tensor_of(self._mesh),
+            self._batches.sample[0],
+        )
+        for note in check_shared(self._stages, whole, self._share, place):
+            log.warning(note)
 
     def tensor_names(self) -> list[str]:
         """What this worker's stages hold, by original name; a part of a matrix by which it is."""

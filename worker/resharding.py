@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,7 +75,11 @@ class Resharder:
 
     def begin(self, tensor: torch.Tensor, first_tag: int = 0) -> Run:
         """As `start`, but what is returned also tells whom it waits for."""
-        _check_tensor(self._worker, self._plan, tensor)
+        check_tensor(self._worker, self._plan, tensor)
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{self._worker} has a tensor on {tensor.device}, where threads see no copy end: enqueue it"
+            )
         return Run(
             self._plan, self._worker, self._mine, tensor.detach(), self._transport, self._limit_s, first_tag
         )
@@ -98,7 +102,7 @@ class Run:
         self._transport = transport
         self._limit_s = limit_s
         self._first_tag = first_tag
-        self._tiles = _Tiles(plan, worker, mine, tensor)
+        self._tiles = Tiles(plan, worker, mine, tensor)
         self._came = {one.number: threading.Event() for one in mine if one.receiver == worker}
         self._open = {one.number: one for one in mine}
         self._measured: list[Measured] = []
@@ -197,14 +201,14 @@ class Run:
         return wait
 
 
-class _Tiles:
+class Tiles:
     """The bytes of each tile of this worker's messages, in row order: a part of its tensor where that lies so, else a copy.
 
     A copy is made when its first message goes and dropped after its last; what came is written to the tensor when all of
     the tile is there.
     """
 
-    def __init__(self, plan: ReshardingPlan, worker: str, mine: tuple[Message, ...], tensor: torch.Tensor):
+    def __init__(self, plan: ReshardingPlan, worker: str, mine: Sequence[Message], tensor: torch.Tensor):
         self._plan = plan
         self._worker = worker
         self._tensor = tensor
@@ -266,7 +270,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> None:
+def check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> None:
+    """ValueError unless `tensor` is what `worker` has of the whole by `plan`."""
     shape = tuple(end - begin for begin, end in plan.box(worker))
     if tuple(tensor.shape) != shape:
         raise ValueError(
@@ -277,5 +282,3 @@ def _check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> No
             f"{worker} has elements of {tensor.element_size()} bytes ({tensor.dtype}), the plan's have "
             f"{plan.element_bytes}: plan with that size"
         )
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{worker} has a tensor on {tensor.device}: reshardings run on cpu so far")

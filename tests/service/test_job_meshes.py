@@ -72,6 +72,14 @@ def test_entries_need_not_say_how_their_workers_share():
     assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_device(device):
+    unlike = _spec({"meshes": [{"workers": 2}, {"workers": 1}], "device": device}).resources
+    assert (unlike.workers, unlike.device) == ([2, 1], device) or tuple(unlike.workers) == (2, 1)
+    shared = _spec({"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": device}).resources
+    assert (shared.tensor, shared.device) == (2, device)
+
+
 @pytest.mark.parametrize(
     ("resources", "said"),
     [
@@ -82,18 +90,10 @@ def test_entries_need_not_say_how_their_workers_share():
             "1, 2, 4",
         ),
         (
-            {"meshes": [{"workers": 2}, {"workers": 1}], "device": "cuda"},
-            "meshes of unlike sizes (2, 1 workers) run on cpu so far: set device to cpu",
-        ),
-        (
             {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1, 1]},
             "workers [2, 1, 1] does not say how many workers each of 2 meshes has",
         ),
         ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
-        (
-            {"meshes": [{"workers": 4, "parallel": {"tensor": 2}}, {"workers": 4}], "device": "cuda"},
-            "tensor is 2: tensor parallel meshes run on cpu so far; set device to cpu",
-        ),
         (
             {
                 "meshes": [
@@ -116,10 +116,6 @@ def test_entries_need_not_say_how_their_workers_share():
                 ]
             },
             "a microbatch of 4 samples cannot be shared by meshes of [3, 1] workers",
-        ),
-        (
-            {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": "cuda"},
-            "run on cpu so far; set device to cpu",
         ),
         ({"meshes": 2, "workers_per_mesh": 3, "tensor": 2}, "use one of 1, 3, or a multiple of 2 workers"),
         (

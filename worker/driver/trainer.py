@@ -31,7 +31,7 @@ from worker.driver.stopping import Cancelled, raise_if
 from worker.driver.versions import versions
 from worker.engine.results import SlotLimits
 from worker.evaluation import EvaluationProgram
-from worker.failure import AttemptFailure, OutOfMemoryFailure
+from worker.failure import OutOfMemoryFailure
 from worker.job import Job
 from worker.masking import take_environment
 from worker.model.memory_plan import planned_peak_bytes
@@ -39,6 +39,12 @@ from worker.node import own_node_address
 from worker.reasons import Reason
 from worker.transport import topology_of
 from worker.transport.rendezvous import serve_rendezvous
+
+NOT_YET_RUN = (
+    "shared matrices and meshes of unlike sizes on CUDA have been tested without GPUs only: every NCCL connection carries "
+    "known values first, and stages that share matrices are compared with whole ones (training.check_trace); compare the "
+    "first losses with those of resources.device: cpu"
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,6 @@ class Trainer:
 
     def train(self) -> str | None:
         """Train; why it ended before its last step, if it did. Raises AttemptFailure, Cancelled and AskedToStop."""
-        self._refuse_what_cannot_run()
         try:
             with self._gang:
                 self._place()
@@ -116,21 +121,6 @@ class Trainer:
         self._raise_if_cancelled()
         raise_if(self._reporter.asked_to_stop.is_set)
 
-    def _refuse_what_cannot_run(self) -> None:
-        if self._attempt.device == "cuda" and self._job.unlike:
-            raise AttemptFailure(
-                Reason.PLAN_INFEASIBLE,
-                f"meshes of unlike sizes ({', '.join(map(str, self._job.mesh_sizes))} workers) run on cpu so far: "
-                "set resources.device to cpu, or give all meshes the same number of workers",
-            )
-
-        if self._attempt.device == "cuda" and self._job.resources.tensor > 1:
-            raise AttemptFailure(
-                Reason.PLAN_INFEASIBLE,
-                f"meshes that share matrices (tensor {self._job.resources.tensor}) run on cpu so far: set "
-                "resources.device to cpu, or tensor to 1",
-            )
-
     def _place(self) -> None:
         """Start the gang, and give its processes what only they may hold."""
         gang, job, device = self._gang, self._job, self._attempt.device
@@ -155,6 +145,8 @@ class Trainer:
         nodes = len({a.node for a in gang.addresses})
         self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
         self._reporter.event("versions", versions())
+        if device == "cuda" and (job.resources.tensor > 1 or job.unlike):
+            self._reporter.event("not_yet_run_on_gpus", NOT_YET_RUN)
 
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(

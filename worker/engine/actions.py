@@ -129,7 +129,7 @@ class Actions:
             # that waits for its end (sent.py), or with the step.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
             if resharded:
-                ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key])
+                ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key], self.transport)
             else:
                 ended = self.transport.send(peer, tag, waiting[key])
             return None if ended is None else followed_by(ended, lambda: waiting.pop(key))
@@ -152,7 +152,7 @@ class Actions:
             torch.autograd.graph.increment_version(buffer)
             received = exchange.received_gradients if backward else exchange.received
             if resharded:
-                ended = self._reshardings.start((key[0], backward), key[1], tag, buffer)
+                ended = self._reshardings.start((key[0], backward), key[1], tag, buffer, self.transport)
             else:
                 ended = self.transport.receive(peer, tag, buffer)
             return followed_by(ended, lambda: received.update({key: buffer}))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,9 +59,16 @@ class CudaLanes:
         self._thread = threading.Thread(target=self._host, name="slotline-host", daemon=True)
         self._thread.start()
 
-    def computing(self) -> AbstractContextManager:
-        """What the calling thread enqueues inside goes to the stream of the compute lane."""
-        return self._cuda.stream(self._streams[COMPUTE_LANE])
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What the calling thread enqueues inside goes to the stream of the compute lane, as what it sums there in a
+        step does: a communicator never meets two streams at a time. At the end it is over."""
+        stream = self._streams[COMPUTE_LANE]
+        with self._cuda.stream(stream):
+            yield
+        over = self._cuda.Event(blocking=True)
+        over.record(stream)
+        over.synchronize()
 
     def start(self) -> None:
         """Begin a step: the device is idle, so the clocks can be related here without disturbing it."""

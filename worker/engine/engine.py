@@ -47,8 +47,6 @@ _LOOK_S = 0.25
 _END_S = 2.0
 # How long the first run, which loads kernels, may take.
 _WARM_UP_S = 600.0
-# How many times the longest slot's limit a resharding waits by itself: the watch names who is missing before.
-_LONGEST = 4
 
 
 class Engine:
@@ -141,7 +139,8 @@ class Engine:
             reshardings or {},
             transport,
             transfers=transfer_tag(len(edges), False, 0, microbatches),
-            limit_s=_LONGEST * max(self._limits_s, default=1.0),
+            slot_limit_s=max(self._limits_s, default=1.0),
+            streams=self._enqueues(),
         )
         self._actions = Actions(
             self._program,
@@ -203,8 +202,7 @@ class Engine:
         with self._ended_by_errors():
             if self._enqueues() and not self._warm:
                 self._warm_up(step, inputs, targets)
-            if self._device.type == "cuda":
-                inputs, targets = on_device(inputs, targets, self._device)
+            inputs, targets = on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
             started = time.monotonic()
             if started - self._watch.published_s > _LOOK_S:
@@ -244,11 +242,13 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
         the optimizer's state all of them ask at the same time, and worker 0 gets it."""
-        return self._update.state()
+        with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
+            return self._update.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take this mesh's part of `state`, which may hold all meshes'."""
-        self._update.load_state(state)
+        with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
+            self._update.load_state(state)
 
     def abort(self, reason: str) -> None:
         """End a running step from any thread; its run_step raises AbortedError."""
@@ -312,8 +312,7 @@ class Engine:
 
     def _warm_up(self, step, inputs, targets) -> None:
         kept = Kept([module for module, _ in self.stages.values()], self._update.optimizer)
-        if self._device.type == "cuda":
-            inputs, targets = on_device(inputs, targets, self._device)
+        inputs, targets = on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
         with self.silenced():
             self._update.rehearsing = True

@@ -60,3 +60,11 @@ def workers_group(mesh: str, worker: int, tensor: int) -> str:
 def tensor_group(mesh: str, worker: int, tensor: int) -> str:
     """The workers of `mesh` that share matrices with worker `worker`."""
     return f"{TENSOR}/{mesh}/{worker // tensor}"
+
+
+def fellows(topology: Topology, own: int, groups: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The workers that sum with rank `own` inside actions: those that share its matrices, or its batch statistics."""
+    inside = [ranks for name, ranks in groups.items() if name.startswith((f"{TENSOR}/", "norms/"))]
+    return tuple(
+        topology.name(rank) for rank in sorted({r for ranks in inside if own in ranks for r in ranks} - {own})
+    )

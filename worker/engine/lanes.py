@@ -58,7 +58,7 @@ class Lanes(Protocol):
         """The last compute instruction of the step that ended."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """What the calling thread runs inside, between steps, runs as on the compute lane."""
+        """What the calling thread runs inside, between steps, runs as on the compute lane; at the end it is over."""
 
     def measured(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, in seconds of time.monotonic()."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from worker.engine.groups import fellows
 from worker.transport.base import Transport, finish
 
 
@@ -62,6 +63,10 @@ class Meetings:
         """The other workers of a group; of what is none, nobody."""
         own = self.topology.rank(self.mesh, self.worker)
         return tuple(self.topology.name(rank) for rank in self.groups.get(group, ()) if rank != own)
+
+    def fellows(self) -> tuple[str, ...]:
+        """The workers with which this one sums inside actions."""
+        return fellows(self.topology, self.topology.rank(self.mesh, self.worker), self.groups)
 
     @contextlib.contextmanager
     def _met(self, group: str) -> Iterator[None]:

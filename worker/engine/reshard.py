@@ -1,12 +1,13 @@
 """Transfers between meshes of unlike sizes: each is the resharding of its tensor, which all workers of both meshes run.
 
-Which worker sends which rows to which is the plan's, that it is carried out worker/resharding.py's. Must not know stages,
-lanes or time.
+Which worker sends which rows to which is the plan's, that it is carried out worker/resharding.py's, and on streams
+worker/resharding_stream.py's. Must not know stages, lanes or time.
 
 It cannot deadlock. Take every transfer as one event of both meshes, which begins when all their workers have come to
 it: so the programs end (service/scheduler/programs/verify.py). Here a worker begins its part when it comes to it itself,
 which is never later; each message waits only for earlier ones of its transfer; and messages that share a connection
-have tags of their own, so that whichever comes first is never taken for another.
+have tags of their own, so that whichever comes first is never taken for another. On streams there are no tags: all
+messages from one mesh to another have a connection of their own, on which the lane between these meshes keeps one order.
 """
 
 from __future__ import annotations
@@ -20,45 +21,81 @@ from worker.engine.lanes import Finish
 from worker.engine.routes import Route
 from worker.resharding import Resharder, Run
 from worker.resharding_plan import ReshardingPlan
-from worker.transport.base import Topology, Transport
+from worker.resharding_stream import StreamResharder
+from worker.transport.base import Lane, Topology, Transport
 
 _LAST_TAG = 2**31 - 2
 """The last one that gloo takes, but for the one by which it is aborted."""
+
+# How many times a slot's limit a resharding waits by itself: the watch over slots names who is missing before.
+_LONGEST = 4
 
 Plans = Mapping[tuple[int, bool], ReshardingPlan]
 """By the first edge of a route, and whether it is the way back, of gradients."""
 
 
 class Reshardings:
-    """This worker's part of all of them; `limit_s` is long: the watch over the step's slots says earlier who is missing."""
+    """This worker's part of all of them; `slot_limit_s` is that of the longest slot."""
 
-    def __init__(self, plans: Plans, transport: Transport, *, transfers: int, limit_s: float):
-        """`transfers`: how many tags the transfers of a step have. ValueError where they do not fit."""
+    def __init__(
+        self,
+        plans: Plans,
+        transport: Transport,
+        *,
+        transfers: int,
+        slot_limit_s: float,
+        streams: bool = False,
+    ):
+        """`transfers`: how many tags the transfers of a step have. ValueError where they do not fit. With `streams` a
+        transfer is enqueued on the current one."""
         topology = transport.topology
         mine = topology.name(topology.rank(transport.mesh, transport.worker))
         self._plans = plans
+        self._streams = streams
         self._stride = max((len(plan.messages) for plan in plans.values()), default=1)
-        if self._stride * transfers > _LAST_TAG:
+        if not streams and self._stride * transfers > _LAST_TAG:
             raise ValueError(
                 f"{transfers} transfers of up to {self._stride} messages are more than a step can tell apart: "
                 "use fewer microbatches"
             )
-        self._ends = {
-            key: Resharder(plan, mine, transport, limit_s=limit_s)
-            for key, plan in plans.items()
-            if mine in plan.sources or mine in plan.targets
-        }
+        own = {key: one for key, one in plans.items() if mine in one.sources or mine in one.targets}
+        self._ends = (
+            {}
+            if streams
+            else {
+                key: Resharder(plan, mine, transport, limit_s=_LONGEST * slot_limit_s)
+                for key, plan in own.items()
+            }
+        )
+        self._on_streams = (
+            {key: StreamResharder(plan, mine, group_of(plan)) for key, plan in own.items()} if streams else {}
+        )
         self._running: dict[tuple[int, bool, int], Run] = {}
 
     def __contains__(self, key: tuple[int, bool]) -> bool:
-        return key in self._ends
+        return key in self._ends or key in self._on_streams
 
-    def lanes(self) -> tuple[tuple[str, str], ...]:
-        """The directed pairs of workers that exchange messages, in the one order in which everybody connects."""
-        return tuple(sorted({lane for plan in self._plans.values() for lane in plan.lanes()}))
+    def lanes(self) -> tuple[Lane, ...]:
+        """The directed pairs of workers that exchange messages, in the one order in which everybody connects; on streams
+        with the group in which they do."""
+        return tuple(
+            sorted(
+                {
+                    (*lane, group_of(plan)) if self._streams else lane
+                    for plan in self._plans.values()
+                    for lane in plan.lanes()
+                }
+            )
+        )
 
-    def start(self, key: tuple[int, bool], microbatch: int, tag: int, tensor: torch.Tensor) -> Finish:
-        """Start this worker's part of a transfer with that tag: `tensor` is sent, or filled."""
+    def start(
+        self, key: tuple[int, bool], microbatch: int, tag: int, tensor: torch.Tensor, transport: Transport
+    ) -> Finish | None:
+        """Start this worker's part of a transfer with that tag: `tensor` is sent, or filled. Where streams carry it,
+        over `transport`."""
+        if self._streams:
+            self._on_streams[key].enqueue(tensor, transport)
+            return None
         run = self._running[*key, microbatch] = self._ends[key].begin(tensor, tag * self._stride)
 
         def finish() -> None:
@@ -86,6 +123,13 @@ class MeshSize(NamedTuple):
 def mesh_sizes(topology: Topology) -> dict[str, MeshSize]:
     """The size of each mesh."""
     return {mesh: MeshSize(topology.workers(mesh), topology.tensor(mesh)) for mesh in topology.meshes}
+
+
+def group_of(plan: ReshardingPlan) -> str:
+    """The name of the group of workers in which the messages of a transfer travel: one for each way between two meshes,
+    since that is what a lane has one order for."""
+    source, target = (next(iter(ends)).rpartition("/")[0] for ends in (plan.sources, plan.targets))
+    return f"transfers/{source}>{target}"
 
 
 def check_plans(

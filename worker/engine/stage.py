@@ -64,9 +64,8 @@ class _Saved:
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: of a step's
-    targets, what each microbatch's loss counts (all 1 on average), None where all count alike; `keeps_random`: see
-    RunOptions."""
+    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: by a step's
+    targets, what each microbatch's loss counts (1 on average), None where all count alike; `keeps_random`: RunOptions'."""
 
     device: torch.device
     training: bool

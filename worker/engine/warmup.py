@@ -50,6 +50,13 @@ class Silent:
         """What the others would have sent is this worker's too: it is taken back afterwards."""
         out.view(-1, *tensor.shape).copy_(tensor)
 
+    def exchange(
+        self, group: str, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Nothing is sent."""
+        for _, out in receives:
+            out.zero_()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
@@ -143,8 +150,8 @@ def _restored(kept: Any) -> Any:
 def on_device(
     inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Tensor] | None, device: torch.device
 ) -> tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor] | None]:
-    """A batch on a CUDA device, where it may be already."""
-    if all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
+    """A batch on the device, where it may be already; on CPU it always is."""
+    if device.type == "cpu" or all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
         return inputs, targets
     inputs = [tuple(t.to(device, non_blocking=True) for t in arguments) for arguments in inputs]
     if targets is not None:

@@ -137,8 +137,11 @@ class Watch:
         return PeerLostError(text, error.peer)
 
     def _tells(self, status: LaneStatus) -> bool:
-        """Whether the peers want to know of it: what is computed, and the sums over workers that this one has come to."""
-        return status.lane == COMPUTE_LANE or self._program[status.current].op == "REDUCE"
+        """Whether the peers want to know of it: what is computed, and the sums over workers and transfers between unlike
+        meshes that this one has come to."""
+        one, topology = self._program[status.current], self._transport.topology
+        unlike = one.peer is not None and topology.workers(one.peer) != topology.workers(self._mesh)
+        return status.lane == COMPUTE_LANE or one.op == "REDUCE" or unlike
 
     def _is_peer(self, name: str) -> bool:
         topology = self._transport.topology
@@ -155,13 +158,12 @@ class Watch:
         if instruction.op == "STEP" and self._gathers:
             return self._not_come_to("STEP", ((self._mesh,),))
         if instruction.peer is None:
-            return ()
+            return self._behind(index)
         if topology.workers(instruction.peer) == topology.workers(self._mesh):
             return (instruction.peer,)
         backward = instruction.op.endswith("B")
-        return self._missing(instruction.edge, backward, instruction.microbatch) or topology.names(
-            instruction.peer
-        )
+        missing = self._missing(instruction.edge, backward, instruction.microbatch)
+        return missing or self._not_come_to_transfer(index) or topology.names(instruction.peer)
 
     def _not_come_to_meeting(self) -> tuple[str, ...]:
         """The workers that are missing in the sum in which the compute lane waits, if it does."""
@@ -182,6 +184,36 @@ class Watch:
             if late:
                 return tuple(late)
         return ()
+
+    def _behind(self, index: int) -> tuple[str, ...]:
+        """Of the workers with which this one sums inside actions, those that neither run the one it is in nor ended it."""
+        instruction = self._program[index]
+        over = {str(one) for one in self._program[index:] if one.lane == COMPUTE_LANE}
+
+        def late(name: str) -> bool:
+            text = getattr(self._progress(name), "text", "")
+            last = re.search(r"last finished (\S+?)(?:,|$)", text)
+            return f"running {instruction} " not in text and not (last and last[1] in over)
+
+        return tuple(name for name in (self._meetings.fellows() if self._meetings else ()) if late(name))
+
+    def _not_come_to_transfer(self, index: int) -> tuple[str, ...]:
+        """The workers of both meshes that have fallen silent, or else do not say that they are in a transfer between
+        unlike ones."""
+        instruction, topology = self._program[index], self._transport.topology
+        mine = topology.name(topology.rank(self._mesh, self._transport.worker))
+        here = re.compile(
+            rf"running \d+(?:SEND|RECV)_{instruction.op[-1]}{instruction.microbatch}@\S+/e{instruction.edge} "
+        )
+        names = [
+            name for name in (*topology.names(instruction.peer), *topology.names(self._mesh)) if name != mine
+        ]
+        said = {name: self._progress(name) for name in names}
+        silent = [name for name in names if said[name] is None] or [
+            name for name in names if said[name].age_s > _PEER_LIVES_S
+        ]
+        # a short message may have left before its receiver came: who sent it says no more of it
+        return tuple(silent or (name for name in names if not here.search(said[name].text)))
 
     def _peer_lives(self, index: int) -> bool:
         """Whether somebody that it waits for watches himself."""

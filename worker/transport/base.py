@@ -6,7 +6,7 @@ Light: no torch at import. Must not know stages, programs or schedules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -45,6 +45,11 @@ class AbortedError(EngineError):
 
     def __str__(self) -> str:
         return f"aborted because {self.origin or 'the caller'} said: {self.reason}"
+
+
+Lane = tuple[str, str] | tuple[str, str, str]
+"""Who sends and who receives: meshes, of which equal workers do, or workers; on CUDA these with the name of a group, in
+which all of its lanes are one connection (see `exchange`)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ class Transport(Protocol):
     mesh: str
     worker: int
 
-    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...]) -> None:
         """Block until every peer is there. `groups`: ranks that all-reduce together, by name, the same
         mapping on every worker; `lanes`: directed pairs of peers that exchange tensors, in the agreed order."""
 
@@ -193,6 +198,15 @@ class Transport(Protocol):
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
         """Fill contiguous `out` with the `tensor` of every worker of the group, in their order; only started on CPU."""
+
+    def exchange(
+        self,
+        group: str,
+        sends: Sequence[tuple[str, torch.Tensor]],
+        receives: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
+        """On CUDA only: enqueue all of these at once, to and from workers with lanes in the group; from one worker to
+        another they come in their order. All are over before what follows on the stream begins."""
 
     def publish(self, text: str) -> None:
         """Tell the peers what this worker did last."""

@@ -1,8 +1,10 @@
-"""Transport between GPUs: NCCL through cupy, one communicator for each direction of each pair of meshes.
+"""Transport between GPUs: NCCL through cupy, one communicator for each direction of each pair of meshes, and one for
+each group that sums.
 
 Every call is enqueued on torch's current stream, which the engine sets to the lane's. On one communicator
-NCCL matches transfers by order; both ends' programs have the same order (the scheduler proves it).
-Must not know stages, programs or schedules.
+NCCL matches transfers and sums by order; all ends' programs have the same order (the scheduler proves it). Meshes of
+unlike sizes have one communicator of all their workers for each direction: what is exchanged between them is on its way
+at once, in one kernel. Must not know stages, programs or schedules.
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from worker.transport.base import ConnectError, Failure, PeerLostError, Topology
+from worker.transport.base import ConnectError, Failure, Lane, PeerLostError, Topology
 from worker.transport.rendezvous import RendezvousTransport, first_line
+from worker.transport.trial import Trial, exchange_trials, group_trials, lane_trials
 
 # ncclDataType_t and ncclRedOp_t of nccl.h. Only sums need to know types: transfers move bytes.
 _BYTES = 1
@@ -38,6 +42,8 @@ _ABORT_S = 2.0
 _DESTROY_S = 10.0
 # How long a call into NCCL may take to return before an abort no longer waits for it: it is what hangs.
 _CALL_S = 0.5
+# How often the device is asked whether it is through with the trials.
+_LOOK_S = 0.01
 _LATER_STATUS = {6: "6, ncclRemoteError: a peer exited or the network failed", 7: "7, ncclInProgress"}
 
 log = logging.getLogger(__name__)
@@ -47,7 +53,9 @@ log = logging.getLogger(__name__)
 class NcclSettings:
     """How wide NCCL's kernels may be: they take multiprocessors from compute while they wait.
 
-    None leaves NCCL's own choice. Must be applied before the first communicator of the process.
+    None leaves NCCL's own choice. Must be applied before the first communicator of the process. Besides, NCCL connects
+    all that a communicator may use when it is made: in the middle of a step that would wait for the device, where a
+    receive spins.
     """
 
     max_p2p_channels: int | None = None
@@ -58,6 +66,7 @@ class NcclSettings:
         for name, value in (
             ("NCCL_MAX_P2P_NCHANNELS", self.max_p2p_channels),
             ("NCCL_MAX_CTAS", self.max_ctas),
+            ("NCCL_RUNTIME_CONNECT", 0),
         ):
             if value is not None:
                 environment.setdefault(name, str(value))
@@ -101,35 +110,62 @@ class NcclTransport(RendezvousTransport):
         self._sends: dict[str, Any] = {}
         self._receives: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
         # Calls under way are counted, so that no communicator is freed under a call that returns.
         self._state = threading.Condition()
         self._calls = 0
         self._ender: threading.Thread | None = None
 
-    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
-        """Make all communicators in one order that is the same on every worker, and use each once: the first
-        call on a communicator blocks the host. A peer that dies here blocks for ever; the driver kills."""
-        remaining_s = self._rendezvous.join()
+    def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...]) -> None:
+        """Make all communicators in one order that is the same on every worker, and try each with known values: the
+        first call on a communicator blocks the host. A peer that dies while they are made blocks for ever; the driver
+        kills."""
+        ends_s = time.monotonic() + self._rendezvous.join()
         try:
-            self._connect(groups, lanes, remaining_s)
+            self._connect(groups, lanes, ends_s)
         except BaseException:
-            self.abort()  # a probe may wait on the device for a peer that never comes: nothing to deliver
+            self.abort()  # a trial may wait on the device for a peer that never comes: nothing to deliver
             raise
 
-    def _connect(
-        self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...], remaining_s: float
-    ) -> None:
-        for source, target, name, ranks in self._own_lanes(lanes):
-            communicator = self._make(name, ranks, remaining_s)
+    def _connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...], ends_s: float) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mine = self.topology.name(self._rank)
+        trials: list[Trial] = []
+        exchanges = _exchanges(lanes)
+        groups = {**groups, **{name: self._ranks_of(pairs) for name, pairs in exchanges.items()}}
+        for source, target, name, ranks in self._own_lanes(tuple(lane for lane in lanes if len(lane) == 2)):
+            communicator = self._make(name, ranks, ends_s)
             if ranks[0] == self._rank:
                 self._sends[target] = communicator
-                self.send(target, 0, self._probe())
             else:
                 self._receives[source] = communicator
-                self.receive(source, 0, self._probe())
+            trials += lane_trials(self, source, target, ranks, self._rank, device)
         for name, ranks in self._own_groups(groups):
-            self._groups[name] = self._make(f"group/{name}", ranks, remaining_s)
-            self.all_reduce(name, self._probe())
+            self._groups[name] = self._make(f"group/{name}", ranks, ends_s)
+            self._ranks[name] = ranks
+            if name in exchanges:
+                trials += exchange_trials(self, name, exchanges[name], mine, device)
+            else:
+                trials += group_trials(self, name, ranks, self._rank, device)
+        if device == "cuda":  # what follows waits for peers: nothing may be loaded or allocated behind it
+            torch.cuda.synchronize()
+        for trial in trials:
+            trial.start()
+        if device == "cuda":
+            self._wait_for_the_device(ends_s)
+        for trial in trials:
+            trial.check(mine)
+
+    def _wait_for_the_device(self, ends_s: float) -> None:
+        over = torch.cuda.Event()
+        over.record()
+        while not over.query():
+            if time.monotonic() > ends_s:
+                raise ConnectError(
+                    f"{self.topology.name(self._rank)}: NCCL's connections have not carried a few known values in time; "
+                    "NCCL_DEBUG=INFO makes NCCL tell which way it goes"
+                )
+            time.sleep(_LOOK_S)
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
         """The caller keeps the tensor until something that follows on its own stream waits for the send's end."""
@@ -167,6 +203,24 @@ class NcclTransport(RendezvousTransport):
                 tensor.data_ptr(), out.data_ptr(), tensor.nbytes, _BYTES, self._stream_pointer()
             )
 
+    def exchange(
+        self,
+        group: str,
+        sends: Sequence[tuple[str, torch.Tensor]],
+        receives: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
+        """In one group of NCCL, so that no message waits for another of them."""
+        communicator, rank_of, stream = self._groups[group], self._rank_in(group), self._stream_pointer()
+        with _peer_lost_if_it_fails(f"the exchange in {group}", group), self._call():
+            self._nccl.groupStart()
+            try:
+                for peer, tensor in sends:
+                    communicator.send(tensor.data_ptr(), tensor.nbytes, _BYTES, rank_of(peer), stream)
+                for peer, out in receives:
+                    communicator.recv(out.data_ptr(), out.nbytes, _BYTES, rank_of(peer), stream)
+            finally:
+                self._nccl.groupEnd()
+
     def failure(self) -> Failure | None:
         """PeerLostError when NCCL has noticed one by itself."""
         if (failure := super().failure()) is not None:
@@ -187,6 +241,13 @@ class NcclTransport(RendezvousTransport):
         """Deliver what is on its way and free everything; after `abort` nothing is delivered."""
         self._end("destroy", _DESTROY_S)
         self._rendezvous.close()
+
+    def _ranks_of(self, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        return tuple(sorted({self.topology.rank_of(end, self.worker) for pair in pairs for end in pair}))
+
+    def _rank_in(self, group: str) -> Callable[[str], int]:
+        """The number of a worker within a group."""
+        return lambda peer: self._ranks[group].index(self.topology.rank_of(peer, self.worker))
 
     def _communicators(self) -> list[tuple[str, Any]]:
         """All of them with whom they lead to."""
@@ -238,14 +299,14 @@ class NcclTransport(RendezvousTransport):
         except Exception as error:
             log.warning("%s: ending NCCL's communicators: %s", self.topology.name(self._rank), error)
 
-    def _make(self, name: str, ranks: tuple[int, ...], timeout_s: float) -> Any:
+    def _make(self, name: str, ranks: tuple[int, ...], ends_s: float) -> Any:
         store = self._rendezvous.store
         rank = ranks.index(self._rank)
         key = f"nccl/{name}"
         try:
             if rank == 0:
                 store.set(key, _checked(self._nccl.get_unique_id()).hex())
-            store.wait([key], timedelta(seconds=timeout_s))
+            store.wait([key], timedelta(seconds=max(1.0, ends_s - time.monotonic())))
             identity = bytes.fromhex(store.get(key).decode())
             return self._nccl.NcclCommunicator(len(ranks), identity, rank)
         except Exception as error:
@@ -253,8 +314,14 @@ class NcclTransport(RendezvousTransport):
                 f"{self.topology.name(self._rank)} could not make the NCCL communicator {name}: {first_line(error)}"
             ) from error
 
-    def _probe(self) -> torch.Tensor:
-        return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+def _exchanges(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
+    """The pairs of workers that exchange messages, by their group."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for lane in lanes:
+        if len(lane) == 3:
+            found.setdefault(lane[2], []).append((lane[0], lane[1]))
+    return found
 
 
 def _summed(group: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

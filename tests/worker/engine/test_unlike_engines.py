@@ -57,7 +57,9 @@ def _plans(graph: Graph, mesh_of_stage, sizes: dict[str, int]) -> dict[tuple[int
 class UnlikePipeline(LocalPipeline):
     """All engines of a graph on meshes of these sizes."""
 
-    def __init__(self, graph, mesh_of_stage, programs, sizes, *, optimizer, plans=None, **options):
+    def __init__(
+        self, graph, mesh_of_stage, programs, sizes, *, optimizer, plans=None, times=None, **options
+    ):
         topology = Topology(tuple(sizes), tuple(sizes.values()))
         plans = _plans(graph, mesh_of_stage, sizes) if plans is None else plans
         self.engines = {}
@@ -77,6 +79,7 @@ class UnlikePipeline(LocalPipeline):
                 transport=transport,
                 options=RunOptions(**options),
                 reshardings=plans,
+                **({} if times is None else times[mesh]),
             )
         self.each(lambda key, engine: engine.connect())
 

@@ -52,7 +52,7 @@ def trial(
     """Run worker `name`'s end; whether its tensor has then exactly the bits that it must have."""
     side, _, worker = name.partition("/")
     read = ReshardingPlan.from_json(plan)
-    whole = whole_tensor(read.shape, _dtype(read.element_bytes, seed), seed)
+    whole = whole_tensor(read.shape, dtype_of(read.element_bytes, seed), seed)
     right = part_of(whole, layouts[side], int(worker))
     tensor = (
         right.clone()
@@ -65,6 +65,6 @@ def trial(
     return bits(tensor) == bits(right)
 
 
-def _dtype(element_bytes: int, seed: int) -> torch.dtype:
+def dtype_of(element_bytes: int, seed: int) -> torch.dtype:
     fitting = [dtype for dtype in DTYPES if torch.empty((), dtype=dtype).element_size() == element_bytes]
     return fitting[seed % len(fitting)]

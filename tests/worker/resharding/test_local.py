@@ -113,7 +113,7 @@ def test_compute_goes_on_while_a_resharding_waits():
     [
         (torch.zeros(7), r"shape \(7,\), the plan's box is \(8,\)"),
         (torch.zeros(8, dtype=torch.float64), "elements of 8 bytes .*, the plan's have 4"),
-        (torch.zeros(8, device="meta"), "on meta: reshardings run on cpu"),
+        (torch.zeros(8, device="meta"), "on meta, where threads see no copy end: enqueue it"),
     ],
 )
 def test_a_tensor_that_is_not_the_plans_is_refused(tensor, said):

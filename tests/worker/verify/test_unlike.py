@@ -10,7 +10,7 @@ from test_defects import SPLIT, around, forward_differs, gradient_scaled, weight
 from test_unlike_meshes import on, unet
 
 from worker.engine.update import ModelUpdate
-from worker.resharding import _Tiles
+from worker.resharding import Tiles
 
 
 def unlike_gpt(*sizes, **changes):
@@ -58,7 +58,7 @@ def wrong_tile(monkeypatch):
 
         return place
 
-    around(monkeypatch, _Tiles, "_place", make)
+    around(monkeypatch, Tiles, "_place", make)
     return (
         unlike_gpt(2, 1),
         r"sent is not what was used: SEND_F on m0 to RECV_F on m1 of microbatch \d \('.*' of stage 0, its part "
@@ -77,7 +77,7 @@ def wrong_gradient_of_a_tile(monkeypatch):
 
         return place
 
-    around(monkeypatch, _Tiles, "_place", make)
+    around(monkeypatch, Tiles, "_place", make)
     return (
         unlike_gpt(2, 1),
         r"sent is not what was used: SEND_B on m1 to RECV_B on m0 .*gradient of .*its part \[1:2\].* as m0/1 has",

@@ -10,7 +10,7 @@ from test_defects import around
 from test_tensor_parallel import on
 
 from worker.engine.tensor_share import TensorShare
-from worker.resharding import _Tiles
+from worker.resharding import Tiles
 
 
 def spec_of(*layout):
@@ -34,7 +34,7 @@ def wrong_replica(monkeypatch):
 
         return received
 
-    around(monkeypatch, _Tiles, "received", make)
+    around(monkeypatch, Tiles, "received", make)
     return r"sent is not what was used: SEND_F on m0 to RECV_F on m1 .*as m1/1 has it"
 
 

@@ -1,0 +1,67 @@
+"""One worker of a planned job in a process of its own, as an actor is, without Ray: reads JSON, prints losses as JSON.
+
+On CUDA the processes take the GPUs of this machine in turn; where there are fewer, several share one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+
+import torch
+
+from worker.driver.planned_times import planned_seconds, planned_starts
+from worker.driver.planning import planned_job
+from worker.engine import SlotLimits
+from worker.job import Job
+from worker.transport import topology_of
+from worker.verify.workers import OpenWorker
+
+
+def take_gpu(rank: int, workers: int) -> None:
+    """Several ranks on one GPU: to NCCL each looks like a host of its own."""
+    if workers > torch.cuda.device_count():
+        os.environ.setdefault("NCCL_HOSTID", f"slotline-{rank}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    given = json.loads(sys.stdin.read())
+    job, planned, mesh, index = Job.from_json(given["job"]), planned_job(given["planned"]), *given["place"]
+    topology = topology_of(Counter({f"m{k}": size for k, size in enumerate(job.mesh_sizes)}))
+    if given["device"] == "cuda":
+        take_gpu(topology.rank(mesh, index), topology.size)
+    worker = OpenWorker(job=job, mesh=mesh, worker=index, device=given["device"])
+    worker.prepare(topology.workers(mesh))
+    worker.trace(planned.microbatches)
+    worker.load(
+        begins=planned.begins,
+        mesh_of_stage=planned.mesh_of_stage,
+        program=planned.plan["programs"][mesh],
+        recomputed=planned.recomputed,
+        planned_s=planned_seconds(planned.plan, planned.stage_names, planned.update)[mesh],
+        planned_starts_s=planned_starts(planned.plan, planned.stage_names)[mesh],
+        topology=topology,
+        reshardings=planned.reshardings,
+        store=("127.0.0.1", given["port"]),
+        host="127.0.0.1",
+        connect_s=120.0,
+        slot_limits=SlotLimits(factor=20.0, floor_s=60.0),
+        microbatches=planned.microbatches,
+    )
+    worker.warm_up(1)
+    losses = [worker.run_step(step)["losses"] for step in range(1, given["steps"] + 1)]
+    state = worker.engine.state()["parameters"]
+    norm = torch.stack([tensor.double().square().sum().cpu() for tensor in state.values()]).sum()
+    print(json.dumps({"losses": losses, "squares": norm.item()}))
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Whole jobs as on GPUs, without one: matrices shared, meshes of unlike sizes, states shared over NCCL and streams.
+
+Losses are those of a plain loop, no stream touches what another may still use, and every communicator meets one order
+of sums on all of its workers. The fakes are watched_cuda.py's and fake_nccl.py's; no GPU has seen this.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cuda_workers import CudaWorkers
+from test_actor import job, plain
+from test_tensor_parallel import LOSSES, on, unet
+from test_unlike_meshes import on as on_sizes
+
+from worker import checkpoint
+from worker.engine import SlotLimits
+from worker.failure import AttemptFailure
+from worker.reasons import Reason
+
+
+def zero_bubble(**changes):
+    """Backwards in two parts, and dropout."""
+    spec = job(**changes)
+    spec["model"]["args"]["dropout"] = 0.2
+    spec["pipeline"]["schedule"] = "zb-h1"
+    return spec
+
+
+CASES = {
+    "tensor 2, data 2": ("gpt", lambda: on([(2, 2)] * 2, job())),
+    "2 to 1 workers": ("unet", lambda: on_sizes((2, 1), unet())),
+}
+
+
+def check_orders(workers: CudaWorkers) -> None:
+    """All workers of a group say the same to its communicator, in one order."""
+    found: dict[str, list[list[tuple]]] = {}
+    for device in workers.watched.devices.values():
+        for communicator, said in device.said.items():
+            if not communicator.startswith(("to ", "from ", "transfers/")):
+                found.setdefault(communicator, []).append(said)
+    assert any(name.startswith(("tensor/", "everybody", "meshes/")) for name in found)
+    for name, orders in found.items():
+        assert all(order == orders[0] for order in orders) and len(orders) > 1, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_a_plain_loop_and_no_stream_races(case, monkeypatch, tmp_path):
+    """Clipping, tied weights, skips; a checkpoint in the middle, which gathers between two steps."""
+    name, spec = CASES[case]
+    expected, _ = plain({"gpt": job, "unet": unet}[name](), range(1, 4), LOSSES[name])
+    with CudaWorkers(monkeypatch, spec()) as workers:
+        assert workers.losses(range(1, 3)) == pytest.approx(expected[:2], rel=1e-5)
+        uri = checkpoint.step_uri(str(tmp_path), "job", 2)
+        workers.call(lambda w: w.save(uri, 2))
+        assert workers.losses(range(3, 4)) == pytest.approx(expected[2:], rel=1e-5)
+        workers.watched.check()
+        check_orders(workers)
+        assert all(device.operations > 500 for device in workers.watched.devices.values())
+
+
+@pytest.mark.parametrize("layout", ["tensor 2", "1 to 2 workers"])
+def test_losses_are_the_same_in_whatever_order_streams_go_on(layout, monkeypatch):
+    """Streams are threads that pause at random."""
+    spec = job() if layout == "1 to 2 workers" else zero_bubble()
+    with CudaWorkers(pytest.MonkeyPatch(), spec) as alone:
+        expected = alone.losses(range(1, 3))
+    there = on_sizes((1, 2), spec) if layout == "1 to 2 workers" else on([(1, 2)] * 2, spec)
+    with CudaWorkers(monkeypatch, there, threads=True, seed=3) as workers:
+        assert workers.losses(range(1, 3)) == pytest.approx(expected, rel=1e-5)
+        workers.watched.check()
+        check_orders(workers)
+
+
+def test_a_sum_inside_an_action_that_stalls_names_the_worker_that_has_not_come(monkeypatch):
+    monkeypatch.setattr("worker.verify.workers._SLOT_LIMITS", SlotLimits(factor=1.0, floor_s=3.0))
+    with CudaWorkers(monkeypatch, on([(1, 2)], job(stages=1)), threads=True) as workers:
+        absent = workers.workers[1]
+        assert (absent.mesh, absent.index) == ("m0", 1)
+        with pytest.raises(AttemptFailure) as stalled:
+            workers.call(lambda w: None if w is absent else w.run_step(1))
+    assert stalled.value.reason is Reason.SLOT_STALLED
+    assert "mesh m0: 0F0 on lane compute has not ended" in str(stalled.value)
+    assert "it waits for m0/1; m0/1 has said nothing" in str(stalled.value)
