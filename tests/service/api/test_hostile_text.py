@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from service.jobspec import JobSpec
-from tests.service.api.conftest import Api
+from tests.service.api.conftest import Api, ApiMaker
 from tests.service.conftest import job_body
 
 JSON = {"Content-Type": "application/json"}
@@ -124,3 +124,22 @@ async def test_a_change_of_what_cannot_be_changed_names_it_whatever_it_is_called
         )
         assert refused.status_code == 422, refused.text
         assert "cannot be changed: give queue, priority" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"pipeline": {"cut": 5}}, {"pipeline.cut"}),
+        ({"pipeline": {"stages": 2, "cut": [1, "b"]}}, {"pipeline.cut", "pipeline.cut.0"}),
+        ({"data": {"factory": "a:b", "columns": 5}}, {"data.columns"}),
+        ({"resources": {"shard": ["all"]}}, {"resources.shard", "resources.shard.0"}),
+    ],
+    ids=str,
+)
+async def test_a_field_of_several_forms_is_named_as_it_is_written(
+    make_api: ApiMaker, changes: dict, fields: set[str]
+):
+    async with make_api() as api:
+        refused = await api.client.post("/api/v1/jobs", json=job_body(**changes))
+    assert refused.status_code == 422
+    assert {error["field"] for error in refused.json()["errors"]} == fields
