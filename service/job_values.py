@@ -38,7 +38,11 @@ def _pattern(value: str) -> str:
     if value.startswith(_EXPRESSION):
         try:
             re.compile(value.removeprefix(_EXPRESSION))
-        except re.error as error:
+        except (
+            re.error,
+            OverflowError,
+            RecursionError,
+        ) as error:  # a{99999999999}, and a thousand groups in each other
             raise ValueError(f"{value!r} is no regular expression ({error}): correct it") from None
     return value
 
@@ -58,6 +62,8 @@ class ParameterGroup(BaseModel):
 
     @model_validator(mode="after")
     def _sets_something(self) -> Self:
+        for name in self.__pydantic_extra__:
+            _printable(name)
         if not self.__pydantic_extra__:
             raise ValueError("a group of parameters sets nothing: add weight_decay: 0, say, or leave it out")
         if len(self.__pydantic_extra__) > 100:

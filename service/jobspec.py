@@ -285,6 +285,12 @@ class JobSpec(_Part):
         return {**data, "resources": {**resources, "meshes": stages}}
 
     @model_validator(mode="after")
+    def _every_database_stores_it(self) -> Self:
+        """Whatever the fields look for themselves: PostgreSQL takes a NUL in JSON, and fails whatever reads it later."""
+        finite(self.model_dump())
+        return self
+
+    @model_validator(mode="after")
     def _each_variable_once(self) -> Self:
         if both := sorted(set(self.env) & set(self.secrets)):
             raise ValueError(f"{', '.join(both)} in env and in secrets: leave out one")

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
 _ERRORS_SHOWN = 50  # looking for the name that was meant takes its time
+_FORM = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged-\w+)\[.*\]", re.DOTALL)
+"""In the place of an error where a field may have several forms: which of these is meant. No name of ours has brackets."""
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
@@ -102,6 +104,7 @@ def install(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         found = error.errors()
         errors = [_field_error(one) for one in found[:_ERRORS_SHOWN]]
+        errors = [one for k, one in enumerate(errors) if one not in errors[:k]]
         detail = "; ".join(f"{one['field']}: {one['message']}" for one in errors)
         if len(found) > len(errors):
             detail += f"; and {len(found) - len(errors)} more"
@@ -186,6 +189,7 @@ def _allowed_methods(request: Request, named: str | None) -> list[str]:
 
 def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
     where, *path = error["loc"] or ("body",)
+    path = [part for part in path if not _FORM.fullmatch(str(part))]
     field = ".".join(str(part) for part in path) or str(where)
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":

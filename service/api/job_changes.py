@@ -35,7 +35,7 @@ class JobChange(BaseModel):
     @classmethod
     def _only_these_change(cls, data: object) -> object:
         if isinstance(data, dict) and (
-            others := sorted(str(key) for key in {*data} - {*cls.model_fields})[:5]
+            others := sorted(ascii(key).strip("'") for key in {*data} - {*cls.model_fields})[:5]
         ):
             raise ValueError(f"{', '.join(others)} cannot be changed: give queue, priority, or both")
         return data

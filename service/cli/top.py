@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -168,5 +168,8 @@ def _nodes(cluster: ClusterView, *, several: bool) -> Table:
 def _table(titles: Sequence[str], *, numbers: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in titles:
-        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+        whole = title in ("job", "state", "step")  # an id in two lines is none that can be copied
+        width = {"name": 12, "owner": 10, "queue": 8}.get(title) if out.width < 100 else None
+        justify: Literal["right", "left"] = "right" if title in numbers else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=whole, max_width=width)
     return table

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.table import Table
 
 from service.api.schemas import CheckpointFile, ExportView
@@ -153,12 +154,14 @@ def _export_here(
 
 
 def _table(items: list[CheckpointFile]) -> Table:
-    table = Table("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", "")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)  # in 80 columns
+    for title in ("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", ""):
+        table.add_column(title, no_wrap=bool(title), overflow="fold")
     for one in items:
         marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
-        saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        loss = "" if one.loss is None else f"{one.loss:.5g}"
-        took = ["" if found is None else f"{found:.3g} s" for found in (one.blocking_s, one.writing_s)]
+        saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%m-%d %H:%M")
+        loss = "" if one.loss is None else f"{one.loss:.4g}"
+        took = ["" if found is None else f"{found:.2g} s" for found in (one.blocking_s, one.writing_s)]
         table.add_row(
             str(one.step), saved, _size(one.size_bytes), *took, one.state, one.checked, loss, ", ".join(marks)
         )

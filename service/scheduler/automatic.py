@@ -22,7 +22,7 @@ from service.scheduler.model.memory import keeps_memory, peak_activation, peak_r
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.spec import PipelineSpec, SpecError, check_spec
 from service.scheduler.model.timeline import Timeline
-from service.scheduler.named import named_timeline
+from service.scheduler.named import named_timeline, or_named
 from service.scheduler.recomputation import (
     Choice,
     candidates,
@@ -71,7 +71,8 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
         return replace(found, recomputed=tuple(sorted(always.union(choice))))
 
     if not names:
-        return _with_less_memory(plan(frozenset(), budget_s), budget_s, expired)
+        found = or_named(plan(frozenset(), budget_s), with_choice(spec, ()), budget_s, expired)
+        return _with_less_memory(found, budget_s, expired)
     names = shortest_of_memory_first(names, problem)
     judge = Judge(_JUDGED_SHARE * budget_s)
     estimates: dict[Choice, float] = {}
@@ -103,6 +104,7 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> Found:
         bound_of=lambda choice: lower_bound(either_way(with_choice(spec, choice))),
         every=every,
     )
+    best = or_named(best, with_choice(spec, best.recomputed), budget_s, expired)
     return _with_less_memory(best, budget_s, expired)
 
 

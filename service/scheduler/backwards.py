@@ -18,10 +18,14 @@ from service.scheduler.recomputation import Choice
 
 
 def splits(spec: PipelineSpec) -> bool:
-    """Whether `auto` may split backwards at all: as the spec says, else where there is a W to move."""
+    """Whether `auto` may split backwards at all: as the spec says, else where there is a W to move, or I is all of it and
+    shorter than B."""
     if spec.split_backward is not None:
         return spec.split_backward
-    return any(stage.backward_weight_s > 0 for stage in spec.stages)
+    return any(
+        stage.backward_weight_s > 0 or stage.whole_backward_s > stage.backward_input_s * (1 + TOLERANCE)
+        for stage in spec.stages
+    )
 
 
 def shorter_whole(spec: PipelineSpec) -> list[str]:

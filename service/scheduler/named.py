@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.defects import failed
 from service.scheduler.model.memory import in_flight_violation, over_memory, peak_activation
 from service.scheduler.model.problem import Problem, build_problem
 from service.scheduler.model.spec import PipelineSpec, SpecError
 from service.scheduler.model.timeline import Timeline, simulate
-from service.scheduler.schedules import find_schedule
+from service.scheduler.schedules import find_schedule, fitting_names
 from service.scheduler.schedules.csv_orders import fused_of_orders
 from service.scheduler.search.auto import Found, attains
 from service.scheduler.search.bounds import lower_bounds, settle
-from service.scheduler.search.transfer_order import improve_transfers
+from service.scheduler.search.transfer_order import improve_transfers, least_with_orders
 
 # The share of the budget that a named schedule may spend on the order of its transfers.
 _TRANSFERS_SHARE = 0.1
@@ -42,6 +44,38 @@ def plan_named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] 
         notes=(*notes, *dropped),
         others=((spec.schedule, greedy),),
     )
+
+
+def or_named(found: Found, spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
+    """What `auto` found, or a named plan of `spec` that is shorter: with its transfers ordered well, or with backwards
+    split that the search keeps whole. What is found must have a bound that holds for these too."""
+    if found.proven_optimal or found.truncated:
+        return found
+    named: list[tuple[str, Timeline]] = []
+    notes: list[str] = []
+    for name in fitting_names(spec)[:-1]:
+        try:
+            named.append((name, named_timeline(spec, name)))
+        except SpecError:
+            continue
+        except Exception as error:
+            notes.append(failed(f"schedule {name}", error))
+    named.sort(key=lambda one: one[1].makespan)
+    for name, greedy in named[:1]:
+        timeline = greedy
+        if least_with_orders(greedy) < found.timeline.makespan:
+            timeline = improve_transfers(
+                greedy, effort=min(budget_s * _TRANSFERS_SHARE, 1.0), stop=expired or (lambda: False)
+            )
+        if timeline.makespan < found.timeline.makespan * (1 - TOLERANCE):
+            found = replace(
+                found,
+                timeline=timeline,
+                chosen=name,
+                proven_optimal=attains(timeline.makespan, found.lower_bound_s),
+                others=((found.chosen, found.timeline), *found.others),
+            )
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def named_timeline(spec: PipelineSpec, name: str) -> Timeline:
@@ -71,12 +105,20 @@ def _check_memory(timeline: Timeline, name: str) -> None:
 def check_limits(problem: Problem, lanes: list[np.ndarray], name: str) -> None:
     """Raise SpecError where the compute orders of a schedule break a memory limit or max_in_flight."""
     for mesh, lane in enumerate(lanes):
-        limit = problem.spec.meshes[mesh].activation_limit_bytes
+        given = problem.spec.meshes[mesh]
+        limit, room = given.activation_limit_bytes, int(problem.activation_room[mesh])
         peak, _ = peak_activation(problem, lane)
         if limit is not None and limit < peak:
             raise SpecError(
-                f"schedule {name!r} holds {peak} bytes of activations on mesh {problem.spec.meshes[mesh].name!r}, over "
+                f"schedule {name!r} holds {peak} bytes of activations on mesh {given.name!r}, over "
                 f"its activation_limit_bytes {limit}: raise the limit to {peak}, or use schedule 'auto'"
+            )
+        if (
+            0 <= room < peak
+        ):  # by the order alone: an action that takes no time by the plan takes some when it runs
+            raise SpecError(
+                f"schedule {name!r} holds {peak} bytes of activations on mesh {given.name!r}, over the {room} that its "
+                f"memory_bytes {given.memory_bytes} leave: raise it by {peak - room}, or use schedule 'auto'"
             )
         broken = in_flight_violation(problem, lane)
         if broken is not None:

@@ -126,8 +126,10 @@ def keep_whole(problem: Problem) -> Problem:
     """The same problem with one B for every stage whose I would leave more for W than the stage keeps from F on.
 
     Splitting it would undo what recomputing saves; and a search that makes room for forwards alone could not tell.
+    Where its mesh has no limit there is no room to make.
     """
-    whole = problem.whole_stash > problem.activation
+    limited = problem.activation_room[problem.mesh_of_stage] >= 0
+    whole = (problem.whole_stash > problem.activation) & limited
     return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
 
 

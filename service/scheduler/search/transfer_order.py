@@ -12,7 +12,6 @@ import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.memory import keeps_memory, keeps_receive_limits
-from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges
 from service.scheduler.search import exact, exact_model
 from service.scheduler.search.tabu import tabu_search
@@ -29,7 +28,7 @@ def improve_transfers(timeline: Timeline, *, effort: float, stop: Callable[[], b
     problem = timeline.problem
     if not problem.contended or effort <= 0:
         return timeline
-    goal_s = _least(problem, timeline) * (1 + TOLERANCE)
+    goal_s = least_with_orders(timeline) * (1 + TOLERANCE)
     best = timeline
     iterations = int(effort * min(_ITERATIONS, _TABU_TASKS / len(timeline.sequence)))
     for seed in _SEEDS:
@@ -49,8 +48,9 @@ def improve_transfers(timeline: Timeline, *, effort: float, stop: Callable[[], b
     return best
 
 
-def _least(problem: Problem, timeline: Timeline) -> float:
+def least_with_orders(timeline: Timeline) -> float:
     """No order of transfers is shorter than the compute orders with transfers that occupy nothing."""
+    problem = timeline.problem
     times = earliest_times(problem, problem.dependency_edges, lane_edges(timeline.lanes))
     return float((times.start + problem.duration.reshape(-1))[times.topological].max())
 

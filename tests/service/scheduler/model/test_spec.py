@@ -113,3 +113,31 @@ def test_bad_orders_are_refused(cells, message):
     data = chain(2, 2, schedule="csv", orders={"m0": cells, "m1": ["1F0", "1B0", "1F1", "1B1"]})
     with pytest.raises(SpecError, match=message):
         make_plan(load_spec(data))
+
+
+@pytest.mark.parametrize("schedule", ["auto", "gpipe"])
+@pytest.mark.parametrize(
+    ("place", "field", "value"),
+    [
+        ("stages", "activation_bytes", 2**63),
+        ("stages", "static_bytes", 2**64),
+        ("meshes", "memory_bytes", 2**63),
+        ("meshes", "receive_buffer_limit", 2**63),
+        (None, "max_in_flight", 2**70),
+    ],
+)
+def test_a_number_that_no_sum_could_hold_is_refused_by_name(schedule, place, field, value):
+    data = chain(2, 2, schedule=schedule)
+    (data[place][0] if place else data)[field] = value
+    with pytest.raises(SpecError, match=field):
+        load_spec(data)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "gpipe"])
+def test_sizes_whose_sum_would_wrap_around_are_refused_and_never_counted_as_nothing(schedule):
+    data = chain(2, 4096, schedule=schedule)
+    for stage in data["stages"]:
+        stage["activation_bytes"] = 2**52
+    data["meshes"][0]["memory_bytes"] = 2**53
+    with pytest.raises(SpecError, match="all microbatches together hold"):
+        load_spec(data)
