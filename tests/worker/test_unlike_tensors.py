@@ -27,7 +27,6 @@ def losses_of(layouts, spec, steps, uri, save=None):
     ("name", "layout", "then"),
     [
         ("gpt", [(2, 2), (2, 1)], [(1, 1), (1, 2)]),
-        ("gpt", [(1, 2), (2, 1)], [(1, 1), (1, 1)]),  # as many workers, which share otherwise
         ("unet", [(1, 2), (1, 1)], [(2, 1), (1, 2)]),
     ],
     ids=str,

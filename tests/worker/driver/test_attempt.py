@@ -111,8 +111,7 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("tensors", [None, [2, 1]], ids=["data", "tensor"])
-def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(attempt, tmp_path, tensors):
+def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(attempt, tmp_path):
     """It is evaluated before its first step, keeps its best checkpoint and ends when it gets no better."""
     no_rate_after_3 = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3, "gamma": 0.0}}
     spec = job(no_rate_after_3, checkpoint={"uri": str(tmp_path), "every_steps": 50, "keep": 1})
@@ -120,8 +119,6 @@ def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(a
     spec["evaluation"] = {"data": spec["data"], "every_steps": 3, "steps": 3, "at_start": True}
     spec["evaluation"] |= {"patience": 1, "keep_best": True}
     spec["resources"] = {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1]}
-    if tensors is not None:
-        spec["resources"] |= {"tensor": 2, "tensors": tensors}
     plane, process = attempt(spec)
     assert process.wait(300) == 0
     assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-5)
@@ -139,10 +136,8 @@ def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(a
     best = [report["best_checkpoint"] for report in plane.reports if report.get("best_checkpoint")]
     assert best[-1]["step"] == 3
     (asked,), (answer,) = plane.plan_requests, plane.plan_answers
-    profiles = [(one["workers"], one.get("tensor", 1)) for one in asked["mesh_profiles"]]
-    assert profiles == [(1, 1), (2, 1 if tensors is None else 2)]
-    assert {one["microbatches"] for one in asked["mesh_profiles"]} == {2}
-    assert asked["update"].get("alone") == (["m1"] if tensors is None else None)
+    assert [(one["microbatches"], one["workers"]) for one in asked["mesh_profiles"]] == [(2, 1), (2, 2)]
+    assert asked["update"]["alone"] == ["m1"]
     slots = {
         (one["action"], one["edge"]): one["end_s"] - one["start_s"]
         for one in answer["plan"]["slots"]
