@@ -133,7 +133,7 @@ LAYOUTS = [
     {"stages": 3, "meshes": 3, "workers_per_mesh": 2},
     {"stages": 1, "meshes": 1},
 ]
-UNLIKE = [unlike(2, 1), unlike(1, 2, stages=4), unlike(1, 2, 1)]
+UNLIKE = [unlike(2, 1), unlike(1, 2, stages=4)]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *UNLIKE], ids=str)

@@ -27,7 +27,6 @@ def losses_of(layouts, spec, steps, uri, save=None):
     ("name", "layout", "then"),
     [
         ("gpt", [(2, 2), (2, 1)], [(1, 1), (1, 2)]),
-        ("gpt", [(1, 2), (2, 1)], [(1, 1), (1, 1)]),  # as many workers, which share otherwise
         ("unet", [(1, 2), (1, 1)], [(2, 1), (1, 2)]),
     ],
     ids=str,
@@ -44,3 +43,16 @@ def test_losses_are_those_of_a_plain_loop_and_go_on_from_a_checkpoint_on_other_l
     assert {(one["edge"], one["backward"]) for one in planned["reshardings"]} >= {(0, False), (0, True)}
     found, _ = losses_of(then, spec, range(3, 5), uri)
     assert found == pytest.approx(expected[2:], rel=1e-5)
+
+
+def test_an_evaluation_between_such_meshes_is_that_of_whole_matrices():
+    """With dropout, which an evaluation has none of; training goes on as without."""
+    spec = job()
+    spec["model"]["args"]["dropout"] = 0.2
+    spec["evaluation"] = {"data": {**spec["data"], "prefetch": 2}, "steps": 2}
+    found = []
+    for layout in ([(1, 1), (1, 1)], [(1, 2), (1, 1)]):
+        with Workers(on(layout, spec)) as workers:
+            losses = workers.losses(range(1, 2))
+            found.append([*losses, workers.evaluate().loss, *workers.losses(range(2, 3))])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -159,7 +159,7 @@ class Watch:
             return self._not_come_to("STEP", ((self._mesh,),))
         if instruction.peer is None:
             return self._behind(index)
-        if topology.workers(instruction.peer) == topology.workers(self._mesh):
+        if topology.like(instruction.peer, self._mesh):
             return (instruction.peer,)
         backward = instruction.op.endswith("B")
         missing = self._missing(instruction.edge, backward, instruction.microbatch)

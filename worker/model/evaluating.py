@@ -44,7 +44,7 @@ def trace_in_eval_mode(
 class EvaluationEdge:
     """A tensor that one stage makes and another uses while they are evaluated, and its bytes on the wire.
 
-    Where meshes have unlike sizes `shapes` are those of each worker's part, by how many workers share a microbatch.
+    `shapes` are those of each worker's part by how many workers share a microbatch, as far as the meshes need them.
     """
 
     source: int
@@ -54,8 +54,8 @@ class EvaluationEdge:
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def bytes_of(self, workers: int) -> int:
-        """What each of so many workers that share a microbatch has of it."""
-        if not self.shapes:
+        """What each of so many workers that share a microbatch has of it; `bytes` where that is not told."""
+        if workers not in self.shapes:
             return self.bytes
         return math.prod(self.shapes[workers]) * self.element_bytes
 
@@ -126,7 +126,7 @@ def evaluation_edges(
             edge.target,
             edge.tensor,
             edge.bytes,
-            {size: one.shape for size, one in zip(models, same, strict=True)} if len(models) > 1 else {},
+            {size: one.shape for size, one in zip(models, same, strict=True)},
         )
         for edge, same in zip(found[0], zip(*found, strict=True), strict=True)
     ]

@@ -91,6 +91,10 @@ class Topology:
         """How many neighbours of `mesh` share matrices; `else_of_all` where all meshes are alike."""
         return else_of_all if self.tensors is None else self.tensors[self.meshes.index(mesh)]
 
+    def like(self, mesh: str, other: str) -> bool:
+        """Whether the workers of two meshes go in pairs."""
+        return (self.workers(mesh), self.tensor(mesh)) == (self.workers(other), self.tensor(other))
+
     @property
     def size(self) -> int:
         return sum(self.sizes)

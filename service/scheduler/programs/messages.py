@@ -5,6 +5,9 @@ unlike sizes is the messages of its resharding. Two things are shown: of each la
 workers have their messages in one order (what comes over other lanes has tags of its own); and no instruction, message or
 sum over all workers waits for another in a circle. Every wait is taken to be stricter than it is: an instruction begins
 when the one before it on its lane has ended, a worker sends one message at a time and receives one, in the plan's order.
+
+Sums within a computation, of workers that share matrices, add no circle: `verify` takes each computation as one event of a
+mesh, which begins when all its workers have come to it, and a worker waits in such a sum for no more than that.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from engine_support import (
 from service.scheduler.resharding import Links, Tensor, layout, plan_resharding
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
 from worker.engine.routes import find_routes
+from worker.engine.watch import Watch
 from worker.resharding_plan import ReshardingPlan
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
@@ -193,6 +195,24 @@ def test_a_transfer_that_stalls_names_the_worker_whose_rows_are_missing():
         said = _stall_of(pipeline, ("m1", 0), _batch(1))
     assert "RECV_F0@m0/e0" in said
     assert "it waits for m0/1; m0/1 has said nothing" in said
+
+
+@pytest.mark.parametrize(
+    ("tensors", "waits_for"), [((1, 2), ("m0/1",)), (None, ("m0",))], ids=["unlike", "alike"]
+)
+def test_of_as_many_workers_that_share_otherwise_the_one_is_named_whose_part_is_missing(tensors, waits_for):
+    programs = serial_programs(chain(2), ["m0", "m1"], MICROBATCHES)
+    transport = SimpleNamespace(topology=Topology(("m0", "m1"), 2, tensors), mesh="m1", worker=0)
+    watch = Watch(
+        mesh="m1",
+        program=programs["m1"],
+        limits_s=[1.0] * len(programs["m1"]),
+        transport=transport,
+        lanes=None,
+        missing=lambda *transfer: ("m0/1",),
+    )
+    received = next(k for k, one in enumerate(programs["m1"]) if one.op == "RECV_F")
+    assert watch._peers(received) == waits_for
 
 
 def test_a_sum_over_workers_that_stalls_names_the_worker_that_has_not_come():
