@@ -264,6 +264,9 @@ async def test_a_cluster_that_the_settings_no_longer_name_is_named_and_nobody_lo
         assert list(api.cluster.submissions) == [f"{other}-1"]
         assert (await api.job(job))["state"] == "RUNNING"
         assert (await api.report(job, 2, steps=[])).json() == {"command": "continue"}, "it is heard"
+        async with api.service.database.read() as session:
+            told = [event.message for event in await events_of(session, job) if event.kind == "no-cluster"]
+        assert len(told) == 1 and "there is no cluster east any more" in told[0]
         seen = (await api.client.get("/api/v1/cluster")).json()
         (state,) = [one for one in seen["clusters"] if one["name"] == "east"]
         assert not state["available"] and "no cluster east any more" in state["error"]
