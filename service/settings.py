@@ -268,6 +268,16 @@ class Settings(Keeping, ClustersAndQueues):
         return self
 
     @model_validator(mode="after")
+    def _submitters_have_names(self) -> Settings:
+        named = [name for name, queue in self.queues.items() if queue.submitters is not None]
+        if named and not self.authenticates:
+            raise ValueError(
+                f"SLOTLINE_QUEUES: queue {named[0]} names its submitters, and no token says who calls: set "
+                "SLOTLINE_REQUIRE_TOKEN=true, SLOTLINE_API_TOKEN or SLOTLINE_OIDC_ISSUER"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _open_only_on_this_machine(self) -> Settings:
         if is_loopback(self.host) or self.authenticates or self.open_access:
             return self

@@ -56,6 +56,7 @@ class _Watched:
     stopped_at: float = 0.0
     busy: bool = False
     silence_reported: bool = False
+    missing_reported: bool = False
 
 
 class AttemptWatcher:
@@ -113,6 +114,9 @@ class AttemptWatcher:
             if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
                 watched.asked_at = now
                 watched.ray = await self._ask(cluster, attempt.id, watched.ray, read_at)
+            if attempt.cluster not in self._clusters.names and not watched.missing_reported:
+                await self._report_missing(attempt)
+                watched.missing_reported = True
             decision = watch(
                 _watched_attempt(attempt, job, watched.ray),
                 watching_since=read_at - self._listened(attempt, read_at),
@@ -187,6 +191,14 @@ class AttemptWatcher:
                 if job := await lock_job(session, attempt.job_id):
                     add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
         watched.silence_reported = silent
+
+    async def _report_missing(self, attempt: Attempt) -> None:
+        """One event where the settings do not name the attempt's cluster any more: nobody looks for it elsewhere."""
+        why = self._clusters.of(attempt.cluster).watcher.snapshot.error
+        message = f"{why}; until then its driver is heard, but Ray is not asked about it and cannot stop it"
+        async with self._database.write() as session:
+            if job := await lock_job(session, attempt.job_id):
+                add_event(session, job, "no-cluster", message, at=utc_now(), attempt=attempt.number)
 
     async def _ask(
         self, cluster: Cluster, attempt_id: str, before: RayJob | None, read_at: float

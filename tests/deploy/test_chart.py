@@ -89,6 +89,62 @@ def test_the_rendered_settings_are_ones_that_the_control_plane_takes(
     assert unknown == []
 
 
+def test_clusters_and_queues_are_rendered_with_a_token_for_each_cluster(
+    chart: Chart, monkeypatch: pytest.MonkeyPatch
+):
+    given = environment(objects(chart, case("two-clusters")))
+    assert given["RAY_AUTH_TOKEN"] == "ray-west/auth_token"
+    assert given["RAY_AUTH_TOKEN_EAST"] == "ray-east/auth_token"
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert settings.cluster_names == ["default", "east"]
+    east = settings.clusters["east"]
+    assert (east.address, east.ray_token) == ("http://ray-head.east.svc:8265", "ray-east/auth_token")
+    assert (east.driver_url, east.workers_per_gpu) == ("http://slotline.example:8470", 2)
+    assert settings.quotas == {"default": None, "east": 16} and settings.cluster_of("east") == "east"
+    assert settings.queues["east"].admits("oidc:bob@east.example") and not settings.queues["east"].admits(
+        "bob"
+    )
+
+
+def test_the_default_cluster_may_be_missing_where_every_queue_belongs_to_another(chart: Chart):
+    values = case("two-clusters")
+    del values["ray"]["address"], values["ray"]["tokenSecret"], values["queues"]["default"]
+    given = environment(objects(chart, values))
+    assert "RAY_ADDRESS" not in given and "SLOTLINE_CLUSTERS" in given
+    values["queues"]["other"] = 4
+    with pytest.raises(Exception, match=r"set ray\.address"):
+        objects(chart, values)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"queues": {"a": {"cluster": "north"}}}, "a belongs to the cluster .*north.*default"),
+        ({"queues": {"a": 1}, "settings": {"SLOTLINE_QUEUES": "{}"}}, "both given"),
+        ({"queues": {"a": {"quotas": 1}}}, "quotas"),
+        ({"settings": {"SLOTLINE_CLUSTERS": "{}"}}, "SLOTLINE_CLUSTERS"),
+        ({"ray": {"clusters": {"default": {"address": "http://x"}}}}, "default"),
+        ({"ray": {"clusters": {"east": {"address": "x:6379"}}}}, "address"),
+        (
+            {
+                "ray": {
+                    "clusters": {
+                        name: {"address": "http://x", "tokenSecret": {"name": "s"}} for name in ("a-b", "a.b")
+                    }
+                }
+            },
+            "share the variable RAY_AUTH_TOKEN_A_B",
+        ),
+    ],
+)
+def test_wrong_clusters_and_queues_are_refused_by_name(chart: Chart, values: dict[str, Any], says: str):
+    ray = {**ANY_RAY["ray"], **values.get("ray", {})}
+    with pytest.raises(Exception, match=says):
+        objects(chart, {**values, "ray": ray})
+
+
 def test_numbers_reach_the_containers_as_they_were_written(chart: Chart):
     values = case("production")
     numbers = {

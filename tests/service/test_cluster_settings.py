@@ -92,8 +92,14 @@ def test_each_cluster_has_a_token_of_its_own(given, form):
     assert sent == "Bearer of-east"
 
 
+def test_submitters_are_refused_where_nobody_says_who_calls(given):
+    with pytest.raises(ValidationError, match="queue few names its submitters, and no token says who calls"):
+        given(SLOTLINE_QUEUES='{"few": {"submitters": ["alice"]}}')
+
+
 def test_a_queue_admits_whom_it_names(given):
-    settings = given(SLOTLINE_QUEUES='{"open": null, "few": {"submitters": ["alice", "ci-*"]}}')
+    queues = '{"open": null, "few": {"submitters": ["alice", "ci-*"]}}'
+    settings = given(SLOTLINE_QUEUES=queues, SLOTLINE_REQUIRE_TOKEN="true")
     assert settings.queues["open"].admits("anybody")
     few = settings.queues["few"]
     assert [few.admits(name) for name in ("alice", "ci-7", "malice", "ci", "Alice", "")] == [

@@ -49,6 +49,59 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* Whether there is a cluster named default: not where clusters have names and every queue belongs to one of them. */}}
+{{- define "slotline.hasDefaultCluster" -}}
+{{- $found := or .Values.ray.address .Values.ray.cluster.create (not .Values.ray.clusters) (not .Values.queues) -}}
+{{- range $queue := .Values.queues -}}
+{{- if not (kindIs "map" $queue) -}}{{- $found = true -}}
+{{- else if eq (default "default" $queue.cluster) "default" -}}{{- $found = true -}}
+{{- end -}}
+{{- end -}}
+{{- if $found -}}true{{- end -}}
+{{- end -}}
+
+{{/* The variable with the token of a named cluster. */}}
+{{- define "slotline.tokenVariable" -}}
+{{- printf "RAY_AUTH_TOKEN_%s" (regexReplaceAll "[^A-Z0-9]" (upper .) "_") -}}
+{{- end -}}
+
+{{/* SLOTLINE_CLUSTERS: no token stands in it, only the names of the variables that do. */}}
+{{- define "slotline.clusters" -}}
+{{- $all := dict -}}
+{{- $variables := dict -}}
+{{- range $name, $one := .Values.ray.clusters -}}
+{{- $entry := dict "address" $one.address -}}
+{{- if and $one.tokenSecret $one.tokenSecret.name -}}
+{{- $variable := include "slotline.tokenVariable" $name -}}
+{{- if hasKey $variables $variable -}}
+{{- fail (printf "ray.clusters: %s and %s would share the variable %s: give one another name" (get $variables $variable) $name $variable) -}}
+{{- end -}}
+{{- $_ := set $variables $variable $name -}}
+{{- $_ := set $entry "token_variable" $variable -}}
+{{- end -}}
+{{- range $value, $setting := dict "driverUrl" "driver_url" "driverRayAddress" "driver_ray_address" "driverPython" "driver_python" "workersPerGpu" "workers_per_gpu" "timeoutSeconds" "timeout_s" -}}
+{{- if hasKey $one $value -}}{{- $_ := set $entry $setting (get $one $value) -}}{{- end -}}
+{{- end -}}
+{{- $_ := set $all $name $entry -}}
+{{- end -}}
+{{- toJson $all -}}
+{{- end -}}
+
+{{- define "slotline.queues" -}}
+{{- if hasKey .Values.settings "SLOTLINE_QUEUES" -}}
+{{- fail "queues and settings.SLOTLINE_QUEUES are both given: say all queues in queues" -}}
+{{- end -}}
+{{- range $name, $queue := .Values.queues -}}
+{{- if kindIs "map" $queue -}}
+{{- $cluster := default "default" $queue.cluster -}}
+{{- if and (ne $cluster "default") (not (hasKey $.Values.ray.clusters $cluster)) -}}
+{{- fail (printf "queues: %s belongs to the cluster %q, which ray.clusters does not name: use one of default, %s" $name $cluster (keys $.Values.ray.clusters | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson .Values.queues -}}
+{{- end -}}
+
 {{/* The Service: what everything inside the cluster calls, whatever people call. */}}
 {{- define "slotline.serviceUrl" -}}
 {{- printf "http://%s.%s.svc:%v" (include "slotline.fullname" .) .Release.Namespace .Values.service.port -}}

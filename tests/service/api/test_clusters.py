@@ -189,6 +189,7 @@ class Hanging(FakeCluster):
     """Takes every call, and answers none once it `hangs`."""
 
     hangs = False
+    logs_asked = 0
 
     async def _wait(self) -> None:
         while self.hangs:
@@ -203,6 +204,7 @@ class Hanging(FakeCluster):
         return await super().job(submission_id)
 
     async def read_log(self, submission_id: str, *, follow: bool = False):
+        self.logs_asked += self.hangs
         await self._wait()
         async for piece in super().read_log(submission_id, follow=follow):
             yield piece
@@ -220,9 +222,13 @@ async def test_calls_that_hang_hold_up_no_round_and_no_other_clusters_jobs(
         for job in (ended, runs, done):
             await api.report(job, 1, state="RUNNING")
         east.hangs = True
-        for cluster, job in ((east, ended), (api.cluster, done)):
-            cluster.logs[f"{job}-1"] = "its last words\n"
-            await api.report(job, 2, state="SUCCEEDED")
+        await api.report(ended, 2, state="SUCCEEDED")
+        async with asyncio.timeout(60):
+            while not east.logs_asked:  # from now on its log is waited for
+                await api.service.orchestrator.round()
+                await asyncio.sleep(0.02)
+        api.cluster.logs[f"{done}-1"] = "its last words\n"
+        await api.report(done, 2, state="SUCCEEDED")
         late = await api.submit(queue="east", **TWO)
         here = await api.submit(**TWO)
 
@@ -258,6 +264,9 @@ async def test_a_cluster_that_the_settings_no_longer_name_is_named_and_nobody_lo
         assert list(api.cluster.submissions) == [f"{other}-1"]
         assert (await api.job(job))["state"] == "RUNNING"
         assert (await api.report(job, 2, steps=[])).json() == {"command": "continue"}, "it is heard"
+        async with api.service.database.read() as session:
+            told = [event.message for event in await events_of(session, job) if event.kind == "no-cluster"]
+        assert len(told) == 1 and "there is no cluster east any more" in told[0]
         seen = (await api.client.get("/api/v1/cluster")).json()
         (state,) = [one for one in seen["clusters"] if one["name"] == "east"]
         assert not state["available"] and "no cluster east any more" in state["error"]

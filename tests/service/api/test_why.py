@@ -14,7 +14,8 @@ from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.plans import record_plan
-from service.store.profiles import GANG, record_costs
+from service.store.profiles import GANG, owned_digest, record_costs
+from service.store.states import lock_job
 from tests.service.api.conftest import Api
 from tests.service.scheduler.test_joint import measured as measured_layers
 from tests.service.scheduler.why.simulation import World, run
@@ -23,7 +24,7 @@ from worker.costs import costs_digest
 NETWORK = {"contention": "link", "bandwidth_bytes_per_s": 1e7, "latency_s": 1e-4}
 
 
-async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l4")) -> str:
+async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l4"), owner: str = "") -> str:
     """A job whose first attempt has a plan and a measured step 5 in that world."""
     job_id = await api.started(pipeline={"stages": 2})
     async with api.service.database.read() as session:
@@ -55,7 +56,9 @@ async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l
     async with api.service.database.write() as session:
         attempt = await find_attempt(session, f"{job_id}-1")
         await record_plan(session, attempt, json.dumps(body), at=utc_now())
-        await record_costs(session, costs_digest(spec), costs, measured_by=GANG, at=utc_now())
+        digest = owned_digest(costs_digest(spec), owner)
+        await record_costs(session, digest, costs, measured_by=GANG, at=utc_now())
+        (await lock_job(session, job_id)).owner = owner
     await measure(api, job_id, made.spec, plan, world)
     return job_id
 
@@ -87,6 +90,12 @@ async def test_a_job_says_what_makes_its_step_long_and_what_would_help(api: Api)
     cuts = [change for change in found["changes"] if change["kind"] == "another cut"]
     assert cuts and cuts[0]["subject"].startswith("l0, l") and cuts[0]["subject"] > "l0, l4"
     assert {mesh["mesh"] for mesh in found["measured"]["meshes"]} == {"m0", "m1"}
+
+
+async def test_a_job_with_an_owner_is_explained_by_what_its_owner_measured(api: Api):
+    job_id = await trained(api, World(meshes={"m1": 2.0}, noise=0.03), owner="alice")
+    found = (await why(api, job_id)).json()
+    assert any(change["kind"] == "another cut" for change in found["changes"])
 
 
 async def test_a_healthy_job_accuses_nobody(api: Api):
