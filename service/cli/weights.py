@@ -156,6 +156,7 @@ def _table(items: list[CheckpointFile]) -> Table:
     table = Table("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", "")
     for one in items:
         marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
+        marks += ["kept"] if "every" in one.kept else []  # by checkpoint.keep_every
         saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         loss = "" if one.loss is None else f"{one.loss:.5g}"
         took = ["" if found is None else f"{found:.3g} s" for found in (one.blocking_s, one.writing_s)]
