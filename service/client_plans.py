@@ -54,16 +54,16 @@ class PlanCalls:
         """Plans that are kept under names, of one owner or of all."""
         token = None
         while True:
-            page = self._get(NamedPlanList, "/api/v1/plans", owner=owner, page_token=token)
+            page = self._get(NamedPlanList, "/api/v1/plans/named", owner=owner, page_token=token)
             yield from page.items
             if (token := page.next_page_token) is None:
                 return
 
     def named_plan(self, name: str, *, owner: str | None = None) -> NamedPlanView:
         """A kept plan as a whole, and the job that it was made for; one's own unless an `owner` is named."""
-        return self._get(NamedPlanView, f"/api/v1/plans/{name}", owner=owner)
+        return self._get(NamedPlanView, f"/api/v1/plans/named/{name}", owner=owner)
 
     def remove_plan(self, name: str, *, owner: str | None = None) -> None:
         """Forget a kept plan; jobs that were submitted with it keep it."""
         params = {} if owner is None else {"owner": owner}
-        self._call("DELETE", f"/api/v1/plans/{name}", params=params)
+        self._call("DELETE", f"/api/v1/plans/named/{name}", params=params)

@@ -141,6 +141,11 @@ class ReportedSpan(_FromDriver):
     attributes: Annotated[dict[Label, bool | int | float | str | None], Field(max_length=64)] = {}
 
 
+class ReportedFlops(_FromDriver):
+    step: Annotated[float, Field(ge=0, lt=1e30)] | None = None
+    peak_per_s: Annotated[float, Field(gt=0, lt=1e30)] | None = None
+
+
 class ReportIn(_FromDriver):
     sequence: Sequence64
     state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
@@ -152,6 +157,7 @@ class ReportIn(_FromDriver):
     metrics_endpoint: Annotated[str, Field(max_length=300), Clean] | None = None
     checkpoint: ReportedCheckpoint | None = None
     evaluations: Annotated[list[ReportedEvaluation], Field(max_length=10_000)] = []
+    model_flops: ReportedFlops | None = None
     best_checkpoint: ReportedBest | None = None
     spans: Annotated[list[ReportedSpan], Field(max_length=10_000)] = []
 

@@ -270,5 +270,8 @@ def _report(body: ReportIn) -> outcome.Report:
         if body.best_checkpoint is None
         else body.best_checkpoint.model_dump(exclude={"stored_bytes"}),
         checkpoint=None if body.checkpoint is None else (body.checkpoint.step, body.checkpoint.uri),
+        model_flops=None
+        if body.model_flops is None
+        else (body.model_flops.step, body.model_flops.peak_per_s),
         stored_bytes=None if body.checkpoint is None else body.checkpoint.stored_bytes,
     )

@@ -209,7 +209,11 @@ def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unknown_field(path: Sequence[Any]) -> str:
     known = sorted(_fields_at(JobSpec, path[:-1]))
-    near = difflib.get_close_matches(str(path[-1]), known, n=1) if path else []
+    given = str(path[-1]) if path else ""
+    begun = [
+        name for name in known if given and name.startswith(f"{given}_")
+    ]  # every for every_steps, not keep_every
+    near = begun or (difflib.get_close_matches(given, known, n=1) if path else [])
     if near:
         return f"unknown field: did you mean {near[0]}?"
     known_here = f"; known here: {', '.join(known)}" if known else ""

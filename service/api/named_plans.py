@@ -18,7 +18,7 @@ from service.jobspec import NAME_PATTERN, OWNER_PATTERN
 from service.store.database import utc_now
 from service.store.named_plans import delete_plan, list_plans, named_plan
 
-router = APIRouter(prefix="/api/v1/plans", tags=["plans"], route_class=UserRoute)
+router = APIRouter(prefix="/api/v1/plans/named", tags=["plans"], route_class=UserRoute)
 
 PlanName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A kept plan's name")]
 Owner = Annotated[
@@ -74,4 +74,4 @@ async def remove(name: PlanName, caller: Caller, service: Current, owner: Owner 
 
 def _no_plan(name: str, owner: str) -> ProblemError:
     whose = f"{owner} keeps" if owner else "there is"
-    return ProblemError(404, f"{whose} no plan {name}: GET /api/v1/plans lists them")
+    return ProblemError(404, f"{whose} no plan {name}: GET /api/v1/plans/named lists them")

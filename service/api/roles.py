@@ -27,8 +27,8 @@ _VIEWERS = (
     ("GET", "/api/v1/jobs/{job_id}/steps"),
     ("GET", "/api/v1/jobs/{job_id}/timeline"),
     ("GET", "/api/v1/jobs/{job_id}/why"),
-    ("GET", "/api/v1/plans"),
-    ("GET", "/api/v1/plans/{name}"),
+    ("GET", "/api/v1/plans/named"),
+    ("GET", "/api/v1/plans/named/{name}"),
     ("GET", "/api/v1/queues"),
     ("GET", "/api/v1/usage"),
     ("GET", "/api/v1/whoami"),
@@ -44,7 +44,7 @@ _SUBMITTERS = (
     ("POST", "/api/v1/packages"),
     ("POST", "/api/v1/plans"),  # it computes
     ("POST", "/api/v1/plans/job"),  # it runs the job's code
-    ("DELETE", "/api/v1/plans/{name}"),  # their own; operators those of all
+    ("DELETE", "/api/v1/plans/named/{name}"),  # their own; operators those of all
     ("GET", "/api/v1/secrets"),  # their own, as all of these
     ("PUT", "/api/v1/secrets/{name}"),
     ("DELETE", "/api/v1/secrets/{name}"),

@@ -49,6 +49,13 @@ class Progress(BaseModel):
     loss: float | None
     metrics: Metrics = {}
     step_s: float | None
+    model_flops_per_s: float | None = Field(
+        default=None, description="Operations of the model's forward and backward a second, in the last step"
+    )
+    mfu: float | None = Field(
+        default=None,
+        description="The share of that in what the accelerators could do; null: one is not known",
+    )
 
 
 class CheckpointView(BaseModel):

@@ -40,8 +40,15 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 
 def _summary(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress", "labels"}
+    per_s = job.step_flops / job.step_s if job.step_flops is not None and job.step_s else None
     progress = Progress(
-        step=job.step or 0, steps=job.steps_wanted, loss=job.loss, metrics=job.metrics, step_s=job.step_s
+        step=job.step or 0,
+        steps=job.steps_wanted,
+        loss=job.loss,
+        metrics=job.metrics,
+        step_s=job.step_s,
+        model_flops_per_s=per_s,
+        mfu=None if per_s is None or not job.peak_flops_per_s else per_s / job.peak_flops_per_s,
     )
     return {
         **{name: getattr(job, name) for name in columns},

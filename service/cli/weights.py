@@ -159,6 +159,7 @@ def _table(items: list[CheckpointFile]) -> Table:
         table.add_column(title, no_wrap=bool(title), overflow="fold")
     for one in items:
         marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
+        marks += ["kept"] if "every" in one.kept else []  # by checkpoint.keep_every
         saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%m-%d %H:%M")
         loss = "" if one.loss is None else f"{one.loss:.4g}"
         took = ["" if found is None else f"{found:.2g} s" for found in (one.blocking_s, one.writing_s)]

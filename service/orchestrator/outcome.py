@@ -65,6 +65,8 @@ class Report:
     metrics_endpoint: str | None = None
     checkpoint: tuple[int, str] | None = None
     stored_bytes: int | None = None
+    model_flops: tuple[float | None, float | None] | None = None
+    """Of a step, and what the accelerators could do in a second."""
     evaluations: Sequence[EvaluationRecord] = ()
     best_checkpoint: Mapping[str, Any] | None = None
 
@@ -244,6 +246,8 @@ async def _store_measurements(
         }
     if report.metrics_endpoint is not None:
         attempt.metrics_endpoint = report.metrics_endpoint
+    if report.model_flops is not None:
+        job.step_flops, job.peak_flops_per_s = report.model_flops
     if report.checkpoint is not None:
         if report.checkpoint[0] > (job.checkpoint_step or 0):
             job.infrastructure_forgiven = attempt.number - 1  # what was lost then has been made good

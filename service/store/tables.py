@@ -12,6 +12,7 @@ from sqlalchemy import (
     JSON,
     BigInteger,
     DateTime,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -123,6 +124,9 @@ class Job(Base):
     """The id of the named plan that it was submitted with."""
     stored_bytes: Mapped[int | None] = mapped_column(BigInteger)
     """What its checkpoints take, as its driver, or who deleted some, last said."""
+    step_flops: Mapped[float | None] = mapped_column(Double)
+    """Operations of the model in a step, and what its accelerators could do in a second, as its driver has them."""
+    peak_flops_per_s: Mapped[float | None] = mapped_column(Double)
     files_removed_at: Mapped[datetime | None]
     """When all that it had saved was deleted, since it ended long ago."""
 

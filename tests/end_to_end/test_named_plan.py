@@ -33,7 +33,9 @@ def package(hidden: int) -> bytes:
     return file.getvalue()
 
 
-def test_a_job_trains_with_exactly_the_plan_that_was_kept_and_is_refused_when_its_code_has_changed(server):
+def test_a_job_trains_with_exactly_the_plan_that_was_kept_and_is_refused_when_its_code_has_changed(
+    server, tmp_path
+):
     with Client(server.url) as client:
         spec = job_spec(
             "gpt-named",
@@ -43,6 +45,7 @@ def test_a_job_trains_with_exactly_the_plan_that_was_kept_and_is_refused_when_it
             pipeline={"stages": "auto", "schedule": "auto"},
             resources={"meshes": 2, "device": "cpu"},
             code={"working_dir": client.upload_package(package(12)).uri},
+            checkpoint={"uri": str(tmp_path), "every_steps": 1, "keep": 1, "keep_every": 2},
         )
         kept = client.plan_job(spec, name="mine", budget_s=1)
         free = server.wait(
@@ -59,6 +62,15 @@ def test_a_job_trains_with_exactly_the_plan_that_was_kept_and_is_refused_when_it
         assert "as the plan 'mine' has it" in told[0]
         losses = [[step["loss"] for step in server.steps(one["id"])] for one in (job, free)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+        assert [(one.step, one.kept) for one in client.checkpoints(job["id"]).items] == [
+            (3, ["latest", "best"]),
+            (2, ["every"]),
+        ]
+        held = client.artifacts(job["id"]).stored_bytes
+        gone = client.remove_checkpoint(job["id"], 2)
+        assert (gone.removed, gone.left) == (["step-0000000002"], [3])
+        assert 0 < client.artifacts(job["id"]).stored_bytes < held
+        assert server.job(job["id"])["progress"]["model_flops_per_s"] > 0
         changed = spec | {"plan": "mine", "code": {"working_dir": client.upload_package(package(20)).uri}}
         other = server.wait(server.submit(changed))
         assert (other["state"], other["reason"]) == ("FAILED", "PLAN_INFEASIBLE"), other["message"]

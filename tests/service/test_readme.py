@@ -73,7 +73,7 @@ def test_every_setting_that_is_told_exists_with_the_default_that_is_told(name: s
     defaults = dict(re.findall(r"`SLOTLINE_(KEEP_\w+_DAYS)` \|.*? (\d+) days", TEXTS[name]))
     for setting, days in defaults.items():
         assert Settings.model_fields[setting.lower()].default == float(days)
-    assert len(defaults) == (3 if name == "README.md" else 0)
+    assert len(defaults) == (4 if name == "README.md" else 0)
 
 
 def test_every_state_is_told():

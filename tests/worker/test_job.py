@@ -106,6 +106,7 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
         "notifications",
         "env",
         "secrets",
+        "plan",
     }
     assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
     found = asdict(job)

@@ -41,10 +41,11 @@ class _Pending:
     spans: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_WAITING_SPANS))
     checkpoint: dict[str, Any] | None = None
     best_checkpoint: dict[str, Any] | None = None
+    model_flops: dict[str, Any] | None = None
 
     def anything(self) -> bool:
         lists = self.steps or self.evaluations or self.timelines or self.events or self.states
-        return bool(lists or self.spans or self.checkpoint or self.best_checkpoint)
+        return bool(lists or self.spans or self.checkpoint or self.best_checkpoint or self.model_flops)
 
 
 class Reporter:
@@ -105,12 +106,19 @@ class Reporter:
     def checkpoint(self, step: int, uri: str, stored_bytes: int | None = None) -> None:
         """Report a checkpoint, and what all that the job has saved takes now."""
         with self._lock:
-            self._pending.checkpoint = {"step": step, "uri": uri, "stored_bytes": stored_bytes}
+            told = {} if stored_bytes is None else {"stored_bytes": stored_bytes}
+            self._pending.checkpoint = {"step": step, "uri": uri, **told}
 
     def best_checkpoint(self, best: Mapping[str, Any]) -> None:
         """Report the checkpoint that is kept for being the best: `step`, `uri`, `metric` and `value`."""
         with self._lock:
             self._pending.best_checkpoint = dict(best)
+
+    def model_flops(self, step: int | None, peak_per_s: float | None) -> None:
+        """Report how many operations of the model a step takes, and how many all accelerators could do in a second, each
+        where it is known."""
+        with self._lock:
+            self._pending.model_flops = {"step": step, "peak_per_s": peak_per_s}
 
     def metrics_endpoint(self, endpoint: str) -> None:
         with self._lock:
@@ -191,7 +199,7 @@ class Reporter:
         what is left of its state last. False when nothing is."""
         for part in (
             *("spans", "timelines", "events", "steps", "evaluations"),
-            *("metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
+            *("model_flops", "metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
         ):
             if body[part]:
                 log.error("report %s was refused (%s): its %s are dropped", body["sequence"], why, part)
@@ -219,6 +227,7 @@ class Reporter:
             spans, p.spans = list(p.spans), _Pending().spans
             checkpoint, p.checkpoint = p.checkpoint, None
             best, p.best_checkpoint = p.best_checkpoint, None
+            flops, p.model_flops = p.model_flops, None
             self._sequence += 1
             return {
                 "sequence": self._sequence,
@@ -232,6 +241,7 @@ class Reporter:
                 "metrics_endpoint": self._metrics_endpoint,
                 "checkpoint": checkpoint,
                 "best_checkpoint": best,
+                "model_flops": flops,
                 "spans": spans,
             }
 

@@ -227,7 +227,9 @@ class Trainer:
         self._launch.ended("warm up")
 
     def _run(self, first: int, planned: PlannedJob, checkpoints: Checkpoints) -> str | None:
-        self._metrics.set_model_flops(self._model_flops(planned))
+        flops = self._model_flops(planned)
+        self._metrics.set_model_flops(flops)
+        self._reporter.model_flops(flops and flops.step, flops and flops.peak_per_s)
         self._reporter.state("RUNNING")
         evaluations = Evaluations(
             self._job.evaluation,

@@ -87,6 +87,8 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
         "loss": 2.0,
         "metrics": STEP["metrics"],
         "step_s": 0.2,
+        "model_flops_per_s": None,
+        "mfu": None,
     }
     assert job["attempts"][0]["metrics_endpoint"] == "127.0.0.1:9000"
     steps = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()
@@ -417,3 +419,20 @@ async def _store_plan(api: Api, job_id: str, plan: dict) -> None:
         await record_plan(session, attempt, json.dumps(plan), at=utc_now())
     async with api.service.database.read() as session:
         assert (await find_plan(session, job_id)) is not None
+
+
+async def test_a_job_shows_what_share_of_its_accelerators_the_model_gets(api: Api):
+    job_id = await api.started()
+    assert (await api.job(job_id))["progress"]["mfu"] is None
+    known = {"step": 2e12, "peak_per_s": 4e13}
+    await api.report(job_id, 1, steps=[STEP], model_flops=known)
+    progress = (await api.job(job_id))["progress"]
+    assert progress["model_flops_per_s"] == pytest.approx(2e12 / STEP["step_s"])
+    assert progress["mfu"] == pytest.approx(2e12 / STEP["step_s"] / 4e13) == 0.25
+    (listed,) = (await api.client.get("/api/v1/jobs")).json()["items"]
+    assert listed["progress"] == progress
+    await api.report(job_id, 2, model_flops={"step": 2e12, "peak_per_s": None})
+    progress = (await api.job(job_id))["progress"]
+    assert progress["mfu"] is None and progress["model_flops_per_s"] == pytest.approx(1e13), (
+        "no vendor says more"
+    )

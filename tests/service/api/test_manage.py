@@ -35,7 +35,8 @@ async def test_a_job_is_submitted_and_read(api: Api):
     assert response.headers["location"] == f"/api/v1/jobs/{created['id']}"
     job = await api.job(created["id"])
     assert JobSpec.model_validate(job["spec"]) == JobSpec.model_validate(job_body(priority=3))
-    assert job["progress"] == {"step": 0, "steps": 10, "loss": None, "metrics": {}, "step_s": None}
+    nothing = dict.fromkeys(("loss", "step_s", "model_flops_per_s", "mfu"))
+    assert job["progress"] == {"step": 0, "steps": 10, "metrics": {}, **nothing}
     assert job["created_at"].endswith("Z")
 
 

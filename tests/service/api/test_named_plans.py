@@ -71,7 +71,7 @@ async def test_a_job_is_planned_as_its_named_plan_has_it_whatever_was_measured_s
 
 async def test_plans_are_listed_shown_and_deleted_and_jobs_keep_theirs(api: Api):
     plan = await kept(api)
-    (one,) = (await api.client.get(PLANS)).json()["items"]
+    (one,) = (await api.client.get(f"{PLANS}/named")).json()["items"]
     assert (one["name"], one["microbatches"], one["meshes"], one["workers"]) == (
         "mine",
         plan["spec"]["microbatches"],
@@ -79,15 +79,15 @@ async def test_plans_are_listed_shown_and_deleted_and_jobs_keep_theirs(api: Api)
         [1, 1],
     )
     assert one["expires_at"] > one["used_at"] and one["begins"] == plan["begins"] and one["size_bytes"] > 500
-    whole = (await api.client.get(f"{PLANS}/mine")).json()
+    whole = (await api.client.get(f"{PLANS}/named/mine")).json()
     assert whole["plan"].items() <= plan.items() and orders(whole["plan"]) == orders(plan)
     assert whole["job"]["name"] == "small"
     job_id = await api.started(**OPEN, plan="mine")
     for _ in range(2):
-        found = await api.client.delete(f"{PLANS}/mine")
+        found = await api.client.delete(f"{PLANS}/named/mine")
         assert found.status_code == (404 if _ else 204), found.text
-    assert (await api.client.get(PLANS)).json()["items"] == []
-    problem(await api.client.get(f"{PLANS}/mine"), 404)
+    assert (await api.client.get(f"{PLANS}/named")).json()["items"] == []
+    problem(await api.client.get(f"{PLANS}/named/mine"), 404)
     gone = problem(await api.client.post("/api/v1/jobs", json=job_body(**OPEN, plan="mine")), 422)
     assert gone["errors"][0]["field"] == "plan" and "slotline plans list" in gone["detail"]
     answer = await api.driver(job_id, "POST", "/plan", json=costs())
@@ -233,16 +233,16 @@ async def test_plans_belong_to_who_kept_them(make_api: ApiMaker):
         as_ = headers.__getitem__
         api.client.headers.update(as_("ann"))
         await kept(api)
-        assert (await api.client.get(f"{PLANS}/mine")).json()["owner"] == "ann"
+        assert (await api.client.get(f"{PLANS}/named/mine")).json()["owner"] == "ann"
         body = job_body(**OPEN, plan="mine")
         problem(await api.client.post("/api/v1/jobs", json=body, headers=as_("bob")), 422)
-        problem(await api.client.delete(f"{PLANS}/mine", headers=as_("bob")), 404)
-        problem(await api.client.delete(f"{PLANS}/mine?owner=ann", headers=as_("bob")), 403)
-        problem(await api.client.delete(f"{PLANS}/mine?owner=ann", headers=as_("vic")), 403)
-        seen = await api.client.get(f"{PLANS}/mine?owner=ann", headers=as_("vic"))
+        problem(await api.client.delete(f"{PLANS}/named/mine", headers=as_("bob")), 404)
+        problem(await api.client.delete(f"{PLANS}/named/mine?owner=ann", headers=as_("bob")), 403)
+        problem(await api.client.delete(f"{PLANS}/named/mine?owner=ann", headers=as_("vic")), 403)
+        seen = await api.client.get(f"{PLANS}/named/mine?owner=ann", headers=as_("vic"))
         assert seen.status_code == 200 and seen.json()["owner"] == "ann"
-        assert (await api.client.get(f"{PLANS}?owner=bob", headers=as_("vic"))).json()["items"] == []
-        removed = await api.client.delete(f"{PLANS}/mine?owner=ann", headers=as_("opa"))
+        assert (await api.client.get(f"{PLANS}/named?owner=bob", headers=as_("vic"))).json()["items"] == []
+        removed = await api.client.delete(f"{PLANS}/named/mine?owner=ann", headers=as_("opa"))
         assert removed.status_code == 204
 
 
@@ -255,7 +255,7 @@ async def test_an_owner_keeps_so_many_plans_of_such_a_size(make_api: ApiMaker):
         spec = job_body(**OPEN, name="two")
         full = problem(await api.client.post(f"{PLANS}/job", params={"name": "two"}, json=spec), 409)
         assert full["code"] == "TOO_MANY_PLANS" and "SLOTLINE_NAMED_PLANS" in full["detail"]
-        await api.client.delete(f"{PLANS}/mine")
+        await api.client.delete(f"{PLANS}/named/mine")
         assert (await api.client.post(f"{PLANS}/job", params={"name": "two"}, json=spec)).status_code == 200
     async with make_api(named_plan_limit_bytes=1024) as api:
         long = await api.client.post(f"{PLANS}/job", params={"name": "long"}, json=job_body(**OPEN))
@@ -276,7 +276,7 @@ async def test_plans_go_when_no_job_wants_them(api: Api):
     assert await there(100), "its job runs"
     await api.report(job_id, 1, state="FAILED", reason="NAN_LOSS", message="no number")
     assert await there(9), "the job may be retried"
-    await api.client.delete(f"{PLANS}/mine")
+    await api.client.delete(f"{PLANS}/named/mine")
     assert await there(9)
     assert not await there(11)
     async with api.service.database.write() as session:
@@ -297,7 +297,9 @@ async def test_lists_of_plans_have_pages_and_no_bodies(api: Api):
     seen, token = [], None
     while True:
         page = (
-            await api.client.get(PLANS, params={"limit": 1} | ({"page_token": token} if token else {}))
+            await api.client.get(
+                f"{PLANS}/named", params={"limit": 1} | ({"page_token": token} if token else {})
+            )
         ).json()
         seen += [one["name"] for one in page["items"]]
         if (token := page["next_page_token"]) is None:

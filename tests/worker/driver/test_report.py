@@ -445,3 +445,18 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_control_plane_on_this_mac
     control.report({"sequence": 1})
     control.close()
     assert [report["sequence"] for report in plane.reports] == [1]
+
+
+def test_what_a_model_computes_is_told_once_and_waits_with_the_others(plane):
+    reporter = unstarted(plane.port)
+    reporter.model_flops(10**12, None)
+    reporter.start()
+    assert reporter.flush(LIMIT_S)
+    told = [r["model_flops"] for r in plane.reports if r["model_flops"] is not None]
+    assert told == [{"step": 10**12, "peak_per_s": None}]
+    reporter.checkpoint(4, "/runs/4", 123)
+    assert reporter.flush(LIMIT_S)
+    assert [r["checkpoint"] for r in plane.reports if r["checkpoint"]] == [
+        {"step": 4, "uri": "/runs/4", "stored_bytes": 123}
+    ]
+    reporter.close()

@@ -169,6 +169,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         }
         await record_plan(session, attempt, json.dumps(body), at=now)
         await record_steps(session, attempt, [step(number) for number in range(1, STEPS + 1)])
+        running.step_flops, running.peak_flops_per_s = running.step_s * 3e12, 8e12
         running.best_checkpoint = {"step": 20, "uri": "/runs/20", "metric": "loss", "value": 1.5}
         found = [EvaluationRecord(number, 1.5, 64, 0.1, None, {"f1": 0.5}) for number in (0, 10, 20)]
         await record_evaluations(session, attempt, found)

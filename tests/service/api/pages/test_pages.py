@@ -65,6 +65,8 @@ def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, 
     evaluated = page.js("[...document.querySelectorAll('.charts .second')].map((one) => one.dataset.points)")
     assert "3" in evaluated
     assert "loss 1.5 after step 20" in page.js("document.querySelector('#facts').textContent")
+    told = page.js("document.querySelector('#facts').textContent")
+    assert "3 TFLOP/s of the model" in told and "MFU37.5 %" in told
     assert page.js("document.querySelector('#metrics [data-metric=f1] .second').dataset.points") == "3"
     accuracy = "#metrics [data-metric=accuracy] .curve"
     assert page.js(f"document.querySelector('{accuracy}').dataset.points") == str(STEPS)
