@@ -73,9 +73,8 @@ def plain_losses(spec: dict) -> list[float]:
 
 
 def test_two_jobs_at_once_take_turns_and_learn_what_a_plain_loop_learns(server, ray_head):
-    """Four accelerators each on a cluster of four: the second waits with a reason, then runs, read by loader processes."""
+    """Four accelerators each on a cluster of four: the second waits with a reason, then runs."""
     specs = {name: job_spec(name) for name in ("gpt", "unet")}
-    specs["unet"]["data"]["loader"] = {"workers": 1}  # a process that an actor of Ray starts
     ids = {name: server.submit(spec) for name, spec in specs.items()}
     reasons = set()
     while server.job(ids["gpt"])["state"] not in FINAL:

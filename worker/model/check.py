@@ -22,6 +22,7 @@ from worker.model.checkpointing import regions_marked
 from worker.model.distance import Tolerance, distance, least_size, tolerance_of
 from worker.model.errors import TraceError
 from worker.model.kept_buffers import KeptBuffers
+from worker.model.own_backwards import KNOWN
 from worker.model.random_calls import RandomCall, drawn_as, random_calls
 from worker.model.stages import StageBuilder, StageModule, input_name
 from worker.model.tracing import TracedModel
@@ -111,7 +112,7 @@ def check_trace(
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
     names = traced.form.names if traced.form else [str(k) if k else "" for k in several]
     _compare(expected, found, names, list(dict.fromkeys(parameters)), tolerance, functions)
-    return [*traced.notes, *suspects.notes(model, moved)]
+    return [*traced.notes, *suspects.notes(model, moved, [one for one in functions if one not in KNOWN])]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,8 +190,9 @@ def dependence(model: nn.Module, moved: Moved, differs: Callable[[int | None], b
     return None
 
 
-def notes(model: nn.Module, moved: Moved) -> list[str]:
-    """What to tell of a model whose result was not found to depend on what its forward moves."""
+def notes(model: nn.Module, moved: Moved, functions: Sequence[str] = ()) -> list[str]:
+    """What to tell of a model whose result was not found to depend on what its forward moves, nor its gradients on the
+    backwards of the autograd `functions` that it calls."""
     found = [
         f"forward changes {attribute!r} of {_shown(model, name)}, which a trace keeps as it was: no change that was "
         "tried changed the output"
@@ -201,6 +202,11 @@ def notes(model: nn.Module, moved: Moved) -> list[str]:
         found.append(
             "forward draws random numbers of Python or numpy, which are drawn once, while tracing: no other draw that "
             "was tried changed the output"
+        )
+    if functions:
+        found.append(
+            f"forward calls the autograd function {', '.join(functions)}, of whose own backward tracing keeps nothing: on "
+            "the first microbatch autograd's gradients were the same"
         )
     return found
 

@@ -23,6 +23,7 @@ from worker.model.guards import FiniteAssumed
 from worker.model.inplace import isolate_changes
 from worker.model.kept_buffers import KeptBuffers
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
+from worker.model.own_backwards import own_backwards_kept
 from worker.model.profile import check_stage_count, resolve_begins
 from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
 from worker.model.untraceable import untraceable
@@ -218,6 +219,7 @@ def _export(
             cast.entered(),
             regions_marked(),
             needless_left_out(),
+            own_backwards_kept(),
         ):
             return torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:

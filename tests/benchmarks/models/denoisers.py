@@ -62,7 +62,6 @@ ENTRIES = (
         {"hidden_states": [16, 4], "encoder_hidden_states": TEXT, "pooled_projections": [24], "timestep": []}
         | {"img_ids": [16, 3], "txt_ids": [6, 3]},
         [16, 4],
-        wrapped="ids without batch",
     ),
     _of(
         "PixArtTransformer2DModel",

@@ -133,7 +133,13 @@ EXPERT = (
         "Switch Transformers",
         "SwitchTransformersForConditionalGeneration",
         "SwitchTransformersConfig",
-        T5 | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        T5
+        | {
+            "num_experts": 4,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "dropout_rate": 0.0,
+        },
         "Text",
     ),
 )

@@ -32,7 +32,7 @@ CLASSES_OF_VIT = {key: value for key, value in VIT.items() if key != "num_labels
 
 ENTRIES = (
     timm("MaxViT (timm)", "maxvit_pico_rw_256", side=64, img_size=64, embed_dim=[32] * 4, **SMALL),
-    timm("CoAtNet (timm)", "coatnet_pico_rw_224", side=64, img_size=64, embed_dim=[8, 8, 32, 32], **SMALL),
+    timm("CoAtNet (timm)", "coatnet_pico_rw_224", side=64, img_size=64, embed_dim=[32] * 4, **SMALL),
     timm("NFNet (timm)", "test_nfnet"),
     timm("EdgeNeXt (timm)", "edgenext_xx_small", depths=[1, 1, 2, 1], dims=[8, 16, 16, 32]),
     timm(
