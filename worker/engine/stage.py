@@ -118,8 +118,8 @@ class StageRunner:
         self._weights.clear()
 
     @property
-    def trained(self) -> tuple[bool, ...]:
-        """With gradients or without: all ways in which forwards run, the first one first."""
+    def with_gradients(self) -> tuple[bool, ...]:
+        """In which ways forwards run, each time first the first."""
         if not self._settings.training:
             return (False,)
         return (False, True) if self._recompute else (True,)

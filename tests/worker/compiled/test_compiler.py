@@ -56,7 +56,7 @@ def test_a_stage_with_dropout_has_the_values_gradients_and_masks_of_the_traced_o
 
 @pytest.mark.usefixtures("no_generated_code")
 def test_steps_on_other_threads_with_other_weights_compile_nothing(caplog):
-    stage, state = gpt_stage(dropout=0.2)
+    stage, state = gpt_stage()
     assert a_compiler().compile("stage s0", stage, forward(stage), (False, True))
     before = calls(stage)
     assert set(before) == {2}  # without gradients, as a recomputed stage runs first, and with them
@@ -90,11 +90,9 @@ def test_what_it_was_not_compiled_for_runs_as_traced_and_is_told(caplog):
 
 
 @pytest.mark.usefixtures("no_generated_code")
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_backward_in_two_parts_makes_the_gradients_of_the_whole_one(dropout):
-    """Of a stage in the middle: what is compiled is one node, or several between draws."""
-    torch.manual_seed(0)
-    stage, state = gpt_stage(dropout=dropout)
+def test_a_backward_in_two_parts_makes_the_gradients_of_the_whole_one():
+    """What is compiled is several nodes between draws."""
+    stage, state = gpt_stage(dropout=0.2)
     assert a_compiler().compile("stage s0", stage, forward(stage))
     parameters = list(stage.parameters())
 
@@ -183,7 +181,7 @@ def test_without_a_compiler_a_note_names_it_and_nothing_is_tried(monkeypatch, tm
     assert not one.compile("stage s0", stage, forward(stage))
     assert pieces_of(stage) == []
     (note,) = one.notes
-    assert "everything runs as traced: no C++ compiler, was found (looked for g++)" in note
+    assert "everything runs as traced: no C++ compiler was found (looked for g++)" in note
     assert "CXX" in note
 
 
@@ -198,7 +196,7 @@ def test_where_torch_compile_is_switched_off_that_is_told(monkeypatch):
 
 @pytest.mark.usefixtures("no_generated_code")
 def test_compiling_leaves_no_gradient_and_moves_no_generator():
-    stage, _ = gpt_stage(dropout=0.2)
+    stage, _ = gpt_stage()
     given = []
 
     def run(training):
