@@ -119,7 +119,7 @@ class StageRunner:
 
     @property
     def with_gradients(self) -> tuple[bool, ...]:
-        """In which ways forwards run, each time first the first."""
+        """Whether forwards run with gradients; a recomputed stage's run without, and then with them."""
         if not self._settings.training:
             return (False,)
         return (False, True) if self._recompute else (True,)
