@@ -42,7 +42,7 @@ def missing_compiler(device: str) -> str | None:
         if not has_triton():
             return "triton is missing or finds no GPU that it knows: install triton beside torch"
         names = [name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name]
-        what = "C compiler, which triton needs"
+        what = "C compiler (triton needs one)"
     else:
         from torch._inductor import config
 
@@ -53,7 +53,7 @@ def missing_compiler(device: str) -> str | None:
         return None
     variable = "CC" if device == "cuda" else "CXX"
     return (
-        f"no {what}, was found (looked for {', '.join(names)}): install g++ where the workers run, or name one by the "
+        f"no {what} was found (looked for {', '.join(names)}): install g++ where the workers run, or name one by the "
         f"environment variable {variable}"
     )
 

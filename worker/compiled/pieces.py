@@ -73,8 +73,16 @@ def split(body: fx.GraphModule) -> list[Piece]:
             found.append(piece)
         run.clear()
 
+    for node in [node for node in body.graph.nodes if node.op == "placeholder"]:
+        copies[node] = outer.node_copy(node)
+    for node, given in list(
+        copies.items()
+    ):  # from another mesh tensors are in one piece, from a stage here they need not be
+        copies[node] = outer.call_function(torch.ops.aten.contiguous.default, (given,))
     for node in _in_order(body.graph):
-        if node.op in ("placeholder", "get_attr"):
+        if node.op == "placeholder":
+            continue
+        if node.op == "get_attr":
             copies[node] = outer.node_copy(node, copies.__getitem__)
         elif node.op == "output":
             close()

@@ -4,6 +4,7 @@ what other stages make. Nothing is sent, no buffer changes, no gradient is left.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from worker.compiled.pieces import no_gradient
 from worker.engine import Engine
 from worker.engine.routes import ModelInput, StageWiring
 from worker.engine.stage import StageRunner
+
+log = logging.getLogger(__name__)
 
 _SEED = 0
 
@@ -31,16 +34,12 @@ def compile_stages(
         for index, (module, wiring) in engine.stages.items():
             name, runner = f"stage s{index}", engine.runners[index]
             values = list(_values(module, wiring, inputs, device))
-            several = len(wiring.model_outputs) > 1 and True in runner.trained
-            if several and (lost := _without_gradient(runner, module, values, target)):
-                compiler.refuse(
-                    name,
-                    f"the loss uses only some of the model's outputs, and {lost[0]!r} ({len(lost)} in all), which gets no "
-                    "gradient from it, would get one of zeros",
-                )
+            several = len(wiring.model_outputs) > 1 and True in runner.with_gradients
+            if several and (why := _why_not(runner, module, values, target.to(device))):
+                compiler.refuse(name, why)
                 continue
             run = functools.partial(_run, runner, values)
-            if compiler.compile(name, module, run, runner.trained):
+            if compiler.compile(name, module, run, runner.with_gradients):
                 done.append(f"s{index} in {compiled_pieces(module)}")
     notes = list(compiler.notes)
     if done:
@@ -67,10 +66,18 @@ def _values(
             yield fill(shape, dtype=dtype, device=device)
 
 
-def _without_gradient(
-    runner: StageRunner, module: nn.Module, values: Sequence[Tensor], target: Any
-) -> list[str]:
-    """Trained parameters that only such outputs of the model depend on as the loss does not use: autograd leaves them
-    without a gradient, and a compiled backward, which begins at all outputs, does not."""
-    roots = runner.rehearse(values, training=True, target=target)
-    return no_gradient(module, roots) if roots else []
+def _why_not(runner: StageRunner, module: nn.Module, values: Sequence[Tensor], target: Any) -> str | None:
+    """Where the loss leaves outputs of the model unused autograd leaves parameters that only they depend on without a
+    gradient; a compiled backward begins at all outputs, and does not."""
+    try:
+        roots = runner.rehearse(values, training=True, target=target)
+        lost = no_gradient(module, roots) if roots else []
+    except Exception as error:
+        log.warning("stage s%d is not compiled", module.index, exc_info=True)
+        return f"which of the model's outputs the loss uses is not known: it raised {type(error).__name__}: {error}"
+    if not lost:
+        return None
+    return (
+        f"the loss uses only some of the model's outputs, and {lost[0]!r} ({len(lost)} in all), which gets no gradient from "
+        "it, would get one of zeros"
+    )

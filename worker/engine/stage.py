@@ -117,8 +117,8 @@ class StageRunner:
         self._weights.clear()
 
     @property
-    def trained(self) -> tuple[bool, ...]:
-        """With gradients or without: all ways in which forwards run, the first one first."""
+    def with_gradients(self) -> tuple[bool, ...]:
+        """Whether forwards run with gradients; a recomputed stage's run without, and then with them."""
         if not self._settings.training:
             return (False,)
         return (False, True) if self._recompute else (True,)

@@ -19,7 +19,7 @@ from worker.engine.backward import backward, backward_input
 from worker.engine.stage_run import run_forward
 
 
-def a_compiler(limit_s=200.0):
+def a_compiler(limit_s=3600.0):
     return Compiler(device="cpu", autocast=None, limit_s=limit_s)
 
 
@@ -28,6 +28,7 @@ def calls(stage):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler")
 def test_by_inductor_a_stage_has_the_values_and_gradients_of_the_traced_one():
     stage, state = gpt_stage()
@@ -56,7 +57,7 @@ def test_a_stage_with_dropout_has_the_values_gradients_and_masks_of_the_traced_o
 
 @pytest.mark.usefixtures("no_generated_code")
 def test_steps_on_other_threads_with_other_weights_compile_nothing(caplog):
-    stage, state = gpt_stage(dropout=0.2)
+    stage, state = gpt_stage()
     assert a_compiler().compile("stage s0", stage, forward(stage), (False, True))
     before = calls(stage)
     assert set(before) == {2}  # without gradients, as a recomputed stage runs first, and with them
@@ -90,11 +91,9 @@ def test_what_it_was_not_compiled_for_runs_as_traced_and_is_told(caplog):
 
 
 @pytest.mark.usefixtures("no_generated_code")
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_backward_in_two_parts_makes_the_gradients_of_the_whole_one(dropout):
-    """Of a stage in the middle: what is compiled is one node, or several between draws."""
-    torch.manual_seed(0)
-    stage, state = gpt_stage(dropout=dropout)
+def test_a_backward_in_two_parts_makes_the_gradients_of_the_whole_one():
+    """What is compiled is several nodes between draws."""
+    stage, state = gpt_stage(dropout=0.2)
     assert a_compiler().compile("stage s0", stage, forward(stage))
     parameters = list(stage.parameters())
 
@@ -152,9 +151,9 @@ def wrong(graph, arguments):
 @pytest.mark.parametrize(
     ("backend", "limit_s", "why"),
     [
-        (broken, 200.0, "NotImplementedError: no such operator here"),
+        (broken, 3600.0, "NotImplementedError: no such operator here"),
         (slow, 1.0, "compiling took longer than training.compile_limit_s, 1 s for all stages"),
-        (wrong, 200.0, "compiled, an output of shape [2, 256, 8] differs by 1 of its size (at most 0.0001"),
+        (wrong, 3600.0, "compiled, an output of shape [2, 256, 8] differs by 1 of its size (at most 0.0001"),
     ],
 )
 def test_what_cannot_be_compiled_runs_as_traced_and_a_note_says_which_and_why(
@@ -183,7 +182,7 @@ def test_without_a_compiler_a_note_names_it_and_nothing_is_tried(monkeypatch, tm
     assert not one.compile("stage s0", stage, forward(stage))
     assert pieces_of(stage) == []
     (note,) = one.notes
-    assert "everything runs as traced: no C++ compiler, was found (looked for g++)" in note
+    assert "everything runs as traced: no C++ compiler was found (looked for g++)" in note
     assert "CXX" in note
 
 
@@ -198,7 +197,7 @@ def test_where_torch_compile_is_switched_off_that_is_told(monkeypatch):
 
 @pytest.mark.usefixtures("no_generated_code")
 def test_compiling_leaves_no_gradient_and_moves_no_generator():
-    stage, _ = gpt_stage(dropout=0.2)
+    stage, _ = gpt_stage()
     given = []
 
     def run(training):

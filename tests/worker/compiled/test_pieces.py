@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from itertools import chain
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from staged import gpt_stage, made
 from torch import fx, nn
 
-from worker.compiled.pieces import example_of, pieces_of, split
+from worker.compiled.pieces import example_of, pieces_of, seen_by, split
 from worker.engine.random_state import is_random
 
 
@@ -62,18 +63,20 @@ def test_calls_of_modules_stay_outside_and_elements_of_tuples_with_what_made_the
     product = graph.call_function(torch.ops.aten.mm.default, (x, weight))
     parts = graph.call_function(torch.ops.aten.split.Tensor, (product, 2, 1))
     summed = graph.call_module("sums", (product,))
-    first = graph.call_function(__import__("operator").getitem, (parts, 0))
-    last = graph.call_function(torch.ops.aten.cat.default, ([first, summed], 1))
+    half = graph.call_function(operator.getitem, (parts, 0))
+    last = graph.call_function(torch.ops.aten.cat.default, ([half, summed], 1))
     graph.output((graph.call_function(torch.ops.aten.relu.default, (last,)),))
     body = fx.GraphModule(root, graph)
-    given = torch.randn(3, 4)
+    given = torch.randn(4, 3).t()  # as a stage of the same mesh may hand it on
     (expected,) = copy.deepcopy(body)(given)
     first, _ = split(body)
     assert torch.equal(body(given)[0], expected)
     assert [n.target for n in body.graph.nodes if n.op == "call_module"] == ["piece_0", "sums", "piece_1"]
-    assert (
-        len(list(first.graph.graph.nodes)[-1].args[0]) == 2
-    )  # the product, and the one element that is used
+    # the product, and the one element that is used
+    assert len(list(first.graph.graph.nodes)[-1].args[0]) == 2
+    (seen,) = seen_by([first], lambda: body(given))
+    assert all(one.is_contiguous() for one in seen)
+    assert any(torch.equal(one, given) for one in seen if one.shape == given.shape)
 
 
 def test_an_example_keeps_what_is_one_tensor_one_and_parameters_themselves():
