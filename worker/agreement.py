@@ -18,6 +18,9 @@ from worker.nests import Targets
 
 _SHOWN = 8
 
+# What stands behind the name of a matrix of which a worker has a part: which, and along which dimension.
+PART, ALONG = " (part ", " along dimension "
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -53,6 +56,27 @@ def held_by_several(names: Sequence[Collection[str]]) -> list[str]:
         several |= seen & set(mine)
         seen |= set(mine)
     return sorted(several)
+
+
+def different_splits(workers: Sequence[str], names: Sequence[Collection[str]]) -> str | None:
+    """A sentence with the first parameter that some workers share otherwise than others, which would add up what is not the
+    same; or None. `names[w]` are those that worker w holds, with its parts."""
+    ways: dict[str, dict[str, str]] = {}
+    for worker, held in zip(workers, names, strict=True):
+        for told in held:
+            name, _, part = told.partition(PART)
+            ways.setdefault(name, {}).setdefault(part.rstrip(")").partition(ALONG)[2], worker)
+    for name, found in sorted(ways.items()):
+        if len(found) > 1:
+            has = (f"parts along dimension {way}" if way else "the whole of it" for way in found)
+            told = " and ".join(
+                f"{what} on {worker}" for what, worker in zip(has, found.values(), strict=True)
+            )
+            return (
+                f"parameter {name!r} has users on several meshes that share it otherwise: {told}; give their modules one "
+                "style in resources.tensor_plan, vocab or replicate"
+            )
+    return None
 
 
 def different_tensors(workers: Sequence[str], found: Sequence[Fingerprint]) -> str | None:

@@ -10,6 +10,7 @@ from workers import Workers
 
 from service.jobspec import JobSpec
 from worker import checkpoint
+from worker.agreement import different_splits
 from worker.failure import AttemptFailure
 from worker.job import Job
 from worker.model.errors import ModelError
@@ -157,6 +158,24 @@ def test_heads_that_do_not_fit_end_the_attempt_with_what_fits():
     with pytest.raises(AttemptFailure, match=said) as refused:
         Workers(on([(1, 2)] * 2, spec)).__enter__()
     assert refused.value.reason is Reason.PLAN_INFEASIBLE
+
+
+def test_a_matrix_that_two_meshes_would_share_otherwise_is_refused():
+    """Of the tied words one mesh would have every second column and the other every second row: as many numbers."""
+    spec = job()
+    told = []
+    for plan in ({"embed.token": "colwise"}, {"embed.token": "vocab"}):
+        with Workers(on([(1, 2)] * 2, spec, tensor_plan=plan)) as workers:
+            told.append(
+                different_splits(["m0/0", "m0/1", "m1/0", "m1/1"], workers.call(lambda w: w.tensor_names()))
+            )
+    assert told[0].startswith(
+        "parameter 'embed.token.weight' has users on several meshes that share it otherwise: parts along dimension 1 of 16 "
+        "on m0/0 and parts along dimension 0 of 256 on m1/0; give their modules one style"
+    )
+    assert told[1] is None
+    part = "w (part 1 of 2 along dimension 0 of 4)"
+    assert "'w' has users" in different_splits(["m0/0", "m1/0"], [[part, "x"], ["w", "x"]])
 
 
 def test_a_model_without_a_known_matrix_is_refused():

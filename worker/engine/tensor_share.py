@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from worker.agreement import ALONG, PART
 from worker.model.stages import StageModule
 from worker.tensor.collectives import Between, TensorGroup
 from worker.tensor.layout import Split
@@ -32,9 +33,11 @@ class TensorShare:
 
     def told(self, name: str) -> str:
         """What this worker has of `name`, for a comparison with the others that have the same."""
-        if name not in self._splits:
+        split = self._splits.get(name)
+        if split is None:
             return name
-        return f"{name} (part {self._group.worker + 1} of {self._group.workers})"
+        parts = " + ".join(map(str, split.parts))
+        return f"{name}{PART}{self._group.worker + 1} of {self._group.workers}{ALONG}{split.dim} of {parts})"
 
     def counts(self, name: str) -> bool:
         """Whether this worker counts where all add up: its parts, and what is whole on the first alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import torch
@@ -60,9 +61,10 @@ def gradients_of(stage, inputs, loss_of, *, split_backward):
 
 def check_equal(model, inputs, loss_of, *, workers=2, plan=None, split_backward=False):
     """Runs both; the group, and the first worker's stage."""
-    loss, expected = gradients_of(whole_stage(model, inputs), inputs, loss_of, split_backward=False)
+    stage = whole_stage(model, inputs)
     together = Together(workers)
-    shared = [tensor_stage(whole_stage(model, inputs), plan, group) for group in together.groups]
+    shared = [tensor_stage(copy.deepcopy(stage), plan, group) for group in together.groups]
+    loss, expected = gradients_of(stage, inputs, loss_of, split_backward=False)
     found, errors = [None] * workers, []
 
     def run(worker):
