@@ -17,7 +17,8 @@ Float = Annotated[float, BeforeValidator(_number)]
 Integer = Annotated[int, BeforeValidator(_number)]
 Seconds = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
 Bandwidth = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[Integer, Field(ge=0)]
+MOST = 2**53  # what every reader of JSON takes as it is
+Bytes = Annotated[Integer, Field(ge=0, le=MOST)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Contention = Literal["none", "link", "full-duplex", "half-duplex"]
 
@@ -36,7 +37,7 @@ class MeshSpec(_Model):
     name: Name
     activation_limit_bytes: Bytes | None = None
     memory_bytes: Bytes | None = None
-    receive_buffer_limit: Annotated[Integer, Field(ge=0)] | None = None
+    receive_buffer_limit: Annotated[Integer, Field(ge=0, le=MOST)] | None = None
 
 
 class RecomputeSpec(_Model):
@@ -135,4 +136,4 @@ class PipelineSpec(_Model):
     schedule: str = "auto"
     orders: dict[str, list[str]] | None = None
     split_backward: StrictBool | None = None
-    max_in_flight: Annotated[Integer, Field(ge=1)] | None = None
+    max_in_flight: Annotated[Integer, Field(ge=1, le=MOST)] | None = None

@@ -39,6 +39,8 @@ __all__ = [
     "topological_order",
 ]
 
+_MOST_BYTES = 2**62  # sums are 64-bit integers
+
 
 def load_spec(data: Mapping[str, Any] | str | bytes) -> PipelineSpec:
     """The checked spec of JSON data or text; raises SpecError with every problem of its fields in one message."""
@@ -166,6 +168,17 @@ def _check_sum(spec: PipelineSpec) -> None:
     seconds = spec.microbatches * (stages + edges)
     if not math.isfinite(seconds):
         raise SpecError("the times of all actions add up to more than a number holds: give smaller seconds")
+    held = sum(s.static_bytes for s in spec.stages) + spec.microbatches * (
+        sum(
+            s.activation_bytes + s.weight_stash_bytes + max(s.rematerialised_bytes, rematerialised_bytes(s))
+            for s in spec.stages
+        )
+        + sum((e.forward_bytes or 0) + (e.backward_bytes or 0) + 2 * (e.held_bytes or 0) for e in spec.edges)
+    )
+    if held > _MOST_BYTES:
+        raise SpecError(
+            f"all microbatches together hold {held} bytes, more than {_MOST_BYTES}, to which is counted: give smaller sizes"
+        )
 
 
 def link_costs(network: NetworkSpec) -> Callable[[str, str], tuple[float | None, float]]:
