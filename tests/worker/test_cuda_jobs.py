@@ -7,6 +7,7 @@ of sums on all of its workers. The fakes are watched_cuda.py's and fake_nccl.py'
 from __future__ import annotations
 
 import pytest
+import torch
 from cuda_workers import CudaWorkers
 from test_actor import job, plain
 from test_tensor_parallel import LOSSES, on, unet
@@ -14,6 +15,7 @@ from test_unlike_meshes import on as on_sizes
 
 from worker import checkpoint
 from worker.engine import SlotLimits
+from worker.engine.update import ModelUpdate
 from worker.failure import AttemptFailure
 from worker.reasons import Reason
 
@@ -82,3 +84,34 @@ def test_a_sum_inside_an_action_that_stalls_names_the_worker_that_has_not_come(m
     assert stalled.value.reason is Reason.SLOT_STALLED
     assert "mesh m0: 0F0 on lane compute has not ended" in str(stalled.value)
     assert "it waits for m0/1; m0/1 has said nothing" in str(stalled.value)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_copies_of_what_is_whole_stay_one_where_workers_round_differently(shard, monkeypatch):
+    """As on CUDA, where additions by atomics have no order: here a worker's own gradients are off by a little."""
+    norm = ModelUpdate._global_norm
+
+    def rounded(update, losses):
+        for parameter in update.updated.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 1e-6 * update.transport.worker)
+        return norm(update, losses)
+
+    def apart(agrees):
+        monkeypatch.setattr(ModelUpdate, "_global_norm", rounded)
+        monkeypatch.setattr(ModelUpdate, "_agrees", lambda update: agrees)
+        layout = (1, 2) if shard == "none" else (2, 2)
+        with CudaWorkers(monkeypatch, on([layout], job(stages=1), shard=shard)) as workers:
+            workers.losses(range(1, 3))
+            workers.watched.check()
+            check_orders(workers)
+            first, second = (
+                {name: p for name, p in w.updated.items() if name not in w.share._splits}
+                for w in workers.workers[:2]
+            )
+            assert first and first.keys() == second.keys()
+            return [name for name, one in first.items() if not torch.equal(one, second[name])]
+
+    assert apart(agrees=True) == []
+    if shard == "none":
+        assert apart(agrees=False) != []

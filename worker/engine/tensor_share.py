@@ -69,6 +69,21 @@ class TensorShare:
         """Add up what the workers counted, in place."""
         total.copy_(self._group.sum(total))
 
+    def agree(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Have all workers of the group the same gradients of what each has whole, to the bit: their mean. Else what they
+        round differently would drive their copies apart, step by step."""
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for name, gradient in gradients.items():
+            if name not in self._splits:
+                kinds.setdefault(gradient.dtype, []).append(gradient)
+        for alike in kinds.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            parts = (self._group.sum(flat) / self._group.workers).split(
+                [gradient.numel() for gradient in alike]
+            )
+            for gradient, part in zip(alike, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a mesh with whole tensors; all workers of the group call this, and gather in the same order."""
         parameters = {
