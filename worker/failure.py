@@ -35,6 +35,7 @@ class AttemptFailure(RuntimeError):
     """The attempt ends for `reason`; `message` is for people, `details` a traceback. Survives pickling."""
 
     def __init__(self, reason: Reason, message: str, details: str = ""):
+        message, details = _in_utf8(message), _in_utf8(details)
         super().__init__(reason, message, details)
         self.reason = reason
         self.message = message
@@ -42,6 +43,11 @@ class AttemptFailure(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
+
+
+def _in_utf8(text: str) -> str:
+    """The text as it can be sent: Ray ends a worker whose error names a file that is no UTF-8, for lost."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class OutOfMemoryFailure(AttemptFailure):
@@ -52,7 +58,7 @@ class OutOfMemoryFailure(AttemptFailure):
 
     def __init__(self, message: str, details: str, mesh: str, seen_bytes: int):
         super().__init__(Reason.OUT_OF_MEMORY, message, details)
-        self.args = (message, details, mesh, seen_bytes)  # what pickle calls the class with
+        self.args = (self.message, self.details, mesh, seen_bytes)  # what pickle calls the class with
         self.mesh = mesh
         self.seen_bytes = seen_bytes
 

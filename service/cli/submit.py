@@ -9,7 +9,7 @@ import typer
 
 from service.api.schemas import JobView
 from service.cli.job_file import read_spec, upload_code
-from service.cli.output import CliError, JobArgument, Json, checked
+from service.cli.output import CliError, JobArgument, Json, checked, err
 from service.cli.plans import GivenPlan
 from service.cli.tables import show_job
 from service.client import Client
@@ -38,7 +38,8 @@ def submit(
     client = Client()
     spec = read_spec(file) | ({} if plan is None else {"plan": plan})
     job = client.submit(upload_code(client, spec, file), idempotency_key=key)
-    if wait:
+    if wait:  # whoever ends the waiting must know what goes on training
+        err.print(f"slotline: waiting for {job.id}, {client.url}/jobs/{job.id}", markup=False, soft_wrap=True)
         job = client.wait(job.id)
     show_job(job, client.url, as_json=as_json)
     if wait:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import logging
 import pickle
+import traceback
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayError, RayTaskError
 
 from worker import reasons
 from worker.failure import CAUSES_BEFORE_CONSEQUENCES, AttemptFailure, as_failure, attributed_to
@@ -102,3 +104,14 @@ def test_nobody_writes_a_reason_as_a_free_string(room):
                 literals += [node.value] if isinstance(node.value, ast.Constant) and node.value.value else []
             found += [f"{path.relative_to(TREE)}:{literal.lineno} {literal.value!r}" for literal in literals]
     assert not found
+
+
+def test_an_error_with_text_that_is_no_utf8_is_sent_as_what_it_is():
+    """A file's name may be of any bytes: Ray sends an error as text, and a worker that cannot is taken for lost."""
+    with pytest.raises(AttemptFailure) as caught, attributed_to(Reason.DATA_FAILED):
+        raise FileNotFoundError("/data/\udcff.png")
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.encode() and caught.value.details.encode()
+    assert str(caught.value) == "DATA_FAILED: FileNotFoundError: /data/\\udcff.png"
+    sent = RayTaskError("run_step", told, caught.value).to_bytes()
+    assert RayError.from_bytes(sent).cause.reason is Reason.DATA_FAILED

@@ -140,7 +140,7 @@ class Watch:
         """Whether the peers want to know of it: what is computed, and the sums over workers and transfers between unlike
         meshes that this one has come to."""
         one, topology = self._program[status.current], self._transport.topology
-        unlike = one.peer is not None and topology.workers(one.peer) != topology.workers(self._mesh)
+        unlike = one.peer is not None and not topology.like(one.peer, self._mesh)
         return status.lane == COMPUTE_LANE or one.op == "REDUCE" or unlike
 
     def _is_peer(self, name: str) -> bool:

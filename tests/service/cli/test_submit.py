@@ -36,6 +36,7 @@ def test_a_job_waited_for_ends_the_command_as_it_ended(run: Run, served: Served,
         thread = threading.Thread(target=_end_first_attempt, args=(served, state))
         thread.start()
         result = run("submit", job_file, "--wait", "--json")
+        assert result.err.startswith(f"slotline: waiting for {result.json['id']}, {served.url}/jobs/")
         thread.join()
         assert (result.code, result.json["state"]) == (code, state), result
         served.cluster.submissions.clear()
