@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from worker import update_measure
 from worker.failure import AttemptFailure
 from worker.model.profile import LayerCost, LayerProfile
 from worker.model.update_costs import LinearCost, MeshUpdate, UpdateCosts, mesh_update
@@ -70,3 +72,37 @@ def test_a_mesh_pays_for_each_of_its_trained_parameters_once():
     assert mesh_update("m0", [0, 1], profile, costs) == MeshUpdate("m0", 0.5 + 2 + 22, 0.25 + 6 + 44)
     assert mesh_update("m1", [2], profile, costs) == MeshUpdate("m1", 0.0, 0.0), "nothing of it is trained"
     assert UpdateCosts.from_json(costs.to_json()) == costs and UpdateCosts.from_json({}) == UpdateCosts()
+
+
+def test_on_cuda_a_sum_is_timed_by_events_behind_one_that_brings_the_workers_together():
+    said = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+            Event.made += 1
+            self.name = f"event {Event.made}"
+
+        def record(self):
+            said.append(self.name)
+
+        def synchronize(self):
+            said.append(f"wait for {self.name}")
+
+        def elapsed_time(self, other):
+            return {("event 1", "event 2"): 250.0}[self.name, other.name]
+
+    cuda = SimpleNamespace(Event=Event, synchronize=lambda: said.append("wait"))
+    taken = update_measure._timed(
+        lambda: said.append("sum"), "cuda", before=lambda: said.append("meet"), cuda=cuda
+    )
+    assert taken == 0.25
+    assert said == ["wait", "meet", "event 1", "sum", "event 2", "wait for event 2"]
+
+
+def test_where_it_is_the_hosts_nothing_comes_before():
+    said = []
+    update_measure._timed(lambda: said.append("sum"), "cpu", before=lambda: said.append("meet"))
+    assert said == ["sum"]
