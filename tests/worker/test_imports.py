@@ -28,8 +28,16 @@ def imports() -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
                 wanted |= modules or {node.module}
-        found[name] = {one for one in wanted if one.split(".")[0] in ("worker", "service")} - {name}
+        wanted = {one for one in wanted if one.split(".")[0] in ("worker", "service")}
+        wanted |= {package for one in wanted for package in packages_of(one)} & names.keys()
+        found[name] = wanted - {name, *packages_of(name)}
     return found
+
+
+def packages_of(name: str) -> list[str]:
+    """The packages that are run before a module is."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:

@@ -27,7 +27,7 @@ from worker.engine.measured import measured_slot
 from worker.engine.meetings import Meetings
 from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans, mesh_sizes
-from worker.engine.results import RunOptions, StepResult, slot_limits, wire_dtype
+from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.sharded_update import make_update
@@ -38,6 +38,7 @@ from worker.engine.token_weights import token_weights
 from worker.engine.update import UpdateResult, UpdateSettings
 from worker.engine.warmup import Kept, on_device, silenced
 from worker.engine.watch import Watch
+from worker.precision import wire_dtype
 from worker.program import Program
 from worker.transport.base import Transport
 
@@ -377,8 +378,6 @@ class Engine:
             except Exception:
                 continue  # what the abort made a lane raise
         return cause
-
-    # Results
 
     def _result(self, step: int, started: float) -> StepResult:
         slots = [

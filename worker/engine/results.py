@@ -25,15 +25,6 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def wire_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:
-    """What a tensor travels as: "auto" is its own type, so that it arrives as it was; with "bf16" float32 that
-    takes a gradient is rounded, as is its gradient. The using stage sees `dtype` again."""
-    import torch
-
-    halved = transfers == "bf16" and differentiable and dtype == torch.float32
-    return torch.bfloat16 if halved else dtype
-
-
 @dataclass(frozen=True)
 class SlotLimits:
     """A slot may last `factor` times its planned time, and at least `floor_s`.

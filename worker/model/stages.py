@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from worker.engine.results import wire_dtype
 from worker.model.inplace import changed_buffers
+from worker.precision import wire_dtype
 
 OUTPUT = "output"
 
