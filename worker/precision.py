@@ -1,13 +1,8 @@
-"""In what numbers a job computes and sends: the words of `training.precision` and `training.transfers`, and how its loss
-is scaled in fp16. Light: no torch at import."""
+"""In what numbers a job computes: the words of `training.precision`, and how its loss is scaled in fp16. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 FP16 = "fp16"
 # The type to which autocast casts, by its name in torch; fp32 leaves modules in their own.
@@ -24,12 +19,3 @@ class LossScaling:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     max_skipped_steps: int = 24
-
-
-def wire_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:
-    """What a tensor travels as: "auto" is its own type, so that it arrives as it was; with "bf16" float32 that
-    takes a gradient is rounded, as is its gradient. The using stage sees `dtype` again."""
-    import torch
-
-    halved = transfers == "bf16" and differentiable and dtype == torch.float32
-    return torch.bfloat16 if halved else dtype

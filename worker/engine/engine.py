@@ -38,9 +38,9 @@ from worker.engine.token_weights import token_weights
 from worker.engine.update import UpdateResult, UpdateSettings
 from worker.engine.warmup import Kept, on_device, silenced
 from worker.engine.watch import Watch
-from worker.precision import wire_dtype
 from worker.program import Program
 from worker.transport.base import Transport
+from worker.wire import wire_dtype
 
 # How often a running step is looked at: limits, failures of others, progress to publish.
 _LOOK_S = 0.25

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from worker.model.inplace import changed_buffers
-from worker.precision import wire_dtype
+from worker.wire import wire_dtype
 
 OUTPUT = "output"
 
