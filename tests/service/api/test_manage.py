@@ -342,6 +342,7 @@ async def test_cluster_and_queues_tell_who_uses_what_and_why_jobs_wait(make_api:
             "total": 4,
             "used": 4,
             "free": 0,
+            "cluster": "default",
         }
         assert [gang["job_id"] for gang in cluster["gangs"]] == [first]
         default, small = (await api.client.get("/api/v1/queues")).json()["items"]
