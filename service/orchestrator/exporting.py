@@ -15,6 +15,7 @@ from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_
 from service.orchestrator.submission import Submitter
 from service.store.database import Database, utc_now
 from service.store.storage_uses import InUseError, Use, begin_use, end_use
+from service.store.uncut import uncut
 from worker.checkpoint_files import folder_name
 from worker.weights.request import ExportFailedError, ExportRequest, read_answer
 
@@ -51,19 +52,23 @@ class JobExporter:
     async def _run(self, request: ExportRequest, cluster: NamedCluster) -> str:
         """Nobody may delete meanwhile what is read: without a step that may be any checkpoint of the job."""
         try:
-            async with self._database.write() as session:
-                folders = None if request.step is None else [folder_name(request.step)]
-                limit_s = self._limit_s + _SPARE_S
-                use = await begin_use(
-                    session, request.job, Use.READING, folders, at=utc_now(), limit_s=limit_s
-                )
+            use = await uncut(self._begin(request))
         except InUseError as error:
             raise ExportFailedError(str(error)) from None
         try:
             return await self._written(request, cluster)
         finally:
-            async with self._database.write() as session:
-                await end_use(session, use)
+            await uncut(self._end(use))
+
+    async def _begin(self, request: ExportRequest) -> str:
+        folders = None if request.step is None else [folder_name(request.step)]
+        limit_s = self._limit_s + _SPARE_S
+        async with self._database.write() as session:
+            return await begin_use(session, request.job, Use.READING, folders, at=utc_now(), limit_s=limit_s)
+
+    async def _end(self, use: str) -> None:
+        async with self._database.write() as session:
+            await end_use(session, use)
 
     async def _written(self, request: ExportRequest, cluster: NamedCluster) -> str:
         submission = self._submitter.exporting(f"export-{secrets.token_hex(8)}", request, cluster)

@@ -18,6 +18,7 @@ from service.principals import NOBODY
 from service.store.database import Database, utc_now
 from service.store.profiles import ONE_WORKER, find_costs, owned_digest, record_costs
 from service.store.secrets import stored_names
+from service.store.uncut import uncut
 from worker.costs import ANSWER_MARK, costs_digest
 from worker.marked import marked_answer
 
@@ -73,10 +74,8 @@ class JobProfiler:
         Raises ProfilingFailedError, once, where measuring has failed, and PlannerBusyError.
         """
         digest = owned_digest(costs_digest(spec), owner, cluster)
-        async with self._database.read() as session:
-            found = await find_costs(session, digest, counts)
-        if found is not None:
-            return KnownCosts(*found)
+        if (found := await self._found(digest, counts)) is not None:
+            return found
         if names := stored_names(spec):
             raise ProfilingFailedError(
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
@@ -95,10 +94,17 @@ class JobProfiler:
     async def _measure(
         self, digest: str, spec: Mapping[str, Any], counts: Sequence[int], cluster: NamedCluster
     ) -> None:
-        async with self._database.read() as session:
-            if await find_costs(session, digest, counts) is not None:
-                return  # the last run ended just when its costs were looked for
+        if await uncut(self._found(digest, counts)) is not None:
+            return  # the last run ended just when its costs were looked for
         costs = await self._run(spec, cluster)
+        await uncut(self._record(digest, costs))
+
+    async def _found(self, digest: str, counts: Sequence[int]) -> KnownCosts | None:
+        async with self._database.read() as session:
+            found = await find_costs(session, digest, counts)
+        return None if found is None else KnownCosts(*found)
+
+    async def _record(self, digest: str, costs: dict[str, Any]) -> None:
         async with self._database.write() as session:
             await record_costs(session, digest, costs, measured_by=ONE_WORKER, at=utc_now())
 

@@ -19,6 +19,7 @@ from service.orchestrator.submission import Submitter
 from service.store.database import Sessions, utc_now
 from service.store.removals import BegunRemoval, begin_removal, end_removal, jobs_to_empty
 from service.store.storage_uses import InUseError
+from service.store.uncut import uncut
 from worker.removal import Removed, read_answer, removed_from
 
 _RUNS = 16
@@ -87,7 +88,7 @@ class JobRemover:
 
     async def _one(self, job_id: str, folders: tuple[str, ...], by: str) -> str:
         try:
-            begun = await self._begin(job_id, folders, by)
+            begun = await uncut(self._begin(job_id, folders, by))
         except InUseError as error:
             return json.dumps({"in_use": str(error)})
         (found,) = await self._run([begun])
@@ -109,9 +110,12 @@ class JobRemover:
             found = await self._in_cluster(begun)
             return list(found)
         finally:  # also where this process ends
-            for one, answer in zip(begun, found, strict=True):
-                async with self._database.write() as session:
-                    await end_removal(session, one, answer, at=utc_now())
+            await uncut(self._end(begun, found))
+
+    async def _end(self, begun: Sequence[BegunRemoval], found: Sequence[Removed | None]) -> None:
+        for one, answer in zip(begun, found, strict=True):
+            async with self._database.write() as session:
+                await end_removal(session, one, answer, at=utc_now())
 
     async def _in_cluster(self, begun: Sequence[BegunRemoval]) -> list[Removed]:
         """Of jobs of one cluster."""

@@ -15,6 +15,7 @@ from service.orchestrator.planning import PlannerBusyError
 from service.store.database import Sessions
 from service.store.leases import process_name
 from service.store.short_runs import RunEnd, beat, end_run, run_goes_on, take_end, take_run
+from service.store.uncut import uncut
 
 logger = logging.getLogger(__name__)
 BEAT_S = 5.0
@@ -29,7 +30,7 @@ class RunFailedError(Exception):
 class SharedRuns:
     """Runs of one kind. Of those that this process begins in a place `at_once` go on, `in_line` more wait for their turn.
 
-    `busy` tells of a number of runs why no more are taken.
+    What they do may be cut off anywhere, but for what is `uncut`. `busy` tells of a number of runs why no more are taken.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class SharedRuns:
         except Exception as error:
             end = RunEnd(failure=str(error) or type(error).__name__)
         finally:
-            try:
-                async with self._database.write() as session:
-                    await end_run(session, key, self._holder, end)
-            except (SQLAlchemyError, OSError) as error:
-                logger.warning(
-                    "what came of a run (%s) is lost, it begins again when asked for: %s", key, error
-                )
+            await uncut(self._ended(key, end))
+
+    async def _ended(self, key: str, end: RunEnd | None) -> None:
+        try:
+            async with self._database.write() as session:
+                await end_run(session, key, self._holder, end)
+        except (SQLAlchemyError, OSError) as error:
+            logger.warning("what came of a run (%s) is lost, it begins again when asked for: %s", key, error)
 
     async def _beat(self) -> None:
         """For as long as this process lives; a run that another one has taken meanwhile ends here."""
@@ -106,8 +108,11 @@ class SharedRuns:
             if not (keys := list(self._runs)):
                 continue
             with contextlib.suppress(SQLAlchemyError, OSError):  # silent as long as the database is away
-                async with self._database.write() as session:
-                    kept = await beat(session, self._holder, keys)
+                kept = await uncut(self._said(keys))
                 for key in set(keys) - kept:
                     if (task := self._runs.get(key)) is not None:
                         task.cancel()
+
+    async def _said(self, keys: list[str]) -> set[str]:
+        async with self._database.write() as session:
+            return await beat(session, self._holder, keys)

@@ -21,6 +21,7 @@ from service.store.database import Database, utc_now
 from service.store.jobs import NewJob, create_jobs
 from service.store.short_runs import forget_runs
 from service.store.tables import ShortRun
+from service.store.uncut import uncut
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
 from worker.weights.request import ExportRequest
@@ -211,3 +212,25 @@ async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
     for replica in replicas:
         await replica.close()
     await other.close()
+
+
+async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting(
+    database: Database, pair, monkeypatch: pytest.MonkeyPatch
+):
+    """Cut off there, SQLite would keep its lock, and the end of the run would wait for it for half a minute."""
+    runs, asked = pair[0], asyncio.Event()
+
+    async def work() -> None:
+        await uncut(write())
+
+    async def write() -> None:
+        async with database.write() as session:
+            await session.execute(update(ShortRun).values(beat_at=ShortRun.beat_at))
+            asked.set()
+            await session.execute(select(ShortRun))
+
+    await runs.answer("x", work, place="here")
+    await asked.wait()
+    async with asyncio.timeout(20):
+        await runs.close()
+    assert await rows(database) == []
