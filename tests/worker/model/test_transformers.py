@@ -141,4 +141,7 @@ def test_a_raw_model_is_traced_true_with_dropout_and_its_own_loss(name):
     adapt(model, names, own_loss=True)
     traced = trace(model, tuple(batch[key] for key in names))
     assert len(traced.layers) >= 4
-    assert check_trace(model, traced, lambda: lambda output, _: output, torch.zeros(2)) == []
+    notes = check_trace(model, traced, lambda: lambda output, _: output, torch.zeros(2))
+    own_backward = ["GeLUFunction, of whose own backward tracing keeps nothing"] if name == "bloom" else []
+    assert len(notes) == len(own_backward), notes
+    assert all(said in note for said, note in zip(own_backward, notes, strict=True))
