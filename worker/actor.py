@@ -262,7 +262,8 @@ class Worker(Measuring, Saving):
             if not training.compile:
                 return []
             inputs, target = self._batches.sample
-            return compile_stages(self._engine, self._compiler(), inputs, target, self._device)
+            meets = self._share is not None or training.sync_batch_norm
+            return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
 
     def check_shared(self, whole: Mapping[int, StageModule]) -> None:
         """Refuse sums of shared matrices that are wrong where they run, beside the stages with `whole` ones; on all workers

@@ -3,8 +3,10 @@ what other stages make. Nothing is sent, no buffer changes, no gradient is left.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,15 +24,27 @@ log = logging.getLogger(__name__)
 _SEED = 0
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Torch's compiler has flags of the process: what two threads compile at once it may leave as it is. Jobs have a process
+a worker; `slotline verify` has a thread."""
+
+
 def compile_stages(
-    engine: Engine, compiler: Compiler, inputs: Sequence[Tensor], target: Any, device: str
+    engine: Engine,
+    compiler: Compiler,
+    inputs: Sequence[Tensor],
+    target: Any,
+    device: str,
+    *,
+    meets: bool = False,
 ) -> list[str]:
     """Have the stages of `engine` run compiled, as far as `compiler` can; what to tell of it.
 
-    `inputs` and `target` are a microbatch of this worker.
+    `inputs` and `target` are a microbatch of this worker. Where a forward `meets` other workers, in sums, none of them may
+    wait for its turn.
     """
     done = []
-    with engine.silenced():
+    with contextlib.nullcontext() if meets else _ONE_AT_A_TIME, engine.silenced():
         for index, (module, wiring) in engine.stages.items():
             name, runner = f"stage s{index}", engine.runners[index]
             values = list(_values(module, wiring, inputs, device))
