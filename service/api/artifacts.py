@@ -16,6 +16,7 @@ from service.api.artifact_schemas import (
     RemovingView,
     UsageList,
 )
+from service.api.asking_again import ask_again
 from service.api.auth import Caller
 from service.api.context import Current, Service
 from service.api.errors import ProblemError, responses
@@ -41,7 +42,6 @@ jobs = APIRouter(
 usage_router = APIRouter(prefix="/api/v1/usage", tags=["people"], route_class=UserRoute)
 
 _LOOK_LIMIT_S = 20.0
-_AGAIN_S = "1"
 _DELETED = {
     202: {"model": RemovingView, "description": "Being deleted: ask again"},
     **responses(409, 503),
@@ -130,7 +130,6 @@ async def _remove(service: Service, caller: Principal, job_id: str, folder: str)
             f"job {job_id} is {job.state}, and would go on from this checkpoint: it stays until the job has ended",
             code=Code.CHECKPOINT_IN_USE,
         )
-    assert service.remover is not None
     try:
         found = await service.remover.removed(
             job_id, (folder,), by=caller.name, cluster=job.began_on or DEFAULT
@@ -140,13 +139,7 @@ async def _remove(service: Service, caller: Principal, job_id: str, folder: str)
     except RemovalFailedError as error:
         raise ProblemError(503, f"{folder} of {job_id} could not be deleted: {error}") from None
     if found is None:
-        waiting = RemovingView(state="REMOVING", message=f"the cluster deletes {folder} of {job_id}")
-        return Response(
-            waiting.model_dump_json(),
-            status_code=202,
-            media_type="application/json",
-            headers={"Retry-After": _AGAIN_S},
-        )
+        return ask_again(RemovingView(state="REMOVING", message=f"the cluster deletes {folder} of {job_id}"))
     if found.refused:
         raise ProblemError(
             409,

@@ -36,12 +36,12 @@ class Service:
     planner: Planner
     profiler: JobProfiler
     exporter: JobExporter
+    remover: JobRemover
     clusters: Clusters
     logs: LogReader
     wake: Callable[[], None]
     problem: Callable[[], str | None] = lambda: None
     identity: IdentityProvider | None = None
-    remover: JobRemover | None = None
     lag_s: Callable[[], float | None] = lambda: None
     leads: Callable[[], bool] = lambda: False
     submissions: Submissions = field(init=False)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from service.api.asking_again import ask_again
 from service.api.auth import Caller
 from service.api.callers import while_connected
 from service.api.context import Current
@@ -22,7 +23,6 @@ from worker.choices import microbatch_counts
 from worker.job import Job
 
 router = APIRouter(prefix="/api/v1/plans", tags=["plans"], route_class=UserRoute)
-_AGAIN_S = "1"
 
 
 @router.post(
@@ -70,13 +70,7 @@ async def plan(
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
     if known is None:
-        waiting = ProfilingView(state="PROFILING", message="one worker measures what the job costs")
-        return Response(
-            waiting.model_dump_json(),
-            status_code=202,
-            media_type="application/json",
-            headers={"Retry-After": _AGAIN_S},
-        )
+        return ask_again(ProfilingView(state="PROFILING", message="one worker measures what the job costs"))
     settings = service.settings
     budget = settings.plan_budget_s if budget_s is None else min(budget_s, settings.plan_budget_s)
     try:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
+from service.api.asking_again import ask_again
 from service.api.auth import Caller
 from service.api.context import Current
 from service.api.errors import ProblemError, responses
@@ -29,7 +30,6 @@ router = APIRouter(
 )
 _LOOK_LIMIT_S = 20.0
 _SUMS_LIMIT_S = 40.0
-_AGAIN_S = "1"
 _WRITING_S = 600.0  # a driver waits no longer for a checkpoint
 # Not whatever a user names: calls to other hosts would be made by this process, from inside its network.
 _LOOKED_AT = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss")
@@ -126,12 +126,8 @@ async def export(
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
     if found is None:
-        waiting = ExportingView(state="EXPORTING", message=f"the cluster writes the weights of {job_id}")
-        return Response(
-            waiting.model_dump_json(),
-            status_code=202,
-            media_type="application/json",
-            headers={"Retry-After": _AGAIN_S},
+        return ask_again(
+            ExportingView(state="EXPORTING", message=f"the cluster writes the weights of {job_id}")
         )
     view = ExportView(
         step=found["step"],

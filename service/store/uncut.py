@@ -20,4 +20,6 @@ async def uncut(work: Coroutine[Any, Any, Found]) -> Found:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # nobody else asks, and asyncio would say so
         raise

@@ -15,6 +15,7 @@ from service.orchestrator.exporting import JobExporter
 from service.orchestrator.logs import LogReader
 from service.orchestrator.planning import Planner
 from service.orchestrator.profiling import JobProfiler
+from service.orchestrator.removing import JobRemover
 from service.orchestrator.submission import Submitter
 from service.settings import Settings
 from service.store.attempts import create_attempt
@@ -42,6 +43,7 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
             planner,
             profiler,
             JobExporter(database, clusters, submitter, limit_s=10),
+            JobRemover(database, clusters, submitter, limit_s=10),
             clusters,
             LogReader(database, clusters),
             lambda: woken.append("woken"),
