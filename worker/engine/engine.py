@@ -16,6 +16,7 @@ from torch import nn
 
 from worker.buckets import with_buckets
 from worker.engine.actions import Actions, ReceiveBuffers
+from worker.engine.compute_settings import ComputeSettings, LossValue
 from worker.engine.cpu_lanes import CpuLanes
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.errors import AbortedError, ConnectError, EngineError
@@ -23,7 +24,7 @@ from worker.engine.exchange import Exchange
 from worker.engine.given import check_batch, check_stages
 from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
-from worker.engine.measured import measured_slot
+from worker.engine.measured import measured_slots, step_result
 from worker.engine.meetings import Meetings
 from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans, mesh_sizes
@@ -31,7 +32,8 @@ from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
 from worker.engine.sharded_update import make_update
-from worker.engine.stage import ComputeSettings, LossValue, Observer, StageRunner
+from worker.engine.stage import StageRunner
+from worker.engine.stage_tensors import Observer
 from worker.engine.sync_norm import synchronise
 from worker.engine.tensor_share import TensorShare
 from worker.engine.token_weights import token_weights
@@ -213,7 +215,13 @@ class Engine:
                 self._look()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
-        return self._result(step, started)
+        return step_result(
+            step,
+            started,
+            self._exchange,
+            self._updated,
+            measured_slots(self._mesh, self._routes, self._program, self._lanes.measured()),
+        )
 
     def warm_up(
         self,
@@ -234,7 +242,7 @@ class Engine:
     def observe(self, observer: Observer | None) -> None:
         """Tell `observer`, from now on, what the stages do."""
         for runner in self.runners.values():
-            runner.observer = observer
+            runner.observe(observer)
 
     def silenced(self) -> contextlib.AbstractContextManager[None]:
         """In the body nothing is sent, received or summed."""
@@ -378,22 +386,3 @@ class Engine:
             except Exception:
                 continue  # what the abort made a lane raise
         return cause
-
-    def _result(self, step: int, started: float) -> StepResult:
-        slots = [
-            measured_slot(self._mesh, self._routes, instruction, start, end)
-            for instruction, (start, end) in zip(self._program, self._lanes.measured(), strict=True)
-        ]
-        return StepResult(
-            step=step,
-            losses=self._exchange.losses_in_order(),
-            metrics=self._exchange.metrics_by_name(),
-            outputs=self._exchange.outputs_in_order(),
-            slots=slots,
-            grad_norm=self._updated.grad_norm,
-            skipped=self._updated.skipped,
-            started_s=started,
-            ended_s=time.monotonic(),
-            loss_scale=self._updated.loss_scale,
-            overflowed=self._updated.overflowed,
-        )

@@ -1,18 +1,50 @@
-"""What an instruction's times become: a slot, with the stage at the other end of a transfer."""
+"""What a step was: each instruction's times as a slot, with the stage at the other end of a transfer, and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 
+from worker.engine.exchange import Exchange
+from worker.engine.results import StepResult
 from worker.engine.routes import Route
-from worker.program import TRANSFER_OPS, Instruction
+from worker.engine.update import UpdateResult
+from worker.program import TRANSFER_OPS, Instruction, Program
 from worker.slots import MeasuredSlot
 
 
-def measured_slot(
+def step_result(
+    step: int, started_s: float, exchange: Exchange, updated: UpdateResult, slots: list[MeasuredSlot]
+) -> StepResult:
+    """The step that began at `started_s` of time.monotonic() and ends now."""
+    return StepResult(
+        step=step,
+        losses=exchange.losses_in_order(),
+        metrics=exchange.metrics_by_name(),
+        outputs=exchange.outputs_in_order(),
+        slots=slots,
+        grad_norm=updated.grad_norm,
+        skipped=updated.skipped,
+        started_s=started_s,
+        ended_s=time.monotonic(),
+        loss_scale=updated.loss_scale,
+        overflowed=updated.overflowed,
+    )
+
+
+def measured_slots(
+    mesh: str, routes: Mapping[int, Route], program: Program, measured: Iterable[tuple[float, float]]
+) -> list[MeasuredSlot]:
+    """The slots of `program` on `mesh`, each from start to end of time.monotonic()."""
+    return [
+        _slot(mesh, routes, instruction, start_s, end_s)
+        for instruction, (start_s, end_s) in zip(program, measured, strict=True)
+    ]
+
+
+def _slot(
     mesh: str, routes: Mapping[int, Route], instruction: Instruction, start_s: float, end_s: float
 ) -> MeasuredSlot:
-    """The slot of `instruction` of `mesh`, from `start_s` to `end_s` of time.monotonic()."""
     peer_stage = None
     if instruction.op in TRANSFER_OPS:
         route = routes[instruction.edge]

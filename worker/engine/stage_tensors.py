@@ -1,0 +1,165 @@
+"""What passes in and out of one stage: taken from the exchange and left there, forward and backward.
+
+Whom it concerns is told the observer. Must not know how a stage runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker.engine.compute_settings import ComputeSettings
+from worker.engine.exchange import Exchange
+from worker.engine.recompute import Kept
+from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
+from worker.engine.stage_run import Source
+
+
+class Observer(Protocol):
+    """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
+
+    def made(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
+        """A stage's forward made an output."""
+
+    def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+        """A stage left `tensor` to be sent."""
+
+    def took(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+        """A stage uses `tensor`, which was received."""
+
+    def ended(self, action: str, stage: int, microbatch: int) -> None:
+        """A stage's action is over."""
+
+
+@dataclass
+class Saved:
+    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from.
+
+    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `kept`.
+    """
+
+    leaves: list[torch.Tensor]
+    sources: list[LocalInput | RemoteInput]
+    outputs: dict[str, torch.Tensor]
+    loss: torch.Tensor | None
+    kept: Kept | None = None
+
+
+class StageTensors:
+    """The inputs, outputs and gradients of the stage of `wiring`."""
+
+    def __init__(self, wiring: StageWiring, exchange: Exchange, settings: ComputeSettings):
+        self._stage = wiring.stage
+        self._wiring = wiring
+        self._exchange = exchange
+        self._settings = settings
+        self.observer: Observer | None = None
+
+    def fetch(self, source: Source, microbatch: int) -> torch.Tensor:
+        """What the stage takes from `source`, as it was made."""
+        exchange = self._exchange
+        if isinstance(source, ModelInput):
+            return exchange.inputs[microbatch][source.position]
+        if isinstance(source, LocalInput):
+            return exchange.local[source.source, source.tensor, microbatch]
+        received = exchange.received[source.route.index, microbatch]
+        if self.observer is not None:
+            self.observer.took(source.route, False, microbatch, received)
+        return received.to(source.route.dtype)
+
+    def hand_on(self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: Saved) -> None:
+        """Leave an output for its consumers here, for its transfers, and in `saved` for the backward."""
+        exchange, settings = self._exchange, self._settings
+        if self.observer is not None:
+            self.observer.made(self._stage, wiring.tensor, microbatch, output)
+        if wiring.is_model_output and exchange.targets is None:
+            made = output.detach()
+            several = len(self._wiring.model_outputs) > 1
+            exchange.outputs[microbatch] = (*exchange.outputs.get(microbatch, ()), made) if several else made
+        if wiring.local_consumers:
+            exchange.local[self._stage, wiring.tensor, microbatch] = output
+        for route in wiring.routes:
+            wire = output.detach()
+            if wire.dtype != route.dtype and settings.autocast_dtype is None:
+                raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
+            wire = wire.to(settings.transfer_dtype(route)).contiguous()
+            exchange.to_send[route.index, microbatch] = wire
+            if self.observer is not None:
+                self.observer.gave(route, False, microbatch, wire)
+        if (wiring.local_consumers or wiring.routes) and saved.kept is None:
+            saved.outputs[wiring.tensor] = output
+
+    def roots(self, saved: Saved, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
+        exchange = self._exchange
+        roots, gradients = [], []
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            gradients.append(self._loss_gradient(saved.loss))
+        for wiring in self._wiring.outputs:
+            if wiring.tensor not in saved.outputs:
+                continue
+            parts = [
+                exchange.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
+                for user in wiring.local_consumers
+            ]
+            parts += [
+                self._received_gradient(route, microbatch) for route in wiring.routes if route.differentiable
+            ]
+            output = saved.outputs[wiring.tensor]
+            gradient = _sum([part for part in parts if part is not None], output.dtype)
+            if gradient is not None and output.requires_grad:
+                roots.append(output)
+                gradients.append(gradient)
+            exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
+        return roots, gradients
+
+    def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        scaler, microbatches = self._settings.scaler, self._settings.microbatches
+        if scaler is None:
+            return torch.full_like(loss, 1.0 / microbatches)
+        return scaler.gradient(loss) / microbatches
+
+    def _received_gradient(self, route: Route, microbatch: int) -> torch.Tensor:
+        received = self._exchange.received_gradients.pop((route.index, microbatch))
+        if self.observer is not None:
+            self.observer.took(route, True, microbatch, received)
+        return received
+
+    def pass_back(self, saved: Saved, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
+        """Leave the gradients of the inputs for the stages that made them."""
+        exchange = self._exchange
+        for source, gradient in zip(saved.sources, found, strict=True):
+            if gradient is not None and self._settings.is_pooled(gradient):
+                gradient = gradient.clone()
+            if isinstance(source, LocalInput):
+                exchange.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
+                continue
+            route = source.route
+            parts = exchange.gradient_parts.setdefault((route.index, microbatch), {})
+            parts[self._stage] = gradient
+            if len(parts) == len(route.consumers):
+                del exchange.gradient_parts[route.index, microbatch]
+                self._send_back(route, parts, microbatch)
+
+    def _send_back(self, route: Route, parts: dict[int, torch.Tensor | None], microbatch: int) -> None:
+        dtype = self._settings.transfer_dtype(route)
+        total = _sum([parts[user] for user in route.consumers if parts[user] is not None], dtype)
+        if total is None:
+            total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
+        total = total.contiguous()
+        self._exchange.gradients_to_send[route.index, microbatch] = total
+        if self.observer is not None:
+            self.observer.gave(route, True, microbatch, total)
+
+
+def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    if not parts:
+        return None
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total if total.dtype == dtype else total.to(dtype)
