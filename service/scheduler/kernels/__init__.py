@@ -1,6 +1,6 @@
 """Compiled inner loops over flat arrays. They know tasks by number; arrays.py says what a number means.
 
-Compiled on first use and cached on disk; each file calls only functions of its own, as numba's cache asks.
+Compiled on first use and cached on disk; a change in any of these files compiles all of them again.
 """
 
 from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT, Limits, Receives, Rows, Tasks

@@ -4,79 +4,20 @@ At each instant ends come first (`_release`), then starts by descending priority
 compute lanes choose (`_choose_compute`) and those at the heads of the transfers' queues (`_choose_transfer`)
 the most urgent one begins (`_begin`), until none may.
 
-One file because numba's cache sees a change only in the file of the kernel itself.
+What it keeps meanwhile is in run.py, the queue of ends in ends.py, what memory lets begin in room.py.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT
 from service.scheduler.kernels.compiled import compiled, inlined
+from service.scheduler.kernels.ends import pop, push
+from service.scheduler.kernels.room import has_buffer, may_forward
+from service.scheduler.kernels.run import new_run
 
 TOLERANCE = 1e-9  # relative; two times this close are one instant
-
-_TASK = np.dtype(
-    [
-        ("start", np.float64),
-        ("end", np.float64),
-        ("ready_at", np.float64),  # latest end of a cause so far
-        ("expected", np.float64),  # latest known end of a cause, ended or not
-        ("missing", np.int64),  # causes that have not ended
-        ("unknown", np.int64),  # causes whose end is not known yet
-        ("buffer_users", np.int64),  # of a received tensor: direct users that have not ended
-        ("receive_rank", np.int64),  # −1 once begun
-    ]
-)
-_KIND = np.dtype(
-    [
-        ("next", np.int64),  # microbatch
-        ("queue_head", np.int64),
-        ("queue_tail", np.int64),
-    ]
-)
-_STAGE = np.dtype(
-    [
-        ("started", np.int64),  # forwards begun,
-        ("returned", np.int64),  # B or I ended,
-        ("finished", np.int64),  # whole backwards ended
-    ]
-)
-_MESH = np.dtype(
-    [
-        ("held", np.int64),  # bytes
-        ("choice", np.int64),  # what a free lane would run next, −1 for nothing
-        ("stale", np.int64),  # whether that choice must be made again
-        ("position", np.int64),  # the next of a given lane
-        ("buffers", np.int64),  # receive buffers in use
-        ("buffer_low", np.int64),  # every transfer before this place of its row has begun
-    ]
-)
-_RESOURCE = np.dtype([("busy", np.int64), ("free_at", np.float64)])
-_COUNT = np.dtype(
-    [
-        ("begun", np.int64),
-        ("running", np.int64),  # begun and not ended: a heap
-        ("waiting_kinds", np.int64),  # queues that are not empty
-    ]
-)
-
-
-class _Run(NamedTuple):
-    """What changes while tasks run."""
-
-    tasks: np.ndarray
-    kinds: np.ndarray
-    stages: np.ndarray
-    meshes: np.ndarray
-    resources: np.ndarray
-    counts: np.ndarray  # [1]
-    order: np.ndarray  # tasks in the order in which they began
-    heap: np.ndarray  # running tasks, earliest end first
-    queue: np.ndarray  # int[transfer kinds, microbatches]: transfers that may start but for their resources
-    pending: np.ndarray  # int[tasks]: a stack
 
 
 @compiled
@@ -90,7 +31,7 @@ def dispatch(tasks, lanes, limits, receives, priority, patience):
     limited = False
     for mesh in range(tasks.meshes):
         limited = limited or receives.limit[mesh] >= 0
-    run = _new_run(tasks, lanes, receives, limited)
+    run = new_run(tasks, lanes, receives, limited)
     _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, run)
     return run.tasks["start"].copy(), run.order, run.counts[0].begun
 
@@ -102,7 +43,7 @@ def _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, ru
     while True:
         window = time + TOLERANCE * abs(time)
         while run.counts[0].running > 0 and run.tasks[run.heap[0]].end <= window:
-            task = _pop(run)
+            task = pop(run)
             _release(task, run.tasks[task].end, tasks, limits, receives, limited, priority, run)
         while True:
             best = _choose_compute(time, window, fixed, tasks, lanes, limits, priority, patience, run)
@@ -114,88 +55,6 @@ def _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, ru
         if run.counts[0].running == 0:
             break
         time = run.tasks[run.heap[0]].end
-
-
-@inlined
-def _push(end, task, run):
-    """Into the binary heap of running tasks, earliest end first, of equal ends the lowest task."""
-    run.tasks[task].end = end
-    at = run.counts[0].running
-    run.counts[0].running += 1
-    while at > 0:
-        parent = (at - 1) >> 1
-        other = run.heap[parent]
-        if run.tasks[other].end < end or (run.tasks[other].end == end and other < task):
-            break
-        run.heap[at] = other
-        at = parent
-    run.heap[at] = task
-
-
-@inlined
-def _pop(run):
-    """The running task that ends first, taken from the heap."""
-    first = run.heap[0]
-    run.counts[0].running -= 1
-    count = run.counts[0].running
-    task = run.heap[count]
-    end = run.tasks[task].end
-    at = 0
-    while True:
-        child = 2 * at + 1
-        if child >= count:
-            break
-        right = child + 1
-        if right < count and (
-            run.tasks[run.heap[right]].end < run.tasks[run.heap[child]].end
-            or (
-                run.tasks[run.heap[right]].end == run.tasks[run.heap[child]].end
-                and run.heap[right] < run.heap[child]
-            )
-        ):
-            child = right
-        if end < run.tasks[run.heap[child]].end or (
-            end == run.tasks[run.heap[child]].end and task < run.heap[child]
-        ):
-            break
-        run.heap[at] = run.heap[child]
-        at = child
-    run.heap[at] = task
-    return first
-
-
-@compiled
-def _new_run(tasks, lanes, receives, limited):
-    count = tasks.duration.shape[0]
-    microbatches = tasks.microbatches
-    kinds = count // microbatches
-    first_transfer = OPS * tasks.stages
-    run = _Run(
-        np.zeros(count, dtype=_TASK),
-        np.zeros(kinds, dtype=_KIND),
-        np.zeros(tasks.stages, dtype=_STAGE),
-        np.zeros(tasks.meshes, dtype=_MESH),
-        np.zeros(tasks.resource_count, dtype=_RESOURCE),
-        np.zeros(1, dtype=_COUNT),
-        np.empty(count, dtype=np.int64),
-        np.empty(count, dtype=np.int64),
-        np.empty((max(kinds - first_transfer, 1), microbatches), dtype=np.int64),
-        np.empty(count, dtype=np.int64),
-    )
-    for task in range(count):
-        run.tasks[task].missing = tasks.missing[task]
-        run.tasks[task].unknown = tasks.missing[task]
-        run.tasks[task].receive_rank = receives.rank[task]
-    for mesh in range(tasks.meshes):
-        run.meshes[mesh].stale = 1
-        run.meshes[mesh].position = lanes.pointer[mesh]
-        run.meshes[mesh].buffer_low = receives.by_first_use.pointer[mesh]
-    if limited:
-        pointer = tasks.dependents.pointer
-        for kind in range(first_transfer, kinds):
-            for m in range(microbatches):
-                run.tasks[kind * microbatches + m].buffer_users = pointer[kind + 1] - pointer[kind]
-    return run
 
 
 @inlined
@@ -249,7 +108,7 @@ def _release(task, end, tasks, limits, receives, limited, priority, run):
             run.tasks[after].start = begin
             run.order[run.counts[0].begun] = after
             run.counts[0].begun += 1
-            _push(begin + tasks.duration[after], after, run)
+            push(begin + tasks.duration[after], after, run)
         else:
             by_rank = limited and receives.limit[tasks.receiver[after_kind]] >= 0
             _enqueue(after, after_kind, first_transfer, by_rank, priority, run)
@@ -314,7 +173,7 @@ def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
         task = kind * microbatches + m
         if run.tasks[task].missing != 0 or not tasks.exists[task]:
             continue
-        if kind % OPS == FORWARD and not _may_forward(kind // OPS, mesh, tasks, limits, run):
+        if kind % OPS == FORWARD and not may_forward(kind // OPS, mesh, tasks, limits, run):
             continue
         if choice < 0 or priority[task] > priority[choice]:
             choice = task
@@ -329,55 +188,11 @@ def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
         task = kind * microbatches + m
         if not tasks.exists[task] or run.tasks[task].missing == 0 or run.tasks[task].unknown != 0:
             continue
-        if kind % OPS == FORWARD and not _may_forward(kind // OPS, mesh, tasks, limits, run):
+        if kind % OPS == FORWARD and not may_forward(kind // OPS, mesh, tasks, limits, run):
             continue
         if priority[task] > priority[choice] and window < run.tasks[task].expected < deadline:
             return -1
     return choice
-
-
-@inlined
-def _may_forward(stage, mesh, tasks, limits, run):
-    """Whether the caps and the memory of its mesh let a stage begin another forward."""
-    if run.stages[stage].started - run.stages[stage].returned >= limits.in_flight_cap[stage]:
-        return False
-    if run.stages[stage].started - run.stages[stage].finished >= limits.source_cap[stage]:
-        return False
-    if limits.activation_limit[mesh] < 0:
-        return True
-    room = limits.activation_limit[mesh] - run.meshes[mesh].held - limits.activation[stage]
-    if room < 0:
-        return False
-    first, end = tasks.kinds_of_mesh.pointer[mesh], tasks.kinds_of_mesh.pointer[mesh + 1]
-    if end - first == OPS:
-        return True
-    # several stages share the memory: afterwards the microbatches must still be able to finish one by
-    # one, oldest first, each with what those before it give back (the banker's rule)
-    oldest = run.stages[stage].started
-    newest = run.stages[stage].started
-    whole = 0
-    for position in range(first, end, OPS):
-        other = tasks.kinds_of_mesh.values[position] // OPS
-        oldest = min(oldest, run.stages[other].finished)
-        newest = max(newest, run.stages[other].started - 1)
-        whole += limits.activation[other]
-    for m in range(oldest, newest + 1):
-        needed = 0
-        given = 0
-        for position in range(first, end, OPS):
-            other = tasks.kinds_of_mesh.values[position] // OPS
-            if m >= run.stages[other].started + (1 if other == stage else 0):
-                needed += limits.activation[other]
-            elif m >= run.stages[other].returned:
-                given += limits.activation[other]
-            elif m >= run.stages[other].finished:
-                given += limits.stash[other]
-        if needed > room:
-            return False
-        room += given
-        if room >= whole:
-            return True
-    return True
 
 
 @inlined
@@ -400,25 +215,11 @@ def _choose_transfer(best, tasks, receives, limited, priority, run):
         task = run.queue[kind - first_transfer, head]
         if priority[task] <= best_priority:
             continue
-        if limited and not _has_buffer(task, tasks.receiver[kind], receives, run):
+        if limited and not has_buffer(task, tasks.receiver[kind], receives, run):
             continue
         best = task
         best_priority = priority[task]
     return best
-
-
-@inlined
-def _has_buffer(task, mesh, receives, run):
-    """Whether a receive buffer is left for a transfer when those used before it have taken theirs."""
-    if receives.limit[mesh] < 0:
-        return True
-    room = receives.limit[mesh] - run.meshes[mesh].buffers
-    at = run.meshes[mesh].buffer_low
-    while room > 0 and receives.by_first_use.values[at] != task:
-        if run.tasks[receives.by_first_use.values[at]].receive_rank >= 0:
-            room -= 1
-        at += 1
-    return room > 0
 
 
 @inlined
@@ -466,7 +267,7 @@ def _begin(task, time, fixed, tasks, limits, receives, limited, run):
     run.order[run.counts[0].begun] = task
     run.counts[0].begun += 1
     end = begin + tasks.duration[task]
-    _push(end, task, run)
+    push(end, task, run)
     if kind < first_transfer or tasks.resources[kind, 0] >= 0 or limited:
         _expect(task, m, end, limited, tasks, run)
 
