@@ -65,7 +65,7 @@ def test_losses_are_those_of_a_plain_loop_and_no_stream_races(case, monkeypatch,
 def test_losses_are_the_same_in_whatever_order_streams_go_on(layout, monkeypatch):
     """Streams are threads that pause at random."""
     spec = job() if layout == "1 to 2 workers" else zero_bubble()
-    with CudaWorkers(pytest.MonkeyPatch(), spec) as alone:
+    with monkeypatch.context() as patch, CudaWorkers(patch, spec) as alone:
         expected = alone.losses(range(1, 3))
     there = on_sizes((1, 2), spec) if layout == "1 to 2 workers" else on([(1, 2)] * 2, spec)
     with CudaWorkers(monkeypatch, there, threads=True, seed=3) as workers:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 
 from service.cluster_settings import DEFAULT
 from service.jobspec import JobSpec
@@ -214,11 +215,15 @@ async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
     await other.close()
 
 
-async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting(
-    database: Database, pair, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting(database: Database, pair):
     """Cut off there, SQLite would keep its lock, and the end of the run would wait for it for half a minute."""
-    runs, asked = pair[0], asyncio.Event()
+    runs, running, cancelled = pair[0], asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def in_the_middle() -> int:
+        """Called by SQLite inside the query, in the thread of its connection."""
+        loop.call_soon_threadsafe(running.set)
+        return int(cancelled.wait(60))
 
     async def work() -> None:
         await uncut(write())
@@ -226,11 +231,20 @@ async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting
     async def write() -> None:
         async with database.write() as session:
             await session.execute(update(ShortRun).values(beat_at=ShortRun.beat_at))
-            asked.set()
-            await session.execute(select(ShortRun))
+            if not database.is_sqlite:
+                running.set()
+                await session.execute(text("SELECT pg_sleep(0.2)"))
+                return
+            raw = await (await session.connection()).get_raw_connection()
+            await raw.driver_connection.create_function("in_the_middle", 0, in_the_middle)
+            await session.execute(text("SELECT in_the_middle()"))
 
     await runs.answer("x", work, place="here")
-    await asked.wait()
+    async with asyncio.timeout(60):
+        await running.wait()
+    ending = asyncio.create_task(runs.close())
+    await asyncio.sleep(0.05)  # whatever a cancelled task does, it has done
+    cancelled.set()
     async with asyncio.timeout(20):
-        await runs.close()
+        await ending
     assert await rows(database) == []

@@ -74,7 +74,7 @@ class FakeNccl:
 
     def get_unique_id(self):
         number = next(self.ids)
-        return bytes((number * 37 + k * 91) % 256 for k in range(128))
+        return number.to_bytes(4) + bytes((number * 37 + k * 91) % 256 for k in range(124))
 
     def groupStart(self):
         assert not hasattr(self.group, "ends"), "groups of NCCL nest, but this transport has no reason to"

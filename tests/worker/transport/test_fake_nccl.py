@@ -65,6 +65,12 @@ def test_the_fake_has_cupys_methods_parameters_and_identities():
     assert disagreements(real_nccl(), FakeNccl()) == []
 
 
+def test_communicators_of_one_process_are_never_taken_for_each_other():
+    """Identities that came again after 256 let a communicator meet another's messages, and wait for a minute."""
+    fake = FakeNccl()
+    assert len({fake.get_unique_id() for _ in range(2000)}) == 2000
+
+
 def test_the_fake_refuses_an_identity_as_cupy_does():
     real, fake = real_nccl(), FakeNccl()
     for identity in ((1,) * 128, b"too short"):
