@@ -11,6 +11,8 @@ from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.problem import BACKWARD, FORWARD, OPS, WEIGHT, Problem
 from service.scheduler.model.timeline import Edges, Timeline
 
+_ROUNDING = 1e-13  # relative: what sums of some thousand durations are off by
+
 
 def peak_activation(problem: Problem, lane: np.ndarray) -> tuple[int, int]:
     """(peak bytes, position in the lane where it is first reached) of one mesh's compute order."""
@@ -75,9 +77,19 @@ def latest_compute(timeline: Timeline, compute: np.ndarray, receives: np.ndarray
     """For each receive the position in `compute` of the last action that ended when its transfer starts, or −1."""
     start = timeline.start[receives]
     ends = np.maximum.accumulate(timeline.end[compute]) if len(compute) else np.empty(0)
-    by_time = np.searchsorted(ends, start + TOLERANCE * np.abs(start), side="right") - 1
+    by_time = np.searchsorted(ends, start + _same_instant(timeline, start), side="right") - 1
     by_cause = np.searchsorted(timeline.rank[compute], timeline.rank[receives], side="left") - 1
     return np.minimum(by_time, by_cause)
+
+
+def _same_instant(timeline: Timeline, times: np.ndarray) -> np.ndarray:
+    """How far from each of these times another one may lie and still be the same instant, in seconds.
+
+    No farther than half the shortest action or transfer: to take what ends that much later for what has ended would
+    hold a transfer up, and each of a chain of them the next, until the programs are later than their plan.
+    """
+    shortest = timeline.problem.shortest_s
+    return np.abs(times) * np.clip(shortest / 2 / np.maximum(np.abs(times), shortest), _ROUNDING, TOLERANCE)
 
 
 def receive_waits(timeline: Timeline) -> Edges:

@@ -117,6 +117,11 @@ class Problem(Holding):
         return np.where(self.exists, duration, 0.0)
 
     @cached_property
+    def shortest_s(self) -> float:
+        """The shortest action or transfer that takes any time."""
+        return float(self.duration.min(where=self.duration > 0, initial=np.inf))
+
+    @cached_property
     def dependencies(self) -> list[list[int]]:
         """For each kind the kinds that must end before it, microbatch by microbatch."""
         needs: list[list[int]] = [[] for _ in range(self.kinds)]

@@ -10,7 +10,7 @@ from service.scheduler.model.problem import build_problem
 from service.scheduler.recomputation import may_recompute, with_choice
 from service.scheduler.search.exact import integer_durations
 from tests.service.scheduler.checker import check_plan, run_programs
-from tests.service.scheduler.specs import measured
+from tests.service.scheduler.specs import chain, measured
 
 
 @pytest.mark.parametrize("contention", ["link", "full-duplex", "half-duplex"])
@@ -72,6 +72,24 @@ def test_durations_of_any_size_are_planned(unit):
         del edge["forward_bytes"], edge["backward_bytes"]
     plan = make_plan(load_spec(data), budget_s=0.3)
     assert not plan.notes and plan.makespan_s >= plan.lower_bound_s > 0
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"activation_limit_bytes": 8, "receive_buffer_limit": 2}], ids=["", "limits"]
+)
+@pytest.mark.parametrize("seconds", [3e-8, 1e-8, 1e-9, 1e-12, 1e-300])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_transfers_that_take_next_to_nothing_are_planned_as_they_will_run(schedule, seconds, limits):
+    # one number between two stages of a second each: shorter than what counts as one instant so late in the step
+    data = chain(4, 12, backward=2.0, transfer=seconds, schedule=schedule, split_backward=schedule == "auto")
+    for mesh in data["meshes"]:
+        mesh.update(limits)
+    plan = make_plan(load_spec(data), budget_s=0.05)
+    assert not plan.notes
+    assert plan.programs_makespan_s == pytest.approx(plan.makespan_s, rel=1e-9)
+    written = json.loads(plan.model_dump_json())
+    check_plan(data, written)
+    run_programs(data, written["programs"], seed=5)
 
 
 def test_a_step_of_the_search_that_fails_costs_the_plan_nothing_but_its_own_gain(monkeypatch):
