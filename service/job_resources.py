@@ -69,11 +69,6 @@ class Resources(Part):
             check_listed(self.meshes, self.workers_per_mesh, self.workers)
         if self.tensors is not None:
             check_tensors(self.tensors, self.meshes, self.tensor)
-        if self.tensor > 1 and self.unlike and "optimizer" in (self.shard, *self.shard):
-            raise ValueError(
-                f"shard is optimizer on meshes of {', '.join(map(str, self.mesh_sizes))} workers that share matrices among "
-                f"{', '.join(map(str, self.mesh_tensors))}: set shard to none, or give all meshes equal ones"
-            )
         check_tensor(self.mesh_sizes, self.mesh_tensors, self.tensor_plan)
         return self
 

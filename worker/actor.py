@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from worker import last_action
-from worker.agreement import Fingerprint, checksum, named_tensors
+from worker.agreement import Fingerprint, checksums, named_tensors
 from worker.batches import Batches
 from worker.choices import microbatch_counts
 from worker.compiled.stages import compile_stages
@@ -29,6 +29,7 @@ from worker.engine.tensor_share import TensorShare
 from worker.evaluation import EvaluationProgram, Evaluator
 from worker.failure import as_failure, attributed_to
 from worker.gpu_usage import GpuMeter
+from worker.held import Cuts, Held
 from worker.job import Job
 from worker.measuring import Measuring
 from worker.memory import PeakMemory
@@ -241,20 +242,19 @@ class Worker(Measuring, Saving, Tracing):
         for note in check_shared(self._stages, whole, self._share, place):
             log.warning(note)
 
-    def tensor_names(self) -> list[str]:
-        """What this worker's stages hold, by original name; a part of a matrix by which it is."""
+    def held_tensors(self) -> list[Held]:
+        """What this worker has of its stages' tensors, by original name."""
         return list(self._held())
 
     @attributed_to(Reason.DATA_FAILED)
-    def fingerprint(self, names: Sequence[str]) -> Fingerprint:
-        """Checksums of those of the tensors `names` that are here, and of the first samples."""
-        own = self._held()
-        sample = self._batches.checksums()
-        return Fingerprint({name: checksum(own[name]) for name in names if name in own}, sample)
+    def fingerprint(self, names: Sequence[str], cuts: Mapping[str, Cuts]) -> Fingerprint:
+        """Checksums of those of the tensors `names` that are here, of pieces of those that are cut, and of the first
+        samples."""
+        return Fingerprint(checksums(self._held(), names, cuts), self._batches.checksums())
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        found = named_tensors(self._stages)
-        return found if self._share is None else {self._share.told(name): t for name, t in found.items()}
+    def _held(self) -> dict[Held, torch.Tensor]:
+        held = Held if self._share is None else self._share.held
+        return {held(name): tensor for name, tensor in named_tensors(self._stages).items()}
 
     def warm_up(self, step: int) -> None:
         """Have the samples of the first step, and on CUDA load and try all kernels on them, before anybody waits for this

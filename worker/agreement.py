@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.held import Cuts, Held, pieces
 from worker.nests import Targets
 
 _SHOWN = 8
 
-# What stands behind the name of a matrix of which a worker has a part: which, and along which dimension.
-PART, ALONG = " (part ", " along dimension "
-
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of one worker: checksums of tensors by original name, and of the first samples, read twice."""
+    """Of one worker: checksums of tensors by original name, as told, and of the first samples, read twice."""
 
     tensors: Mapping[str, str]
     sample: tuple[str, str]
@@ -48,29 +46,42 @@ def checksum(value: Any) -> str:
     return digest.hexdigest()
 
 
-def held_by_several(names: Sequence[Collection[str]]) -> list[str]:
-    """The names that more than one of the workers, which each hold `names[w]`, know."""
+def checksums(
+    own: Mapping[Held, torch.Tensor], names: Collection[str], cuts: Mapping[str, Cuts]
+) -> dict[str, str]:
+    """Of those of a worker's tensors that are told as one of `names`, and of its pieces of those that are cut."""
+    found = {}
+    for held, tensor in own.items():
+        if held.name in cuts:
+            found |= {told: checksum(piece) for told, piece in pieces(held, tensor, cuts[held.name]).items()}
+        elif held.told in names:
+            found[held.told] = checksum(tensor)
+    return found
+
+
+def held_by_several(workers: Sequence[Collection[Held]]) -> list[str]:
+    """What more than one of the workers has, as it is told."""
     seen: set[str] = set()
     several: set[str] = set()
-    for mine in names:
-        several |= seen & set(mine)
-        seen |= set(mine)
+    for held in workers:
+        mine = {one.told for one in held}
+        several |= seen & mine
+        seen |= mine
     return sorted(several)
 
 
-def different_splits(workers: Sequence[str], names: Sequence[Collection[str]]) -> str | None:
+def different_splits(workers: Sequence[str], found: Sequence[Collection[Held]]) -> str | None:
     """A sentence with the first parameter that some workers share otherwise than others, which would add up what is not the
-    same; or None. `names[w]` are those that worker w holds, with its parts."""
+    same; or None. `found[w]` is what worker w has."""
     ways: dict[str, dict[str, str]] = {}
-    for worker, held in zip(workers, names, strict=True):
-        for told in held:
-            name, _, part = told.partition(PART)
-            ways.setdefault(name, {}).setdefault(part.rstrip(")").partition(ALONG)[2], worker)
-    for name, found in sorted(ways.items()):
-        if len(found) > 1:
-            has = (f"parts along dimension {way}" if way else "the whole of it" for way in found)
+    for worker, held in zip(workers, found, strict=True):
+        for one in held:
+            ways.setdefault(one.name, {}).setdefault(one.way, worker)
+    for name, places in sorted(ways.items()):
+        if len(places) > 1:
+            has = (f"parts along {way}" if way else "the whole of it" for way in places)
             told = " and ".join(
-                f"{what} on {worker}" for what, worker in zip(has, found.values(), strict=True)
+                f"{what} on {worker}" for what, worker in zip(has, places.values(), strict=True)
             )
             return (
                 f"parameter {name!r} has users on several meshes that share it otherwise: {told}; give their modules one "

@@ -247,10 +247,10 @@ class Job:
     @property
     def sharded(self) -> tuple[str, ...]:
         """The meshes whose data-parallel workers share the optimizer's state."""
-        given, tensor = self.resources.shard, self.resources.tensor
+        given = self.resources.shard
         shards = (given,) * self.meshes if isinstance(given, str) else given
-        found = enumerate(zip(shards, self.mesh_sizes, strict=True))
-        return tuple(f"m{index}" for index, (shard, size) in found if shard == "optimizer" and size > tensor)
+        found = enumerate(zip(shards, self.data_sizes, strict=True))
+        return tuple(f"m{index}" for index, (shard, data) in found if shard == "optimizer" and data > 1)
 
     @property
     def row_step(self) -> int:

@@ -160,7 +160,7 @@ def _with_sums(job: Job, update: UpdateCosts, network: Mapping[str, Any], notes:
     notes.append("sums of gradients over the workers of a mesh are taken to be as quick as a link")
     latency_s, bandwidth = network["latency_s"], network["bandwidth_bytes_per_s"]
     if job.sharded:  # each moves half the bytes of a sum
-        workers = {mesh: job.mesh_sizes[int(mesh[1:])] // job.resources.tensor for mesh in job.sharded}
+        workers = {mesh: job.data_sizes[int(mesh[1:])] for mesh in job.sharded}
         update = update.with_sharing(workers, (latency_s, 2 * bandwidth), (latency_s, 2 * bandwidth))
     return update.with_sum(latency_s, bandwidth)
 

@@ -168,7 +168,7 @@ def kept_by_optimizer(job: Job, costs: JobCosts) -> OptimizerState:
     """What the optimizer keeps; of it each worker has its part where those of a mesh share it."""
     if not job.sharded:
         return costs.optimizer
-    sizes = {name: job.mesh_sizes[int(name[1:])] // job.resources.tensor for name in job.sharded}
+    sizes = {name: job.data_sizes[int(name[1:])] for name in job.sharded}
     return SharedOptimizerState(**asdict(costs.optimizer), workers=sizes)
 
 

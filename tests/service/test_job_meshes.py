@@ -95,15 +95,6 @@ def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_devic
         ),
         ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
         (
-            {
-                "meshes": [
-                    {"workers": 4, "parallel": {"tensor": 2}, "shard": "optimizer"},
-                    {"workers": 2, "parallel": {"tensor": 2}},
-                ]
-            },
-            "optimizer",
-        ),
-        (
             {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensors": [2, 1, 1]},
             "tensors [2, 1, 1] does not say among how many workers each of 2 meshes shares its matrices",
         ),
@@ -156,6 +147,22 @@ def test_a_list_that_cannot_run_is_refused_with_what_fits(resources, said):
     with pytest.raises(ValidationError) as caught:
         _spec(resources)
     assert said in str(caught.value)
+
+
+def test_meshes_that_share_matrices_unlike_share_the_state_of_the_optimizer_each_as_it_says():
+    """The list of DESIGN section 12; a mesh whose workers all have the same samples shares no state."""
+    shared = {"workers": 4, "parallel": {"data": 2, "tensor": 2}, "shard": "none"}
+    entries = [shared, {"workers": 2, "parallel": {"data": 2, "tensor": 1}, "shard": "optimizer"}]
+    spec = _spec({"meshes": entries})
+    assert spec.resources.shard == ["none", "optimizer"]
+    job = Job.from_json(spec.model_dump(mode="json"))
+    assert (job.sharded, job.data_sizes, job.tensors) == (("m1",), (2, 2), (2, 1))
+    both = Job.from_json(
+        _spec({"meshes": [one | {"shard": "optimizer"} for one in entries]}).model_dump(mode="json")
+    )
+    assert both.sharded == ("m0", "m1")
+    alone = {"workers": 2, "parallel": {"tensor": 2}, "shard": "optimizer"}
+    assert Job.from_json(_spec({"meshes": [alone, entries[1]]}).model_dump(mode="json")).sharded == ("m1",)
 
 
 def test_meshes_share_the_state_of_the_optimizer_all_of_them_or_one_by_one():

@@ -34,7 +34,8 @@ def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(sys.stdin.read())
     job, planned, mesh, index = Job.from_json(given["job"]), planned_job(given["planned"]), *given["place"]
-    topology = topology_of(Counter({f"m{k}": size for k, size in enumerate(job.mesh_sizes)}))
+    sizes = Counter({f"m{k}": size for k, size in enumerate(job.mesh_sizes)})
+    topology = topology_of(sizes, job.tensors)
     if given["device"] == "cuda":
         take_gpu(topology.rank(mesh, index), topology.size)
     worker = OpenWorker(job=job, mesh=mesh, worker=index, device=given["device"])

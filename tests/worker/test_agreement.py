@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_actor import job
+from test_actor import job, plain
+from test_tensor_parallel import on
 from workers import Workers
 
 from worker import traced_model
-from worker.agreement import checksum
+from worker.agreement import checksum, named_tensors
 from worker.driver.agreement import check_agreement
 from worker.failure import AttemptFailure
 from worker.reasons import Reason
@@ -26,13 +27,14 @@ def check(run: Workers) -> None:
     def remote(worker, name):
         return SimpleNamespace(remote=lambda *arguments: getattr(worker, name)(*arguments))
 
-    names = ("tensor_names", "fingerprint")
+    names = ("held_tensors", "fingerprint")
     gang = SimpleNamespace(
         workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
         addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
         call=lambda refs, **_: list(refs),
     )
-    check_agreement(gang, limit_s=60.0, interrupted=lambda: None)
+    unlike = run.workers[0]._job.unlike
+    check_agreement(gang, limit_s=60.0, interrupted=lambda: None, unlike=unlike)
 
 
 def refusal(spec) -> AttemptFailure:
@@ -102,6 +104,39 @@ def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
             worker._engine.load_state(state)
         with pytest.raises(AttemptFailure, match=rf"'{name}' \(m0/0 \| m0/1\)"):
             check(run)
+
+
+@pytest.mark.parametrize(
+    ("layout", "plan", "told"),
+    [
+        ([(1, 2), (1, 1)], None, r"0 to 127 along dimension 0' \(m0/0 \| m1/0\)"),
+        ([(2, 1), (1, 2)], None, r"0 to 127 along dimension 0' \(m0/0, m0/1 \| m1/0\)"),
+        (
+            [(1, 2), (2, 2)],  # its table in columns, its head in rows
+            {"embed.token": "colwise"},
+            r"0 to 127 along dimension 0, 0 to 7 along dimension 1' \(m0/0 \| m1/0, m1/2\)",
+        ),
+    ],
+    ids=str,
+)
+def test_a_tied_weight_that_meshes_share_otherwise_is_compared_in_pieces(layout, plan, told):
+    """They train as one worker; where one of them starts otherwise by a single number it is told in which piece."""
+    spec = job()
+    expected, _ = plain(spec, range(1, 3))
+    with Workers(on(layout, spec, tensor_plan=plan)) as run:
+        check(run)
+        assert run.losses(range(1, 3)) == pytest.approx(expected, rel=1e-5)
+        check(run)
+        for worker in run.workers:
+            if worker.mesh == "m1" and worker.index % layout[1][1] == 0:
+                with torch.no_grad():
+                    named_tensors(worker.stages)["embed.token.weight"].view(-1)[0] += 1e-3
+        with pytest.raises(
+            AttemptFailure, match=f"different values of 'embed.token.weight, {told}"
+        ) as caught:
+            check(run)
+    assert caught.value.reason is Reason.MODEL_BUILD_FAILED
+    assert "and" not in caught.value.message.partition(": draw")[0], "only the piece in which it is"
 
 
 @pytest.mark.parametrize(

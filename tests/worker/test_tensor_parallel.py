@@ -12,6 +12,7 @@ from service.jobspec import JobSpec
 from worker import checkpoint
 from worker.agreement import different_splits
 from worker.failure import AttemptFailure
+from worker.held import Held
 from worker.job import Job
 from worker.model.errors import ModelError
 from worker.model.profile import LayerProfile
@@ -167,15 +168,15 @@ def test_a_matrix_that_two_meshes_would_share_otherwise_is_refused():
     for plan in ({"embed.token": "colwise"}, {"embed.token": "vocab"}):
         with Workers(on([(1, 2)] * 2, spec, tensor_plan=plan)) as workers:
             told.append(
-                different_splits(["m0/0", "m0/1", "m1/0", "m1/1"], workers.call(lambda w: w.tensor_names()))
+                different_splits(["m0/0", "m0/1", "m1/0", "m1/1"], workers.call(lambda w: w.held_tensors()))
             )
     assert told[0].startswith(
         "parameter 'embed.token.weight' has users on several meshes that share it otherwise: parts along dimension 1 of 16 "
         "on m0/0 and parts along dimension 0 of 256 on m1/0; give their modules one style"
     )
     assert told[1] is None
-    part = "w (part 1 of 2 along dimension 0 of 4)"
-    assert "'w' has users" in different_splits(["m0/0", "m1/0"], [[part, "x"], ["w", "x"]])
+    part, x = Held("w", 0, (4,), 0, 2), Held("x")
+    assert "'w' has users" in different_splits(["m0/0", "m1/0"], [[part, x], [Held("w"), x]])
 
 
 def test_a_model_without_a_known_matrix_is_refused():

@@ -214,7 +214,12 @@ class Trainer:
             self._reporter.event("checkpoint", f"training waits while checkpoints are written: {lack}")
 
     def _check(self) -> None:
-        check_agreement(self._gang, limit_s=self._limits.prepare_s, interrupted=self._raise_if_told_to_end)
+        check_agreement(
+            self._gang,
+            limit_s=self._limits.prepare_s,
+            interrupted=self._raise_if_told_to_end,
+            unlike=self._job.unlike,
+        )
         self._launch.ended("check")
 
     def _warm_up(self, step: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from worker.agreement import ALONG, PART
+from worker.held import Held
 from worker.model.stages import StageModule
 from worker.tensor.collectives import Between, TensorGroup
 from worker.tensor.layout import Split
@@ -31,13 +31,12 @@ class TensorShare:
         """Another graph of a stage on the same parts of its parameters."""
         return shared_alike(stage, self._splits, self._group)
 
-    def told(self, name: str) -> str:
-        """What this worker has of `name`, for a comparison with the others that have the same."""
+    def held(self, name: str) -> Held:
+        """What this worker has of `name`, for a comparison with others."""
         split = self._splits.get(name)
         if split is None:
-            return name
-        parts = " + ".join(map(str, split.parts))
-        return f"{name}{PART}{self._group.worker + 1} of {self._group.workers}{ALONG}{split.dim} of {parts})"
+            return Held(name)
+        return Held(name, split.dim, split.parts, self._group.worker, self._group.workers)
 
     def counts(self, name: str) -> bool:
         """Whether this worker counts where all add up: its parts, and what is whole on the first alone."""

@@ -7,7 +7,6 @@ were found equal: each step is judged by itself, and what Adam makes of rounding
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -272,8 +271,10 @@ class _Run:
     def _whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Of workers that share the optimizer's state, whose optimizers were given parts, those of whole parameters: of
         all that a worker has of them, where some share matrices too."""
-        tensor = self._job.resources.tensor
-        for mesh, share in itertools.product(self._job.sharded, range(tensor)):
+        shares = [
+            (m, self._job.tensor_of(m), n) for m in self._job.sharded for n in range(self._job.tensor_of(m))
+        ]
+        for mesh, tensor, share in shares:
             own = [k for k, h in enumerate(self.holders) if h.mesh == mesh and h.worker % tensor == share]
             shapes = {name: p.shape for name, p in self.holders[own[0]].parameters.items()}
             whole = {
