@@ -74,7 +74,7 @@ def with_buckets(
             free += 1
             base[index] = replace(base[index], record=free)
         own = planned.get(base[index].stage, [])
-        for names in _split(ready[index], limit_bytes):
+        for names in together(ready[index], limit_bytes):
             place = own.pop(0) if own else None
             at = index + 1 if place is None else max(index + 1, bisect.bisect_left(kept, place))
             places.append((at, index, place, names))
@@ -104,8 +104,8 @@ def is_bucket(instruction: Instruction) -> bool:
     return instruction.op == "REDUCE" and instruction.lane == REDUCE_LANE
 
 
-def _split(gradients: Sequence[Gradient], limit_bytes: int) -> list[tuple[str, ...]]:
-    """In their order, as few as hold no more than the limit each, or one gradient."""
+def together(gradients: Sequence[Gradient], limit_bytes: int = BUCKET_BYTES) -> list[tuple[str, ...]]:
+    """Names in their order, as few lists as hold no more than the limit each, or one gradient."""
     found: list[list[Gradient]] = []
     for gradient in sorted(gradients, key=lambda one: one.kind):
         open_bucket = found[-1] if found else []

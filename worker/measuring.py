@@ -22,6 +22,7 @@ from worker.model.profile import OptimizerState
 from worker.model.sum_costs import MeshSums, SumCosts
 from worker.model.update_costs import UpdateCosts
 from worker.node import processor_share
+from worker.precision import FP16, LossScaling
 from worker.reasons import Reason
 from worker.tensor.measuring import Sharing
 from worker.traced_model import JobModel
@@ -69,7 +70,9 @@ class Measuring:
     def update_costs(self) -> UpdateCosts:
         """What the engine's REDUCE and STEP take on this worker alone, with the job's optimizer."""
         make = functools.partial(make_optimizer, self._job.optimizer)
-        return measure_update(make, self._device, self._job.training.clip_grad_norm)
+        training = self._job.training
+        scaling = (training.loss_scaling or LossScaling()) if training.precision == FP16 else None
+        return measure_update(make, self._device, training.clip_grad_norm, scaling)
 
     @attributed_to(Reason.START_TIMEOUT)
     def measure_sum(self, *, store: tuple[str, int], host: str, connect_s: float) -> MeshSums:

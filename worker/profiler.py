@@ -87,6 +87,7 @@ def measure(job: Job, device: str) -> dict[str, Any]:
     network = _network(job, together.links, next(iter(profiles.values())))
     if job.resources.tensor > 1:
         profiles = _with_tensor_sums(profiles, network, notes)
+    profiles = _with_norm_sums(job, profiles, network, notes)
     if network["bandwidth_bytes_per_s"] is None and job.meshes > 1:
         notes.append("the links between meshes were not measured: transfers count as nothing")
     return {
@@ -115,6 +116,7 @@ def _of_meshes(job: Job, device: str, counts: Sequence[int], network: Mapping[st
         profiles = {count: LayerProfile.from_json(worker.profile(count)) for count in counts}
         if kind[1] > 1:
             profiles = _with_tensor_sums(profiles, network, [])
+        profiles = _with_norm_sums(job, profiles, network, [])
         found += [of_mesh_json(count, kind, profile) for count, profile in profiles.items()]
     return {"mesh_profiles": found}
 
@@ -151,7 +153,25 @@ def _with_tensor_sums(
     return {count: profile.with_sums(between) for count, profile in profiles.items()}
 
 
+def _with_norm_sums(
+    job: Job, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], notes: list[str]
+) -> dict[int, LayerProfile]:
+    if not job.training.sync_batch_norm or job.data_workers == 1:
+        return dict(profiles)
+    if network["bandwidth_bytes_per_s"] is None:
+        notes.append(
+            "sums of batch norms over the workers of a mesh were not measured: they count as nothing"
+        )
+        return dict(profiles)
+    notes.append("sums of batch norms over the workers of a mesh are taken to be as quick as a link")
+    between = SumCosts((network["latency_s"], network["bandwidth_bytes_per_s"]))
+    return {count: profile.with_norm_sums(between) for count, profile in profiles.items()}
+
+
 def _with_sums(job: Job, update: UpdateCosts, network: Mapping[str, Any], notes: list[str]) -> UpdateCosts:
+    shares = {f"m{index}": tensor for index, tensor in enumerate(job.tensors) if tensor > 1}
+    if shares and network["bandwidth_bytes_per_s"] is not None:
+        update = update.with_agreeing(shares, (network["latency_s"], network["bandwidth_bytes_per_s"]))
     if job.row_step == 1:
         return update
     if network["bandwidth_bytes_per_s"] is None:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.engine.loss_scaler import LossScaler
 from worker.engine.update import ModelUpdate, UpdateSettings
 from worker.failure import attributed_to
 from worker.model.update_costs import LinearCost, UpdateCosts
+from worker.precision import LossScaling
 from worker.reasons import Reason
 from worker.transport import Topology, Transport
 from worker.transport.base import finish
@@ -33,10 +35,13 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
-def measure_update(make: MakeOptimizer, device: str, clip_grad_norm: float | None) -> UpdateCosts:
-    """What one worker alone spends in REDUCE and STEP, by steps of few and many, small and large tensors."""
+def measure_update(
+    make: MakeOptimizer, device: str, clip_grad_norm: float | None, scaling: LossScaling | None = None
+) -> UpdateCosts:
+    """What one worker alone spends in REDUCE and STEP, by steps of few and many, small and large tensors. With `scaling`
+    (fp16) gradients are scaled back and looked at in REDUCE."""
     few, many, large = (
-        _seconds_of(make, device, clip_grad_norm, tensors=tensors, width=width)
+        _seconds_of(make, device, clip_grad_norm, scaling, tensors=tensors, width=width)
         for tensors, width in ((_FEW, _SMALL), (_MANY, _SMALL), (_FEW, _LARGE))
     )
     item = torch.get_default_dtype().itemsize
@@ -51,7 +56,13 @@ def measure_update(make: MakeOptimizer, device: str, clip_grad_norm: float | Non
 
 
 def _seconds_of(
-    make: MakeOptimizer, device: str, clip_grad_norm: float | None, *, tensors: int, width: int
+    make: MakeOptimizer,
+    device: str,
+    clip_grad_norm: float | None,
+    scaling: LossScaling | None,
+    *,
+    tensors: int,
+    width: int,
 ) -> Mapping[str, float]:
     module = nn.Module()
     for index in range(tensors):
@@ -63,7 +74,8 @@ def _seconds_of(
         optimizer=make,
         lr_schedule=None,
         transport=LocalTransport.group(Topology(("m0",)))["m0", 0],
-        settings=UpdateSettings(clip_grad_norm=clip_grad_norm, non_finite="skip"),
+        settings=UpdateSettings(clip_grad_norm=clip_grad_norm, non_finite="skip", device=device),
+        scaler=None if scaling is None else LossScaler(scaling, device),
     )
     taken: dict[str, list[float]] = {"reduce": [], "step": []}
     for _ in range(_WARM_UP + _REPEATS):

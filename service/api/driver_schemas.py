@@ -229,6 +229,8 @@ class UpdateSeconds(_FromDriver):
     scatter: LinearSeconds | None = None
     gather: LinearSeconds | None = None
     sums: LinearSeconds | None = None
+    agree: LinearSeconds | None = None
+    tensor: Annotated[dict[str, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=1024)] = {}
     shared: Annotated[dict[str, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=1024)] = {}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.unlike import MeshShare, unlike_profile
+from service.scheduler.job_across import planned_across
 from service.scheduler.job_reduces import planned_reduces
 from service.scheduler.joint import JobPlan, choose, longest
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
@@ -135,7 +136,10 @@ def _choose(
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
         check_messages(programs, found.partition.reshardings, sizes)
     workers = dict(zip(names, job.data_sizes, strict=True))
-    return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers)
+    profile = profiles[found.partition.spec.microbatches]
+    found = planned_reduces(found, profile, costs.update, workers)
+    sizes = dict(zip(names, job.mesh_sizes, strict=True))
+    return planned_across(found, profile, costs.network, sizes, alike=not job.unlike)
 
 
 def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:

@@ -92,6 +92,9 @@ class Planner:
         if sums is not None and sums.tensor is not None:
             profiles = {count: profile.with_sums(sums.tensor) for count, profile in profiles.items()}
             of_keys = {key: profile.with_sums(sums.tensor) for key, profile in of_keys.items()}
+        if self._job.training.sync_batch_norm and sums is not None and sums.data is not None:
+            profiles = {count: profile.with_norm_sums(sums.data) for count, profile in profiles.items()}
+            of_keys = {key: profile.with_norm_sums(sums.data) for key, profile in of_keys.items()}
         measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
         kinds = [
             (size, tensor)

@@ -28,8 +28,10 @@ class Sums:
     alone: tuple[str, ...]
 
     def added_to(self, costs: UpdateCosts, job: Job, gang: Gang) -> UpdateCosts:
-        """What REDUCE and STEP cost with the sums of gradients; nothing more where all workers of a mesh have the same
-        samples."""
+        """What REDUCE and STEP cost with the sums of gradients, and with what workers that share matrices agree on."""
+        shares = {mesh.name: tensor for mesh in gang.meshes if (tensor := job.tensor_of(mesh.name)) > 1}
+        if shares and self.tensor is not None:
+            costs = costs.with_agreeing(shares, self.tensor.reduce)
         if self.data is None:
             return costs
         if sharded := job.sharded:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from worker.buckets import Gradient, together
 from worker.held import Held
 from worker.model.stages import StageModule
 from worker.tensor.collectives import Between, TensorGroup
@@ -70,12 +71,15 @@ class TensorShare:
 
     def agree(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Have all workers of the group the same gradients of what each has whole, to the bit: their mean. Else what they
-        round differently would drive their copies apart, step by step."""
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for name, gradient in gradients.items():
-            if name not in self._splits:
-                kinds.setdefault(gradient.dtype, []).append(gradient)
-        for alike in kinds.values():
+        round differently would drive their copies apart, step by step: on CUDA additions by atomics, on CPU processors of
+        two kinds. A part of REDUCE, planned as such (update_costs.py); a bucket's bytes at a time, which bounds the copy."""
+        whole = [
+            Gradient(name, (), one.nbytes, str(one.dtype))
+            for name, one in gradients.items()
+            if name not in self._splits
+        ]
+        for names in together(whole):
+            alike = [gradients[name] for name in names]
             flat = torch.cat([gradient.reshape(-1) for gradient in alike])
             parts = (self._group.sum(flat) / self._group.workers).split(
                 [gradient.numel() for gradient in alike]

@@ -326,7 +326,7 @@ class ModelUpdate:
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
         gradients = self._gradients_of_norm()
-        if self._share is not None and self._agrees():
+        if self._share is not None:
             self._share.agree({name: one.grad for name, one in self.updated.items() if one.grad is not None})
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
@@ -349,11 +349,6 @@ class ModelUpdate:
         if self.scaler is not None:
             total, self.scaler.found = sums.unbind()
         return total.sqrt()
-
-    def _agrees(self) -> bool:
-        """Whether what several workers compute alike may differ: on CUDA sums by atomic additions are rounded in the order
-        in which they happen."""
-        return torch.device(self._settings.device).type == "cuda"
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
         """Where all workers add to the norm those of a mesh, which have the same, add theirs once."""

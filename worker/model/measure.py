@@ -19,6 +19,7 @@ from worker.compiled.compiler import Compiler
 from worker.compiled.pieces import as_traced
 from worker.engine.backward import WeightBackward, backward, backward_input
 from worker.engine.stage_run import drop_casts, run_forward
+from worker.model.batch_norms import norm_sums
 from worker.model.flops import count_flops
 from worker.model.profile import LayerCost, LayerEdge, LayerProfile
 from worker.model.stages import OUTPUT, StageBuilder, StageModule, input_name, is_output
@@ -67,11 +68,15 @@ def measure_layers(
     costs, sizes, buffer_sizes, frozen = [], {}, {}, {}
     updated: set[str] = set()
     compiled: set[str] = set()
+    split: set[str] = set()
     saved_at: dict[str, set[int]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, name in enumerate(placed.layers):
             stage = builder.stage(index)
-            stage = (stage if sharing is None else sharing.of(stage)).to(device)
+            if sharing is not None:
+                stage, parts = sharing.of(stage)
+                split |= parts
+            stage = stage.to(device)
             run = _LayerRun(
                 stage,
                 {key: tensors[key].to(device) for key in stage.inputs},
@@ -108,6 +113,7 @@ def measure_layers(
                     buffers=tuple(buffers),
                     cast_bytes=saved.cast_bytes,
                     sums=sums,
+                    norm_sums=norm_sums(builder.operations(index), placed.values),
                     flops=saved.flops,
                 )
             )
@@ -138,6 +144,7 @@ def measure_layers(
         updated_buffers=frozenset(updated),
         checkpointed=traced.checkpointed,
         compiled=frozenset(compiled),
+        split_parameters=frozenset(split),
     )
 
 

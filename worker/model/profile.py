@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from worker.model.errors import CutError
 from worker.model.sum_costs import SumCosts
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 7
+PROFILE_FORMAT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class LayerCost:
     a backward without recomputation; None: not counted.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
     over workers that share the layer's matrices, which its times leave out: of a time's name and a way to sum (SumCosts)
-    how many, and bytes in all.
+    how many, and bytes in all. `norm_sums` are those that its batch norms would make over all workers of a mesh
+    (training.sync_batch_norm): of a time's name how many, and bytes in all.
     """
 
     name: str
@@ -46,14 +47,24 @@ class LayerCost:
     cast_bytes: int = 0
     flops: int | None = None
     sums: tuple[tuple[str, str, int, int], ...] = ()
+    norm_sums: tuple[tuple[str, int, int], ...] = ()
 
     def with_sums(self, between: SumCosts) -> LayerCost:
         """The same with `sums` made part of its times, each as long as measured between these workers."""
+        return replace(self._longer(self.sums, between), sums=())
+
+    def with_norm_sums(self, between: SumCosts) -> LayerCost:
+        """The same with `norm_sums` made part of its times."""
+        sums = [(name, "reduce", count, size) for name, count, size in self.norm_sums]
+        return replace(self._longer(sums, between), norm_sums=())
+
+    def _longer(self, sums: Iterable[tuple[str, str, int, int]], between: SumCosts) -> LayerCost:
         longer: dict[str, float] = {}
-        for name, way, count, size in self.sums:
-            so_far = longer.get(name, getattr(self, name) or 0.0)
+        for name, way, count, size in sums:
+            alone_s = self.whole_backward_s if name == "backward_s" else getattr(self, name)
+            so_far = longer.get(name, alone_s)
             longer[name] = so_far + between.seconds(way, count, size)
-        return replace(self, **longer, sums=())
+        return replace(self, **longer)
 
     @property
     def whole_backward_s(self) -> float:
@@ -117,7 +128,8 @@ class LayerProfile:
 
     `parameter_sizes` and `buffer_sizes` are bytes by original name; `frozen_parameters` get no gradient,
     `updated_buffers` are changed by forward. The model itself asks to recompute the layers `checkpointed`. Those
-    `compiled` were measured so (training.compile), all others as traced.
+    `compiled` were measured so (training.compile), all others as traced. Of the parameters `split_parameters` each worker
+    of several that share matrices has its part; of all others it has the whole.
     `activation_factor` corrects all activation bytes, where an attempt has met more than were measured.
     """
 
@@ -132,6 +144,7 @@ class LayerProfile:
     checkpointed: frozenset[str] = frozenset()
     activation_factor: float = 1.0
     compiled: frozenset[str] = frozenset()
+    split_parameters: frozenset[str] = frozenset()
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
@@ -172,6 +185,10 @@ class LayerProfile:
         """The same with what workers that share matrices sum made part of the layers' times."""
         return replace(self, layers=tuple(layer.with_sums(between) for layer in self.layers))
 
+    def with_norm_sums(self, between: SumCosts) -> LayerProfile:
+        """The same with what batch norms sum over the workers of a mesh made part of the layers' times."""
+        return replace(self, layers=tuple(layer.with_norm_sums(between) for layer in self.layers))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
         out = asdict(self)
@@ -179,9 +196,14 @@ class LayerProfile:
             {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
             for layer in out["layers"]
         ]
-        out |= {name: sorted(out[name]) for name in ("updated_buffers", "checkpointed", "compiled")}
-        if not self.compiled:
-            del out["compiled"]  # which a control plane of before it need not know
+        for layer in out["layers"]:
+            if not layer["norm_sums"]:
+                del layer["norm_sums"]
+        sets = ("updated_buffers", "checkpointed", "compiled", "split_parameters")
+        out |= {name: sorted(out[name]) for name in sets}
+        for name in ("compiled", "split_parameters"):
+            if not out[name]:
+                del out[name]  # which a control plane of before it need not know
         return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
 
     @classmethod
@@ -203,6 +225,7 @@ class LayerProfile:
                             "parameters": tuple(layer.get("parameters", ())),
                             "buffers": tuple(layer.get("buffers", ())),
                             "sums": tuple(tuple(one) for one in layer.get("sums", ())),
+                            "norm_sums": tuple(tuple(one) for one in layer.get("norm_sums", ())),
                         }
                     )
                     for layer in layers
@@ -211,6 +234,7 @@ class LayerProfile:
                 "updated_buffers": frozenset(top.get("updated_buffers", ())),
                 "checkpointed": frozenset(top.get("checkpointed", ())),
                 "compiled": frozenset(top.get("compiled", ())),
+                "split_parameters": frozenset(top.get("split_parameters", ())),
                 "edges": tuple(_edge(_checked(LayerEdge, item)) for item in top["edges"]),
             }
         )

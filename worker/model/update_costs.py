@@ -5,13 +5,14 @@ Pure values that travel as JSON, light: no torch. How they are measured is worke
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from worker.buckets import Gradient, together
 from worker.model.profile import LayerProfile
 
-_LINEAR = ("reduce", "step", "norm", "scatter", "gather", "sums")
+_LINEAR = ("reduce", "step", "norm", "scatter", "gather", "sums", "agree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class UpdateCosts:
     are gathered behind the update, `gather`.
 
     Where sums were measured, `sums` is what those of some gradients take, as a bucket or behind everything, and `norm`
-    the rest of `reduce`.
+    the rest of `reduce`. In the meshes `tensor` as many workers share matrices: `agree` is what a sum over these takes, of
+    gradients of what each of them has whole, and of the norm.
     """
 
     reduce: LinearCost = LinearCost()
@@ -51,6 +53,25 @@ class UpdateCosts:
     gather: LinearCost = LinearCost()
     shared: Mapping[str, int] = field(default_factory=dict)
     sums: LinearCost = LinearCost()
+    agree: LinearCost = LinearCost()
+    tensor: Mapping[str, int] = field(default_factory=dict)
+
+    def with_agreeing(self, tensor: Mapping[str, int], between: tuple[float, float]) -> UpdateCosts:
+        """The same where so many workers of the meshes `tensor` share matrices; latency and bandwidth of an all-reduce
+        between them, as measured there."""
+        latency_s, speed = between
+        return replace(self, agree=LinearCost(latency_s, 0.0, 1.0 / speed), tensor=dict(tensor))
+
+    def agreeing_s(self, mesh: str, whole: Sequence[int]) -> float:
+        """What the workers of `mesh` that share matrices sum of gradients of so many bytes, which each of them has whole: a
+        bucket's bytes at a time, and the norm (TensorShare.agree). Where they share the optimizer's state too each has
+        its part."""
+        if mesh not in self.tensor:
+            return 0.0
+        parts = self.shared.get(mesh, 1)
+        sizes = [-(-size // parts) for size in whole]
+        sums = together([Gradient("", (), size, "") for size in sizes])
+        return (len(sums) + 1) * self.agree.fixed_s + self.agree.per_byte_s * sum(sizes)
 
     def with_sharing(
         self, shared: Mapping[str, int], scatter: tuple[float, float], gather: tuple[float, float]
@@ -101,6 +122,8 @@ class UpdateCosts:
         found = {"reduce": asdict(self.reduce), "step": asdict(self.step)}
         if self.sums != LinearCost():
             found |= {"norm": asdict(self.norm), "alone": list(self.alone), "sums": asdict(self.sums)}
+        if self.tensor:
+            found |= {"agree": asdict(self.agree), "tensor": dict(self.tensor)}
         if self.shared:
             found |= {
                 "scatter": asdict(self.scatter),
@@ -113,7 +136,8 @@ class UpdateCosts:
     def from_json(cls, data: Mapping[str, Any]) -> UpdateCosts:
         """Inverse of `to_json`; what is missing costs nothing."""
         costs = {name: LinearCost(**data[name]) for name in _LINEAR if data.get(name)}
-        return cls(**costs, alone=tuple(data.get("alone") or ()), shared=dict(data.get("shared") or {}))
+        named = {name: dict(data.get(name) or {}) for name in ("shared", "tensor")}
+        return cls(**costs, alone=tuple(data.get("alone") or ()), **named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +170,12 @@ def mesh_update(
     late = [name for name in trained if name not in early]
     if late and (sums := costs.sum_of(mesh)) is not None:
         reduce_s += sums.seconds(len(late), sum(profile.parameter_sizes[name] for name in late))
+    reduce_s += costs.agreeing_s(
+        mesh,
+        [
+            size
+            for name, size in profile.parameter_sizes.items()
+            if name in trained - profile.split_parameters
+        ],
+    )
     return MeshUpdate(mesh, reduce_s, costs.step_of(mesh).seconds(len(trained), size_bytes))

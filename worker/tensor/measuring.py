@@ -22,9 +22,11 @@ class Sharing:
         self._group = TensorGroup(0, workers, self._counted)
 
     @attributed_to(Reason.PLAN_INFEASIBLE)
-    def of(self, stage: StageModule) -> StageModule:
-        """AttemptFailure for what so many workers cannot share."""
-        return tensor_stage(stage, self._plan, self._group).module
+    def of(self, stage: StageModule) -> tuple[StageModule, frozenset[str]]:
+        """The stage, and of which parameters it has a part, by their names in the model; AttemptFailure for what so many
+        workers cannot share."""
+        shared = tensor_stage(stage, self._plan, self._group)
+        return shared.module, frozenset(shared.splits)
 
     def take(self) -> list[tuple[str, int, int]]:
         """What it would have done since this was asked last: of each way to sum (those of SumCosts) how often, and bytes of
