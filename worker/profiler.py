@@ -131,10 +131,11 @@ def _memory(worker: Worker, job: Job, device: str) -> dict[str, Any]:
 
 
 def _workers(job: Job, device: str) -> list[dict[str, Any]]:
-    """Where the workers would run: on CPU all of them on this machine, and on its cores."""
+    """Where the workers would run: on CPU all of them on this machine, and on its cores. Tensors are planned (`place`) as if
+    each mesh had a node of its own: where it has none that costs a copy, the other way round a slow link."""
     cores = processor_cores() if device == "cpu" else None
     return [
-        {"mesh": mesh, "worker": worker, "node": "here", "device": device, "cores": cores}
+        {"mesh": mesh, "worker": worker, "node": "here", "place": mesh, "device": device, "cores": cores}
         for mesh, size in ((f"m{index}", size) for index, size in enumerate(job.mesh_sizes))
         for worker in range(size)
     ]

@@ -1,6 +1,7 @@
 """The plan of an evaluation: the stages of a trained pipeline, forwards only, from what a driver asks.
 
-Between meshes of unlike sizes its tensors are resharded as in training; the programs are proven worker by worker there.
+Its tensors are resharded between the meshes between which they are in training; the programs are proven worker by worker
+there.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class SharedTensor(_Asked):
 
 
 class Unlike(_Asked):
-    """What a driver tells of meshes of unlike sizes; `tensors` are those of the edges, in their order."""
+    """What a driver tells of meshes of unlike sizes, or that share matrices; `tensors` are those of the edges, in their
+    order."""
 
     meshes: Annotated[list[SharedMesh], Field(max_length=_LARGEST)]
     tensors: Annotated[list[SharedTensor], Field(max_length=100_000)]
@@ -58,7 +60,7 @@ class Unlike(_Asked):
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """The plan of a spec, forwards only, and the transfers between meshes of unlike sizes."""
+    """The plan of a spec, forwards only, and the transfers that do not go in pairs of workers."""
 
     spec: PipelineSpec
     plan: Plan
@@ -76,8 +78,8 @@ class ForwardPlan:
 def plan_forwards(
     request: Mapping[str, Any], *, budget_s: float = 10.0, expired: Callable[[], bool] | None = None
 ) -> ForwardPlan:
-    """The plan of a PipelineSpec (JSON), which `request` is; besides it may say that meshes are `unlike`. SpecError where
-    there is none."""
+    """The plan of a PipelineSpec (JSON), which `request` is; besides it may say how meshes that are `unlike`, or share
+    matrices, share a microbatch. SpecError where there is none."""
     given = dict(request)
     unlike = given.pop("unlike", None)
     spec = load_spec({**given, "schedule": "inference"})
@@ -112,13 +114,13 @@ def _told(unlike: Any, spec: PipelineSpec) -> Unlike:
 def _resharded(
     spec: PipelineSpec, told: Unlike, shares: Mapping[str, MeshShare]
 ) -> tuple[PipelineSpec, Reshardings]:
-    """The spec whose transfers between unlike meshes last as long as their reshardings, and these."""
+    """The spec whose transfers last as long as their reshardings, where there are some, and these."""
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
     edges: list[EdgeSpec] = []
     reshardings: Reshardings = {}
     for index, (edge, tensor) in enumerate(zip(spec.edges, told.tensors, strict=True)):
         sides = shares[mesh_of[edge.source]], shares[mesh_of[edge.target]]
-        if sides[0].like(sides[1]):
+        if sides[0].in_pairs(sides[1]) or not sides[0].deals(sides[1], _shape(tensor, sides[0])):
             edges.append(edge)
             continue
         plan = reshardings[index, False] = resharding_of(

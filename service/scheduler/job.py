@@ -11,7 +11,7 @@ from typing import Any
 
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
-from service.scheduler.cut.unlike import MeshShare, unlike_profile
+from service.scheduler.cut.unlike import MeshShare, alike_profile, unlike_profile
 from service.scheduler.job_across import planned_across
 from service.scheduler.job_reduces import planned_reduces
 from service.scheduler.joint import JobPlan, choose, longest
@@ -28,7 +28,7 @@ class JobCosts:
     """What was measured of a job: its layers at each number of microbatches, its network, the bytes that each
     mesh may hold, what its optimizer keeps and takes, which workers share processor cores, and what the engine
     itself takes for each action. `of_meshes` are the profiles of meshes of unlike sizes, by number of microbatches, of
-    workers and of those that share matrices; `nodes` where each worker runs."""
+    workers and of those that share matrices; `nodes` where each worker runs, or would."""
 
     profiles: Mapping[int, LayerProfile]
     network: NetworkSpec
@@ -71,7 +71,7 @@ class JobCosts:
                 for one in data.get("mesh_profiles") or ()
             },
             nodes={
-                (one["mesh"], one["worker"]): one["node"]
+                (one["mesh"], one["worker"]): one.get("place") or one["node"]
                 for one in data.get("workers") or ()
                 if one.get("node") is not None and one.get("worker") is not None
             },
@@ -131,7 +131,7 @@ def _choose(
         budget_s=budget_s,
         expired=expired,
     )
-    if job.unlike:  # no message of a worker may wait for another in a circle
+    if job.unlike or found.partition.reshardings:  # no message of a worker may wait for another in a circle
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
         check_messages(programs, found.partition.reshardings, sizes)
@@ -143,9 +143,10 @@ def _choose(
 
 
 def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
-    """The profile of so many microbatches; with that of each mesh, where they have unlike sizes."""
+    """The profile of so many microbatches; with that of each mesh and how it shares its work, where tensors go otherwise
+    than in pairs of workers."""
     if not job.unlike:
-        return costs.profiles[count]
+        return alike_profile(costs.profiles[count], _shares(job, costs))
     kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
     if missing := sorted(kind for kind in {*kinds} if (count, *kind) not in costs.of_meshes):
         size, tensor = missing[0]
@@ -154,18 +155,19 @@ def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
             f"no profile was sent of a mesh of {size} workers{among} with {count} microbatches: meshes of unlike sizes are "
             "planned with the costs of each"
         )
-    return unlike_profile(
-        [costs.of_meshes[count, *kind] for kind in kinds],
-        [
-            MeshShare(
-                f"m{mesh}",
-                size // tensor,
-                tensor,
-                tuple(costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)),
-            )
-            for mesh, (size, tensor) in enumerate(kinds)
-        ],
-    )
+    return unlike_profile([costs.of_meshes[count, *kind] for kind in kinds], _shares(job, costs))
+
+
+def _shares(job: Job, costs: JobCosts) -> list[MeshShare]:
+    return [
+        MeshShare(
+            f"m{mesh}",
+            size // tensor,
+            tensor,
+            tuple(costs.nodes.get((f"m{mesh}", worker), "here") for worker in range(size)),
+        )
+        for mesh, (size, tensor) in enumerate(zip(job.mesh_sizes, job.tensors, strict=True))
+    ]
 
 
 def kept_by_optimizer(job: Job, costs: JobCosts) -> OptimizerState:
@@ -197,7 +199,7 @@ def answer_json(found: JobPlan) -> dict[str, Any]:
 
 
 def _reshardings(found: JobPlan) -> dict[str, Any]:
-    """The transfers between meshes of unlike sizes, where there are some."""
+    """The transfers that do not go in pairs of workers, where there are some."""
     plans = found.partition.reshardings
     if not plans:
         return {}

@@ -22,7 +22,7 @@ from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
 @dataclass(frozen=True)
 class PartitionResult:
     """The layers that begin the stages, and the planning problem that this cut makes; `reshardings` are the transfers
-    between meshes of unlike sizes, by edge and whether they go back."""
+    that do not go in pairs of workers, by edge and whether they go back."""
 
     begins: list[str]
     spec: PipelineSpec
@@ -186,10 +186,12 @@ def _edge_specs(
 def _resharding(
     problem: CutProblem, edge: int, source: int, target: int, direction: str
 ) -> ReshardingPlan | None:
-    """How the tensor of an edge of the profile goes between two stages, or its gradient back; None between meshes of one
-    size, whose workers exchange it in pairs."""
+    """How the tensor of an edge of the profile goes between two stages, or its gradient back; None where the workers of
+    both meshes exchange it in pairs."""
     profile, (here, there) = problem.profile, (problem.mesh_of_stage[s] for s in (source, target))
-    if not isinstance(profile, UnlikeProfile) or profile.shares[here].like(profile.shares[there]):
+    if not isinstance(profile, UnlikeProfile):
+        return None
+    if not profile.shares[here].deals(profile.shares[there], profile.of_mesh[here].edges[edge].shape):
         return None
     way = (here, there) if direction == "forward" else (there, here)
     return resharding_between(profile, edge, way, problem.network)

@@ -54,7 +54,8 @@ def _most_bytes(spec: PipelineSpec) -> tuple[dict[str, int], dict[str, int]]:
         everything[stage.mesh] += held + stage.static_bytes
     for edge in spec.edges:
         for mesh in {mesh_of[edge.source], mesh_of[edge.target]}:
-            carried = (edge.forward_bytes or 0) + (edge.backward_bytes or 0)
+            held = edge.held_bytes or 0
+            carried = (edge.forward_bytes or held) + (edge.backward_bytes or held)
             everything[mesh] += spec.microbatches * carried
     return activations, everything
 

@@ -113,16 +113,16 @@ class Watched:
 
 
 class CudaWorkers(Workers):
-    """All workers of a job on watched devices; options are those of Watched."""
+    """All workers of a job on watched devices; options are those of Watched, `nodes` those of Workers."""
 
-    def __init__(self, monkeypatch, job, **options):
+    def __init__(self, monkeypatch, job, nodes=None, **options):
         self.watched = Watched(monkeypatch, **options)
 
         def transport(kind, topology, *, mesh, worker, store, host, connect_s):
             return self.watched.transport(topology, mesh, worker, store[1], connect_s)
 
         monkeypatch.setattr(measuring, "make_transport", transport)
-        super().__init__(job)
+        super().__init__(job, nodes)
 
     def __exit__(self, *error):
         super().__exit__(*error)

@@ -61,9 +61,9 @@ class Planned(Workers):
         """Nothing was opened."""
 
 
-def run(spec, device):
-    """What each worker of the job, a process each, answers."""
-    planned, store = Planned(spec).planned, host_store("127.0.0.1")
+def run(spec, device, nodes=None):
+    """What each worker of the job, a process each, answers; its plan takes the meshes to be on these nodes."""
+    planned, store = Planned(spec, nodes).planned, host_store("127.0.0.1")
     places = [
         (f"m{k}", index) for k, size in enumerate(Job.from_json(spec).mesh_sizes) for index in range(size)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -126,11 +127,20 @@ def forward_plan_of(spec: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(plan_forwards(spec).to_json()))
 
 
-class Workers(LocalWorkers):
-    """All workers of `job`, planned and loaded; closes their engines at the end."""
+def placed(job: Job, nodes: Mapping[str, str] | None) -> dict[str, Any]:
+    """What a driver sends of its workers, all workers of a mesh on the node that `nodes` names; nothing without."""
+    workers = [(f"m{mesh}", index) for mesh, size in enumerate(job.mesh_sizes) for index in range(size)]
+    found = [{"mesh": mesh, "worker": index, "node": (nodes or {}).get(mesh)} for mesh, index in workers]
+    return {"workers": found} if nodes else {}
 
-    def __init__(self, job: dict[str, Any]):
+
+class Workers(LocalWorkers):
+    """All workers of `job`, planned and loaded; closes their engines at the end. `nodes` are where a plan takes its meshes
+    to be (all on one), though they run here; with `pairs` it is stripped of its reshardings, as a plan of before."""
+
+    def __init__(self, job: dict[str, Any], nodes: Mapping[str, str] | None = None, *, pairs: bool = False):
         self._read = read = Job.from_json(job)
+        self._nodes = nodes or {}
         workers = make_workers(read)
         for worker in workers:  # one after the other: torch seeds for a whole process
             counts = list(worker.prepare(read.mesh_sizes[int(worker.mesh[1:])]))
@@ -142,14 +152,17 @@ class Workers(LocalWorkers):
             "network": {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5},
             "optimizer": asdict(first.optimizer_state()),
             "update": first.update_costs().to_json(),
+            **placed(read, nodes),
         }
         self.planned = plan_of(job, costs)
+        if pairs:
+            del self.planned["reshardings"]
         evaluation = self._evaluation_programs if read.evaluation is not None else None
         super().__init__(workers, planned_job(self.planned), planned_bytes=1234567, evaluation=evaluation)
 
     def _evaluation_programs(self, edges):
         planned = planned_job(self.planned)
-        shares = shared_meshes(self._read, ((worker.mesh, "here") for worker in self.workers))
+        shares = shared_meshes(self._read, ((w.mesh, self._nodes.get(w.mesh, "here")) for w in self.workers))
         self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges, shares))
         return evaluation_programs(planned, self.evaluation_plan)
 

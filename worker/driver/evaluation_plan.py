@@ -29,8 +29,9 @@ class SharedMesh:
 
 
 def shared_meshes(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[SharedMesh, ...]:
-    """How the meshes share a microbatch, where they have unlike sizes; `nodes` has mesh and node of each worker."""
-    if not job.unlike:
+    """How the meshes share a microbatch, where they have unlike sizes or share matrices; `nodes` has mesh and node of each
+    worker."""
+    if not job.unlike and job.resources.tensor == 1:
         return ()
     of_mesh: dict[str, list[str]] = {}
     for mesh, node in nodes:
@@ -44,8 +45,8 @@ def shared_meshes(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[SharedMes
 def evaluation_spec(
     planned: PlannedJob, edges: Sequence[EvaluationEdge], shares: Sequence[SharedMesh] = ()
 ) -> dict[str, Any]:
-    """JSON of the PipelineSpec of an evaluation by the stages and meshes of `planned`; `shares` says of meshes of unlike
-    sizes how each shares a microbatch, and is part of the request: transfers between them are to be resharded."""
+    """JSON of the PipelineSpec of an evaluation by the stages and meshes of `planned`; `shares` says how each mesh shares
+    a microbatch, and is part of the request: transfers between them may have to be resharded."""
     spec, names = planned.spec, planned.stage_names
     data = {share.name: share.data for share in shares}
     of_stage = [data.get(mesh, 1) for mesh in planned.mesh_of_stage]

@@ -27,7 +27,7 @@ from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slots, step_result
 from worker.engine.meetings import Meetings
 from worker.engine.parameters import tie_local_parameters
-from worker.engine.reshard import Plans, Reshardings, check_plans, mesh_sizes
+from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.sent import release_sent
@@ -58,7 +58,7 @@ class Engine:
     `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
     every worker. `planned_s` and `planned_starts_s` have the planned duration and start of each instruction of
     `program`; the stages `recomputed` keep their inputs only and run their forward again in B or I. `reshardings` are
-    the transfers between meshes of unlike sizes, `tensor` what this worker has of matrices that several share.
+    the transfers that do not go in pairs of workers, `tensor` what this worker has of matrices that several share.
     """
 
     def __init__(
@@ -93,8 +93,7 @@ class Engine:
         self._device = torch.device(self._options.device)
         check_stages(mesh, self._program, stages, planned_s)
         self._routes = find_routes(edges, self._mesh_of_stage)
-        self._sizes = mesh_sizes(transport.topology)
-        check_plans(reshardings or {}, self._routes, self._sizes, training=self._training)
+        check_plans(reshardings or {}, self._routes, transport.topology, training=self._training)
         self._exchange = Exchange()
         tie_local_parameters(stages, tied)
         self._update = make_update(
@@ -168,7 +167,8 @@ class Engine:
     @property
     def lanes(self) -> tuple[tuple[str, str], ...]:
         """The directed pairs of meshes, or of workers, that exchange tensors."""
-        return directed_pairs(self._routes, self._training, self._sizes) + self._reshardings.lanes()
+        pairs = directed_pairs(self._routes, self._training, self._reshardings.planned)
+        return pairs + self._reshardings.lanes()
 
     def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
         """Block until every peer is there, of the pairs `more` too. ConnectError names who is missing."""
@@ -184,7 +184,7 @@ class Engine:
             limits_s=self._limits_s,
             transport=self._transport,
             lanes=self._lanes,
-            missing=self._reshardings.missing,
+            reshardings=self._reshardings,
             gathers=self._mesh in self._options.sharded,
             meetings=self._meetings,
         )

@@ -1,4 +1,6 @@
-"""Transfers between meshes of unlike sizes: each is the resharding of its tensor, which all workers of both meshes run.
+"""Transfers that do not go in pairs of workers: each is the resharding of its tensor, which all workers of both meshes run.
+
+Which these are is the plan's: all between meshes of unlike sizes, and those between others that it reshards.
 
 Which worker sends which rows to which is the plan's, that it is carried out worker/resharding.py's, and on streams
 worker/resharding_stream.py's. Must not know stages, lanes or time.
@@ -72,8 +74,13 @@ class Reshardings:
         )
         self._running: dict[tuple[int, bool, int], Run] = {}
 
-    def __contains__(self, key: tuple[int, bool]) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._ends or key in self._on_streams
+
+    @property
+    def planned(self) -> Plans:
+        """Those of all workers."""
+        return self._plans
 
     def lanes(self) -> tuple[Lane, ...]:
         """The directed pairs of workers that exchange messages, in the one order in which everybody connects; on streams
@@ -111,7 +118,7 @@ class Reshardings:
 
 
 class MeshSize(NamedTuple):
-    """How many workers a mesh has, and how many of them share matrices: of meshes of one size workers go in pairs."""
+    """How many workers a mesh has, and how many of them share matrices: of meshes of one size workers may go in pairs."""
 
     workers: int
     tensor: int = 1
@@ -132,17 +139,30 @@ def group_of(plan: ReshardingPlan) -> str:
     return f"transfers/{source}>{target}"
 
 
-def check_plans(
-    plans: Plans, routes: Mapping[int, Route], sizes: Mapping[str, MeshSize], *, training: bool
-) -> None:
-    """Raise ValueError where a transfer between meshes of unlike sizes has no plan."""
+def check_plans(plans: Plans, routes: Mapping[int, Route], topology: Topology, *, training: bool) -> None:
+    """Raise ValueError where a transfer between meshes of unlike sizes has no plan, or one that is of other workers."""
+    sizes = mesh_sizes(topology)
     for index, route in routes.items():
-        if sizes[route.source_mesh] == sizes[route.target_mesh]:
-            continue
         for backward in (False, True) if training and route.differentiable else (False,):
-            if (index, backward) not in plans:
+            ends = (route.source_mesh, route.target_mesh)[:: -1 if backward else 1]
+            plan = plans.get((index, backward))
+            if plan is not None:
+                _check_workers(plan, route, ends, sizes)
+            elif sizes[route.source_mesh] != sizes[route.target_mesh]:
                 way = "back from" if backward else "to"
                 raise ValueError(
                     f"tensor {route.tensor!r} of mesh {route.source_mesh} ({sizes[route.source_mesh]} workers) goes {way} "
                     f"mesh {route.target_mesh} ({sizes[route.target_mesh]}), and no resharding of it was planned"
                 )
+
+
+def _check_workers(
+    plan: ReshardingPlan, route: Route, ends: tuple[str, str], sizes: Mapping[str, MeshSize]
+) -> None:
+    """Else some would run the resharding, and wait for others that do not."""
+    for mesh, planned in zip(ends, (plan.sources, plan.targets), strict=True):
+        if {*planned} != {f"{mesh}/{worker}" for worker in range(sizes[mesh].workers)}:
+            raise ValueError(
+                f"the resharding of tensor {route.tensor!r} from mesh {ends[0]} to mesh {ends[1]} was planned for workers "
+                f"{', '.join(planned)}, and mesh {mesh} has {sizes[mesh].workers}: plan the job anew"
+            )

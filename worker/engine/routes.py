@@ -5,7 +5,7 @@ Pure values; needs of an edge only its fields. Must not know lanes, transports o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,17 +114,21 @@ def find_routes(edges: Sequence[Edge], mesh_of_stage: Sequence[str]) -> dict[int
 
 
 def directed_pairs(
-    routes: Mapping[int, Route], training: bool, sizes: Mapping[str, Any] | None = None
+    routes: Mapping[int, Route], training: bool, resharded: Container[tuple[int, bool]] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """The directed pairs of meshes that exchange tensors, in the one order in which everybody connects; with the
-    `sizes` of meshes only those whose workers exchange them in pairs."""
-    forward = {(route.source_mesh, route.target_mesh) for route in routes.values()}
+    """The directed pairs of meshes whose workers exchange tensors in pairs, in the one order in which everybody connects:
+    all but for those `resharded` (the first edge of a route, and whether it is the way back)."""
+    forward = {
+        (route.source_mesh, route.target_mesh)
+        for route in routes.values()
+        if (route.index, False) not in resharded
+    }
     back = {
         (route.target_mesh, route.source_mesh)
         for route in routes.values()
-        if training and route.differentiable
+        if training and route.differentiable and (route.index, True) not in resharded
     }
-    return tuple(pair for pair in sorted(forward | back) if sizes is None or sizes[pair[0]] == sizes[pair[1]])
+    return tuple(sorted(forward | back))
 
 
 def wire_stage(

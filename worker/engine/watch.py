@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from worker.engine.errors import AbortedError, EngineError, PeerLostError, StallError
 from worker.engine.lanes import Lanes, LaneStatus
 from worker.engine.meetings import Meetings
-from worker.program import COMPUTE_LANE, Program
+from worker.program import COMPUTE_LANE, Instruction, Program
 from worker.transport.base import Failure, Progress, Transport
 
 # How long a lost peer may take to say why it left.
@@ -25,10 +26,18 @@ _PEER_LIVES_S = 1.0
 _COME_TO = {"REDUCE": re.compile(r"running \d*REDUCE"), "STEP": re.compile(r"running STEP")}
 
 
+class Transfers(Protocol):
+    """The reshardings of a worker: which transfers these are (edge, backward), and for whom one that runs waits."""
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def missing(self, edge: int, backward: bool, microbatch: int) -> tuple[str, ...]: ...
+
+
 class Watch:
-    """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; `missing`
-    are the workers that a running resharding (edge, backward, microbatch) waits for; with `gathers` STEP waits for the
-    other workers of this mesh, and what is computed for those whom it meets in `meetings`."""
+    """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; of its transfers
+    those in `reshardings` wait for more workers than one; with `gathers` STEP waits for the other workers of this mesh,
+    and what is computed for those whom it meets in `meetings`."""
 
     def __init__(
         self,
@@ -38,7 +47,7 @@ class Watch:
         limits_s: Sequence[float],
         transport: Transport,
         lanes: Lanes,
-        missing: Callable[[int, bool, int], tuple[str, ...]] = lambda *_: (),
+        reshardings: Transfers | None = None,
         gathers: bool = False,
         meetings: Meetings | None = None,
     ):
@@ -47,7 +56,7 @@ class Watch:
         self._limits_s = limits_s
         self._transport = transport
         self._lanes = lanes
-        self._missing = missing
+        self._reshardings = reshardings
         self._gathers = gathers
         self._meetings = meetings
         self.published_s = 0.0
@@ -137,11 +146,15 @@ class Watch:
         return PeerLostError(text, error.peer)
 
     def _tells(self, status: LaneStatus) -> bool:
-        """Whether the peers want to know of it: what is computed, and the sums over workers and transfers between unlike
-        meshes that this one has come to."""
-        one, topology = self._program[status.current], self._transport.topology
-        unlike = one.peer is not None and not topology.like(one.peer, self._mesh)
-        return status.lane == COMPUTE_LANE or one.op == "REDUCE" or unlike
+        """Whether the peers want to know of it: what is computed, and the sums over workers and the reshardings that this
+        one has come to."""
+        one = self._program[status.current]
+        return status.lane == COMPUTE_LANE or one.op == "REDUCE" or self._resharded(one)
+
+    def _resharded(self, one: Instruction) -> bool:
+        """Whether it is a transfer that several workers of a mesh carry out together."""
+        way = (one.edge, one.op.endswith("B"))
+        return one.peer is not None and self._reshardings is not None and way in self._reshardings
 
     def _is_peer(self, name: str) -> bool:
         topology = self._transport.topology
@@ -159,10 +172,10 @@ class Watch:
             return self._not_come_to("STEP", ((self._mesh,),))
         if instruction.peer is None:
             return self._behind(index)
-        if topology.like(instruction.peer, self._mesh):
+        if not self._resharded(instruction):
             return (instruction.peer,)
         backward = instruction.op.endswith("B")
-        missing = self._missing(instruction.edge, backward, instruction.microbatch)
+        missing = self._reshardings.missing(instruction.edge, backward, instruction.microbatch)
         return missing or self._not_come_to_transfer(index) or topology.names(instruction.peer)
 
     def _not_come_to_meeting(self) -> tuple[str, ...]:
@@ -198,8 +211,7 @@ class Watch:
         return tuple(name for name in (self._meetings.fellows() if self._meetings else ()) if late(name))
 
     def _not_come_to_transfer(self, index: int) -> tuple[str, ...]:
-        """The workers of both meshes that have fallen silent, or else do not say that they are in a transfer between
-        unlike ones."""
+        """The workers of both meshes that have fallen silent, or else do not say that they are in the resharding."""
         instruction, topology = self._program[index], self._transport.topology
         mine = topology.name(topology.rank(self._mesh, self._transport.worker))
         here = re.compile(

@@ -83,17 +83,13 @@ class Topology:
 
     @property
     def alike(self) -> bool:
-        """Whether all meshes have as many workers, which share alike: then worker w of one exchanges tensors with worker w
-        of another."""
+        """Whether all meshes have as many workers, which share alike: then worker w of one has the part that worker w of
+        another has. Whether they exchange tensors in pairs is the plan's to say."""
         return len({*self.sizes}) <= 1 and self.tensors is None
 
     def tensor(self, mesh: str, else_of_all: int = 1) -> int:
         """How many neighbours of `mesh` share matrices; `else_of_all` where all meshes are alike."""
         return else_of_all if self.tensors is None else self.tensors[self.meshes.index(mesh)]
-
-    def like(self, mesh: str, other: str) -> bool:
-        """Whether the workers of two meshes go in pairs."""
-        return (self.workers(mesh), self.tensor(mesh)) == (self.workers(other), self.tensor(other))
 
     @property
     def size(self) -> int:

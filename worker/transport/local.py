@@ -31,7 +31,7 @@ class _Hub:
     def __init__(self, topology: Topology):
         self.topology = topology
         self.lock = threading.Lock()
-        self.mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
+        self.mailboxes: dict[tuple[int, int, bool, int], _Mailbox] = {}
         self.aborted = False
         self.joined: set[int] = set()
         self.arrived = threading.Condition(self.lock)
@@ -40,11 +40,12 @@ class _Hub:
         self.failure: Failure | None = None
         self.progress: dict[int, tuple[str, float]] = {}
 
-    def mailbox(self, source: int, target: int, tag: int) -> _Mailbox:
+    def mailbox(self, source: int, target: int, tag: int, peer: str = "") -> _Mailbox:
+        """Lanes of meshes and lanes of workers have tags of their own."""
         with self.lock:
             if self.aborted:
                 raise PeerLostError("the transport was aborted", self.topology.name(target))
-            return self.mailboxes.setdefault((source, target, tag), _Mailbox())
+            return self.mailboxes.setdefault((source, target, self.topology.is_worker(peer), tag), _Mailbox())
 
     def abort(self) -> None:
         with self.lock:
@@ -98,7 +99,7 @@ class LocalTransport:
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
         target = self.topology.rank_of(peer, self.worker)
-        box = self._hub.mailbox(self._rank, target, tag)
+        box = self._hub.mailbox(self._rank, target, tag, peer)
         box.tensor.put(tensor)
 
         def wait() -> None:
@@ -109,7 +110,7 @@ class LocalTransport:
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
         source = self.topology.rank_of(peer, self.worker)
-        box = self._hub.mailbox(source, self._rank, tag)
+        box = self._hub.mailbox(source, self._rank, tag, peer)
         return lambda: self._receive(box, peer, tag, out)
 
     def _receive(self, box: _Mailbox, peer: str, tag: int, out: torch.Tensor) -> None:
@@ -125,7 +126,7 @@ class LocalTransport:
         # A write that autograd does not see, as from a socket or from NCCL.
         out.data.copy_(tensor.detach())
         with self._hub.lock:
-            self._hub.mailboxes.pop((source, self._rank, tag), None)
+            self._hub.mailboxes.pop((source, self._rank, self.topology.is_worker(peer), tag), None)
         box.receipt.put(None)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:

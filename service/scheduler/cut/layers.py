@@ -29,12 +29,13 @@ class CutProblem:
         return len(self.mesh_of_stage)
 
     def on(self, stage: int) -> CutProblem:
-        """The same with the costs of the mesh of a stage, where meshes have unlike sizes."""
+        """The same with the costs of the mesh of a stage, where each mesh has its own."""
         return self._of_mesh[self.mesh_of_stage[stage]] if isinstance(self.profile, UnlikeProfile) else self
 
     @cached_property
     def _of_mesh(self) -> list[CutProblem]:
-        return [replace(self, profile=profile) for profile in self.profile.of_mesh]
+        found = {id(profile): replace(self, profile=profile) for profile in self.profile.of_mesh}
+        return [found[id(profile)] for profile in self.profile.of_mesh]
 
     def transfer_s(self, size: int) -> float:
         """Time of one transfer; without a bandwidth only its latency."""

@@ -1,7 +1,8 @@
-"""Meshes of unlike sizes: costs of the layers on each, and what a tensor takes between two of them.
+"""Meshes between which tensors are resharded: costs of the layers on each, and what a tensor takes between two of them.
 
 A worker of a smaller mesh has more samples of each microbatch: its layers take longer, and keep more. A tensor between two
-such meshes is resharded (service/scheduler/resharding): the transfer lasts as long as that.
+such meshes is resharded (service/scheduler/resharding): the transfer lasts as long as that. So is one between meshes
+that share matrices alike, if they are on other nodes: in pairs each byte would go there once for every worker that has it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,25 @@ class MeshShare:
         """Whether worker w of one has what worker w of the other has."""
         return (self.data, self.tensor) == (other.data, other.tensor)
 
+    def in_pairs(self, other: MeshShare) -> bool:
+        """Whether worker w of one sends all tensors to worker w of the other: they have the same, and what they have nobody
+        else has, or it need not leave its node."""
+        return self.like(other) and (self.tensor == 1 or self.nodes == other.nodes)
+
+    def deals(self, other: MeshShare, shape: Shape | None) -> bool:
+        """Whether a tensor, of which each worker has `shape`, is resharded between them. It is not where a plan could not
+        tell parts from wholes, and meshes that are alike can do without: of a single number of each part, or nothing."""
+        if self.in_pairs(other):
+            return False
+        return not self.like(other) or (
+            shape is not None and 0 not in shape and (self.data == 1 or shape != ())
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class UnlikeProfile(LayerProfile):
-    """The profile of the slowest mesh, and with it that of each mesh, and how its workers share its work."""
+    """The profile of the slowest mesh, and with it that of each mesh, and how its workers share its work. Of meshes that
+    share alike, all have one."""
 
     of_mesh: tuple[LayerProfile, ...] = ()
     shares: tuple[MeshShare, ...] = ()
@@ -48,7 +64,8 @@ class UnlikeProfile(LayerProfile):
     def corrected(self) -> UnlikeProfile:
         """Each by its own factor."""
         own = LayerProfile.corrected(self)
-        return replace(own, of_mesh=tuple(one.corrected() for one in self.of_mesh))
+        found = {id(one): one.corrected() for one in self.of_mesh}
+        return replace(own, of_mesh=tuple(found[id(one)] for one in self.of_mesh))
 
 
 def profile_of_mesh(profile: LayerProfile, mesh: int) -> LayerProfile:
@@ -67,6 +84,19 @@ def unlike_profile(of_mesh: Sequence[LayerProfile], shares: Sequence[MeshShare])
                 "the profiles of meshes of unlike sizes are of different tensors: does the model ask how many rows it is "
                 "given? Give all meshes the same number of workers"
             )
+    return _with_shares(slowest, of_mesh, shares)
+
+
+def alike_profile(profile: LayerProfile, shares: Sequence[MeshShare]) -> LayerProfile:
+    """The profile of meshes that share alike; with their shares where a tensor would not go in pairs between all."""
+    if all(one.in_pairs(shares[0]) for one in shares):
+        return profile
+    return _with_shares(profile, [profile] * len(shares), shares)
+
+
+def _with_shares(
+    slowest: LayerProfile, of_mesh: Sequence[LayerProfile], shares: Sequence[MeshShare]
+) -> UnlikeProfile:
     own = {name: getattr(slowest, name) for name in LayerProfile.__dataclass_fields__}
     return UnlikeProfile(**own, of_mesh=tuple(of_mesh), shares=tuple(shares))
 

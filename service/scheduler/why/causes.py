@@ -178,7 +178,9 @@ class _Blame:
         mesh_of = {stage.name: stage.mesh for stage in self._spec.stages}
         for edge in self._spec.edges:
             way = (mesh_of[edge.source], mesh_of[edge.target])
-            if (way == link and edge.forward_bytes) or (way == link[::-1] and edge.backward_bytes):
+            there = edge.forward_bytes or (edge.held_bytes and edge.forward_s)  # resharded: in seconds
+            back = edge.backward_bytes or (edge.held_bytes and edge.backward_s)
+            if (way == link and there) or (way == link[::-1] and back):
                 return True
         return False
 

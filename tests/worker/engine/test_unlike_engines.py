@@ -24,6 +24,7 @@ from engine_support import (
 
 from service.scheduler.resharding import Links, Tensor, layout, plan_resharding
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
+from worker.engine.lanes import LaneStatus
 from worker.engine.routes import find_routes
 from worker.engine.watch import Watch
 from worker.resharding_plan import ReshardingPlan
@@ -197,10 +198,21 @@ def test_a_transfer_that_stalls_names_the_worker_whose_rows_are_missing():
     assert "it waits for m0/1; m0/1 has said nothing" in said
 
 
+class OneIsMissing(frozenset):
+    """These transfers (edge, backward) are resharded, and one worker's part of each has not come."""
+
+    def missing(self, edge, backward, microbatch):
+        return ("m0/1",)
+
+
 @pytest.mark.parametrize(
-    ("tensors", "waits_for"), [((1, 2), ("m0/1",)), (None, ("m0",))], ids=["unlike", "alike"]
+    ("resharded", "waits_for"),
+    [({(0, False), (0, True)}, ("m0/1",)), ({(0, True)}, ("m0",)), ((), ("m0",))],
+    ids=["resharded", "back only", "in pairs"],
 )
-def test_of_as_many_workers_that_share_otherwise_the_one_is_named_whose_part_is_missing(tensors, waits_for):
+@pytest.mark.parametrize("tensors", [(1, 2), None], ids=["unlike", "alike"])
+def test_of_as_many_workers_the_one_is_named_whose_part_is_missing(tensors, resharded, waits_for):
+    """Whether a transfer goes in pairs is the plan's to say, and not how large meshes are."""
     programs = serial_programs(chain(2), ["m0", "m1"], MICROBATCHES)
     transport = SimpleNamespace(topology=Topology(("m0", "m1"), 2, tensors), mesh="m1", worker=0)
     watch = Watch(
@@ -209,10 +221,12 @@ def test_of_as_many_workers_that_share_otherwise_the_one_is_named_whose_part_is_
         limits_s=[1.0] * len(programs["m1"]),
         transport=transport,
         lanes=None,
-        missing=lambda *transfer: ("m0/1",),
+        reshardings=OneIsMissing(resharded),
     )
     received = next(k for k, one in enumerate(programs["m1"]) if one.op == "RECV_F")
     assert watch._peers(received) == waits_for
+    told = watch._tells(LaneStatus("from m0", received, 0.0, None, None))
+    assert told == (waits_for == ("m0/1",)), "the other workers of both meshes want to know"
 
 
 def test_a_sum_over_workers_that_stalls_names_the_worker_that_has_not_come():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from test_actor import job
 from torch import nn
-from workers import mesh_profiles, plan_of
+from workers import mesh_profiles, placed, plan_of
 
 from worker.driver.planning import planned_job
 from worker.job import Job
@@ -56,12 +56,12 @@ def pictures(**changes) -> dict[str, Any]:
     return spec
 
 
-def proof_of(spec: dict[str, Any], steps: int = 3) -> Proof:
-    """What verifying the job finds; its plan is as a control plane would make it."""
+def proof_of(spec: dict[str, Any], steps: int = 3, nodes: dict[str, str] | None = None) -> Proof:
+    """What verifying the job finds; its plan is as a control plane would make it, for meshes on these nodes."""
     read = Job.from_json(spec)
 
     def plan(workers):
-        key = json.dumps(spec, sort_keys=True)
+        key = json.dumps([spec, nodes], sort_keys=True)
         if key not in _answers:
             first = workers[0]
             counts = list(first.prepare(read.mesh_sizes[0]))
@@ -72,6 +72,7 @@ def proof_of(spec: dict[str, Any], steps: int = 3) -> Proof:
                 "network": {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5},
                 "optimizer": asdict(first.optimizer_state()),
                 "update": first.update_costs().to_json(),
+                **placed(read, nodes),
             }
             _answers[key] = plan_of(spec, costs)
         return planned_job(_answers[key])
