@@ -122,6 +122,48 @@ def test_a_plan_of_ones_own_that_does_not_divide_a_matrix_is_refused():
         tensor_stage(stage, {"0": "colwise"}, TensorGroup(0, 4))
 
 
+class Turned(nn.Linear):
+    """As Falcon's layers write it."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Cast(nn.Linear):
+    """A matrix in another type than it is kept in."""
+
+    def forward(self, x):
+        return nn.functional.linear(x.double(), self.weight.double(), self.bias.double())
+
+
+def test_matrices_that_are_turned_over_or_cast_before_they_are_used_are_shared():
+    torch.manual_seed(0)
+    model, plan = nn.Sequential(Turned(8, 16), nn.Tanh(), Cast(16, 8)), {"0": "colwise", "2": "rowwise"}
+    _, shared = check_equal(model, (torch.randn(3, 8),), mean_square, plan=plan)
+    assert shared.splits["0.weight"].dim == 0 and shared.splits["2.weight"].dim == 1
+    assert shared.gathered.elements == 0
+
+
+class Looped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.first(x) + self.table.cumsum(0).sum()
+
+
+def test_a_pattern_for_what_cannot_be_split_is_refused_by_name():
+    """It would be kept whole by every worker, with no word to whoever asked for less memory."""
+    stage = whole_stage(Looped(), (torch.randn(2, 4),))
+    with pytest.raises(
+        LayoutError, match=r"'table' of shape \[4, 4\] as colwise, and it is used by cumsum: .* replicate"
+    ):
+        tensor_stage(stage, {"re:^$|first": "colwise"}, TensorGroup(0, 2))
+    shared = tensor_stage(stage, {"first": "colwise"}, TensorGroup(0, 2))
+    assert set(shared.splits) == {"first.weight", "first.bias"}
+
+
 class ChangesInPlace(nn.Module):
     def __init__(self):
         super().__init__()
