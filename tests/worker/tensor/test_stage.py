@@ -114,6 +114,46 @@ def test_heads_that_cannot_be_shared_are_named_with_what_fits():
         tensor_stage(stage, None, TensorGroup(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kept", "workers", "fitting"),
+    [(3, 3, 2, "1, 3"), (6, 2, 4, "1, 2"), (6, 3, 2, "1, 3")],
+)
+def test_the_numbers_that_fit_share_the_whole_stage(heads, kept, workers, fitting):
+    """Of three heads of three numbers each no matrix can be halved either; where fewer heads of keys and values are kept,
+    what divides the others need not divide these."""
+    stage = whole_stage(nn.Sequential(Grouped(heads, kept, size=3)), (torch.randn(2, 6, heads * 3),))
+    with pytest.raises(LayoutError, match=rf"set `tensor` to one of {fitting}, or leave it whole"):
+        tensor_stage(stage, None, TensorGroup(0, workers))
+    for number in map(int, fitting.split(", ")):
+        assert len(tensor_stage(stage, None, TensorGroup(0, number)).splits) == 7
+
+
+class Grouped(nn.Module):
+    """Attention with fewer heads of keys and values than of queries."""
+
+    def __init__(self, heads, kept, *, size):
+        super().__init__()
+        width = heads * size
+        self.q_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.k_proj, self.v_proj = nn.Linear(width, kept * size), nn.Linear(width, kept * size)
+        self.times, self.size = heads // kept, size
+
+    def forward(self, x):
+        q, k, v = (
+            one(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (one.repeat_interleave(self.times, 1) for one in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def test_words_that_do_not_divide_stay_whole_and_all_else_is_shared():
+    torch.manual_seed(0)
+    _, shared = check_equal(gpt.build(1, 32, 4, vocab=33, length=16), TOKENS, mean_square)
+    assert "embed.token.weight" not in shared.splits and len(shared.splits) == 6
+
+
 def test_a_plan_of_ones_own_that_does_not_divide_a_matrix_is_refused():
     stage = whole_stage(nn.Sequential(nn.Linear(4, 6)), (torch.randn(2, 4),))
     with pytest.raises(
