@@ -112,7 +112,7 @@ def check_tensors(tensors: Sequence[int], meshes: int | None, largest: int) -> N
         )
 
 
-def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: object) -> None:
+def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: Mapping[str, str] | None) -> None:
     """Raise ValueError unless meshes of so many workers can share their matrices among `tensors` of them."""
     tensor = max(tensors)
     if tensor == 1:
@@ -121,6 +121,11 @@ def check_tensor(workers: Sequence[int], tensors: Sequence[int], plan: object) -
                 "tensor_plan says how matrices are shared, and tensor is 1: set tensor, or leave the plan out"
             )
         return
+    if plan is not None and {*plan.values()} <= {"replicate"}:
+        raise ValueError(
+            f"tensor_plan shares no matrix and tensor is {tensor}: say which are colwise, rowwise or vocab, leave the plan "
+            "out for that of the known model families, or set tensor to 1"
+        )
     for size, among in zip(workers, tensors, strict=True):
         if size % among:
             raise ValueError(

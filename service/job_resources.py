@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from service.job_meshes import Shard, check_listed, check_tensor, check_tensors, short_form
-from service.job_values import Part, Text
+from service.job_values import Part, Pattern
 
 MAX_BYTES = 2**53  # what every reader of JSON takes as it is
 
@@ -48,7 +48,7 @@ class Resources(Part):
         default=None,
         description="Of each mesh, where they are not alike; tensor is then the largest",
     )
-    tensor_plan: dict[Text, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
+    tensor_plan: dict[Pattern, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
         default=None,
         description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
     )

@@ -17,6 +17,9 @@ def _spec(resources: dict) -> JobSpec:
     )
 
 
+TENSOR_2 = {"meshes": 2, "workers_per_mesh": 2, "tensor": 2}
+
+
 @pytest.mark.parametrize(
     "entry",
     [
@@ -113,7 +116,10 @@ def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_devic
             {"meshes": 2, "tensor_plan": {"*": "colwise"}},
             "and tensor is 1: set tensor, or leave the plan out",
         ),
-        ({"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensor_plan": {"*": "split"}}, "tensor_plan.*"),
+        (TENSOR_2 | {"tensor_plan": {"*": "split"}}, "tensor_plan.*"),
+        (TENSOR_2 | {"tensor_plan": {"re:(": "colwise"}}, "'re:(' is no regular expression"),
+        (TENSOR_2 | {"tensor_plan": {}}, "tensor_plan shares no matrix and tensor is 2"),
+        (TENSOR_2 | {"tensor_plan": {"*": "replicate"}}, "tensor_plan shares no matrix and tensor is 2"),
         (
             {"meshes": [{"workers": 2, "shard": "optimizer"}, {"workers": 2}], "shard": "none"},
             "shard is given in entries of meshes and beside them: leave it out beside them",

@@ -22,6 +22,18 @@ class LayoutError(ValueError):
         self.most = most
 
 
+class UnevenError(LayoutError):
+    """So many workers do not divide what is to be split; `fitting` do, as far as is known."""
+
+    def __init__(self, told: str, fitting: Sequence[int]):
+        super().__init__(
+            f"{told}; set `tensor` to one of {', '.join(map(str, fitting))}, or leave it whole (replicate) in "
+            "resources.tensor_plan",
+            max(fitting),
+        )
+        self.told, self.fitting = told, tuple(fitting)
+
+
 @dataclass(frozen=True)
 class Split:
     """A tensor split along `dim`, which consists of `parts` one after the other: each worker has its share of each.
@@ -51,15 +63,14 @@ class Split:
         return (self.dim, self.parts) == (other.dim, other.parts)
 
     def check(self, workers: int, what: str) -> None:
-        """LayoutError for parts that the number of workers does not divide."""
+        """UnevenError for parts that the number of workers does not divide."""
         if all(part % workers == 0 for part in self.parts):
             return
         common = math.gcd(*self.parts)
-        fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
         parts = " + ".join(map(str, self.parts))
-        raise LayoutError(
-            f"{what}: {parts} cannot be split over {workers} workers; set `tensor` to one of {', '.join(fitting)}",
-            common,
+        raise UnevenError(
+            f"{what}: {parts} cannot be split over {workers} workers",
+            [n for n in range(1, common + 1) if common % n == 0],
         )
 
     def local_shape(self, shape: Shape, workers: int) -> tuple[int, ...]:

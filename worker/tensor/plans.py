@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from worker.model.errors import ModelError
 from worker.model.patterns import matches
-from worker.tensor.layout import Split
+from worker.tensor.layout import LayoutError, Split
 from worker.tensor.rewrite import arguments_of, name_of
 
 Style = Literal["colwise", "rowwise", "vocab", "replicate"]
@@ -51,8 +51,13 @@ BUILT_IN: tuple[tuple[str, Style], ...] = (
 
 _SHOWN = 8
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-_OUTER = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1, "embedding": 1, **dict.fromkeys(_CONVOLUTIONS, 0)}
+_MATRICES = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1}
+_OUTER = {**_MATRICES, "embedding": 1, **dict.fromkeys(_CONVOLUTIONS, 0)}
 """Of the operations that use a matrix, the dimension of it that becomes one of the result."""
+_TURNING = ("t", "numpy_T", "mT", "transpose")
+"""What turns a matrix over; of two dimensions, transpose has no others to choose."""
+_PASSING = ("to", "_to_copy", "type_as", "contiguous")
+"""What leaves a parameter's elements where they are."""
 
 
 def style_of(name: str, plan: Mapping[str, str] | None) -> str | None:
@@ -81,6 +86,11 @@ def check_plan(plan: Mapping[str, str] | None, names: Sequence[str], workers: in
             f"resources.tensor_plan: no module is called {', '.join(map(repr, idle))}; a star stands for any characters, "
             f"dots too, and re: begins a regular expression. The modules with parameters are {shown}"
         )
+    if all(style_of(name, plan) in (None, "replicate") for name in names):
+        raise ModelError(
+            f"resources.tensor is {workers}, and resources.tensor_plan shares no module of the model ({shown}): say which "
+            "are colwise, rowwise or vocab, or set tensor to 1"
+        )
 
 
 def split_parameters(
@@ -88,7 +98,8 @@ def split_parameters(
 ) -> dict[str, Split]:
     """The splits of a stage's parameters, by their names in the graph; `names` has those in the model.
 
-    A plan of the user's that does not divide a parameter is refused (LayoutError), a built-in one leaves it whole.
+    A plan of the user's that does not divide a parameter, or means one whose use is not known, is refused (LayoutError). A
+    built-in one leaves it whole, but for matrices: of heads and hidden features, that is.
     """
     found: dict[str, Split] = {}
     for node in body.graph.nodes:
@@ -103,9 +114,11 @@ def split_parameters(
         shape = getattr(body, node.target).shape
         dim = _dimension(node, style, len(shape))
         if dim is None:
+            if plan is not None and len(shape) > 1:
+                raise LayoutError(_unknown_use(node, name, style, list(shape)))
             continue
         split = Split(dim, (shape[dim],), frozenset({name}))
-        if shape[dim] % workers and plan is None:
+        if shape[dim] % workers and plan is None and not (style != "vocab" and _multiplies(node)):
             continue
         split.check(workers, f"parameter {name!r} ({style})")
         found[node.target] = split
@@ -120,6 +133,12 @@ def _dimension(node: fx.Node, style: str, rank: int) -> int | None:
         return 0
     for user in node.users:
         name = name_of(user)
+        if rank == 2 and name in _TURNING:  # x @ W.T, as Falcon's layers write it
+            turned = _dimension(user, style, rank)
+            if turned is not None:
+                return 1 - turned
+        if name in _PASSING and (passed := _dimension(user, style, rank)) is not None:
+            return passed
         outer = _OUTER.get(name)
         if (
             outer is not None
@@ -128,6 +147,24 @@ def _dimension(node: fx.Node, style: str, rank: int) -> int | None:
         ):
             return outer if style == "colwise" else 1 - outer
     return None
+
+
+def _multiplies(node: fx.Node) -> bool:
+    """Whether a parameter is the matrix of a linear layer."""
+    return any(
+        name_of(user) in _MATRICES or (name_of(user) in (*_TURNING, *_PASSING) and _multiplies(user))
+        for user in node.users
+    )
+
+
+def _unknown_use(node: fx.Node, name: str, style: str, shape: list[int]) -> str:
+    """That a matrix which somebody wants shared is used by nothing that says which of its dimensions comes out."""
+    users = ", ".join(sorted({name_of(user) for user in node.users})) or "nothing"
+    known = ", ".join(_OUTER)
+    return (
+        f"resources.tensor_plan has parameter {name!r} of shape {shape} as {style}, and it is used by {users}: "
+        f"only what {known} use can be split so; give it replicate, in a pattern before that one"
+    )
 
 
 def other_parts(body: fx.GraphModule, name: str, split: Split, workers: int) -> list[Split]:

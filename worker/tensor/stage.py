@@ -12,10 +12,13 @@ from torch import fx
 from worker.model.fake_values import fake_values
 from worker.model.stages import StageModule
 from worker.tensor.collectives import TensorGroup
-from worker.tensor.layout import Split
+from worker.tensor.layout import LayoutError, Split, UnevenError
 from worker.tensor.plans import other_parts, split_parameters
 from worker.tensor.rewrite import Gathered, Rewriter
 from worker.tensor.rules import RULES
+
+_TRIED = 64
+"""Larger groups are not tried as a way out."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,38 @@ def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: Tens
     """`stage` with its parameters split by `plan` (module-name patterns; None: the built-in ones) over `group`.
 
     Of what a fused projection consists is found by trying: the parts with which the least must be gathered.
-    Raises LayoutError where the number of workers does not divide what is to be split.
+    Raises LayoutError; where the number of workers does not divide what is to be split, it names those that can share
+    the whole stage.
     """
+    values = _values(stage)
+    try:
+        return _shared(stage, plan, group, values)
+    except UnevenError as error:
+        fitting = [n for n in error.fitting if n == 1 or (n <= _TRIED and _fits(stage, plan, n, values))]
+        raise UnevenError(error.told, fitting) from None
+
+
+def _fits(
+    stage: StageModule, plan: Mapping[str, str] | None, workers: int, values: Mapping[fx.Node, Any]
+) -> bool:
+    """Whether so many workers can share the stage: what divides the heads of one layer need not divide another's."""
+    try:
+        _shared(stage, plan, TensorGroup(0, workers), values)
+    except LayoutError:
+        return False
+    return True
+
+
+def _shared(
+    stage: StageModule,
+    plan: Mapping[str, str] | None,
+    group: TensorGroup,
+    values: Mapping[fx.Node, Any],
+) -> TensorStage:
     names = {local.removeprefix("body."): name for local, name in stage.original_names.items()}
     splits = split_parameters(stage.body, names, plan, group.workers)
     if not splits:
         return TensorStage(stage, {}, Gathered())
-    values = _values(stage)
 
     def attempt(given: Mapping[str, Split]) -> tuple[fx.GraphModule, Gathered]:
         rewriter = Rewriter(stage.body, values, group)

@@ -114,12 +114,94 @@ def test_heads_that_cannot_be_shared_are_named_with_what_fits():
         tensor_stage(stage, None, TensorGroup(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kept", "workers", "fitting"),
+    [(3, 3, 2, "1, 3"), (6, 2, 4, "1, 2"), (6, 3, 2, "1, 3")],
+)
+def test_the_numbers_that_fit_share_the_whole_stage(heads, kept, workers, fitting):
+    """Of three heads of three numbers each no matrix can be halved either; where fewer heads of keys and values are kept,
+    what divides the others need not divide these."""
+    stage = whole_stage(nn.Sequential(Grouped(heads, kept, size=3)), (torch.randn(2, 6, heads * 3),))
+    with pytest.raises(LayoutError, match=rf"set `tensor` to one of {fitting}, or leave it whole"):
+        tensor_stage(stage, None, TensorGroup(0, workers))
+    for number in map(int, fitting.split(", ")):
+        assert len(tensor_stage(stage, None, TensorGroup(0, number)).splits) == 7
+
+
+class Grouped(nn.Module):
+    """Attention with fewer heads of keys and values than of queries."""
+
+    def __init__(self, heads, kept, *, size):
+        super().__init__()
+        width = heads * size
+        self.q_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.k_proj, self.v_proj = nn.Linear(width, kept * size), nn.Linear(width, kept * size)
+        self.times, self.size = heads // kept, size
+
+    def forward(self, x):
+        q, k, v = (
+            one(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (one.repeat_interleave(self.times, 1) for one in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def test_words_that_do_not_divide_stay_whole_and_all_else_is_shared():
+    torch.manual_seed(0)
+    _, shared = check_equal(gpt.build(1, 32, 4, vocab=33, length=16), TOKENS, mean_square)
+    assert "embed.token.weight" not in shared.splits and len(shared.splits) == 6
+
+
 def test_a_plan_of_ones_own_that_does_not_divide_a_matrix_is_refused():
     stage = whole_stage(nn.Sequential(nn.Linear(4, 6)), (torch.randn(2, 4),))
     with pytest.raises(
         LayoutError, match=r"parameter '0.weight' \(colwise\): 6 cannot be split over 4 workers"
     ):
         tensor_stage(stage, {"0": "colwise"}, TensorGroup(0, 4))
+
+
+class Turned(nn.Linear):
+    """As Falcon's layers write it."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Cast(nn.Linear):
+    """A matrix in another type than it is kept in."""
+
+    def forward(self, x):
+        return nn.functional.linear(x.double(), self.weight.double(), self.bias.double())
+
+
+def test_matrices_that_are_turned_over_or_cast_before_they_are_used_are_shared():
+    torch.manual_seed(0)
+    model, plan = nn.Sequential(Turned(8, 16), nn.Tanh(), Cast(16, 8)), {"0": "colwise", "2": "rowwise"}
+    _, shared = check_equal(model, (torch.randn(3, 8),), mean_square, plan=plan)
+    assert shared.splits["0.weight"].dim == 0 and shared.splits["2.weight"].dim == 1
+    assert shared.gathered.elements == 0
+
+
+class Looped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.first(x) + self.table.cumsum(0).sum()
+
+
+def test_a_pattern_for_what_cannot_be_split_is_refused_by_name():
+    """It would be kept whole by every worker, with no word to whoever asked for less memory."""
+    stage = whole_stage(Looped(), (torch.randn(2, 4),))
+    with pytest.raises(
+        LayoutError, match=r"'table' of shape \[4, 4\] as colwise, and it is used by cumsum: .* replicate"
+    ):
+        tensor_stage(stage, {"re:^$|first": "colwise"}, TensorGroup(0, 2))
+    shared = tensor_stage(stage, {"first": "colwise"}, TensorGroup(0, 2))
+    assert set(shared.splits) == {"first.weight", "first.bias"}
 
 
 class ChangesInPlace(nn.Module):
