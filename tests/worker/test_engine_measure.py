@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from worker import engine_measure
 from worker.engine import Engine
 from worker.engine_measure import MICROBATCHES, measure_action, program_of
 from worker.transport import ConnectError, Topology
@@ -41,27 +42,60 @@ def measured(stores, count):
         return list(threads.map(measure_action, transports(stores, meshes)))
 
 
-def test_what_the_engine_burns_in_a_step_is_found_for_every_action(stores, monkeypatch):
-    """Processor time, so that other processes of the machine do not count; here all meshes are one process."""
-    before = measured(stores, 3)
-    run_step = Engine.run_step
+class ThreadClock(threading.local):
+    """What a module sees of `time`: processor seconds of the calling thread, which go on only where it says so."""
 
-    def slower(engine, *arguments):
-        until = time.thread_time() + 0.064
-        while time.thread_time() < until:
-            pass
+    burnt = 0.0
+
+    def process_time(self):
+        return self.burnt
+
+    thread_time = process_time
+
+
+def test_what_the_engine_burns_in_a_step_is_found_for_every_action(stores, monkeypatch):
+    """Processor time, so that other processes of the machine do not count: of any other clock the module has none."""
+    clock, run_step, steps = ThreadClock(), Engine.run_step, []
+
+    def burning(engine, step, *arguments):
+        clock.burnt += 0.064 if step > 1 else 9.0  # the first ones warm up
+        steps.append(step)
+        return run_step(engine, step, *arguments)
+
+    monkeypatch.setattr(engine_measure, "time", clock)
+    monkeypatch.setattr(Engine, "run_step", burning)
+    assert measured(stores, 3) == pytest.approx([0.064 / (2 * MICROBATCHES)] * 3)
+    assert sorted(steps) == sorted([*range(max(steps) + 1)] * 3)
+
+
+def test_what_a_profile_counts_already_is_no_work_of_the_engine(stores, monkeypatch):
+    """Half of forward and backward alone for each of them; less than nothing is nothing."""
+    clock, run_step = ThreadClock(), Engine.run_step
+
+    def burning(engine, *arguments):
+        clock.burnt += 0.064
         return run_step(engine, *arguments)
 
-    monkeypatch.setattr(Engine, "run_step", slower)
-    after = measured(stores, 3)
-    assert all(0.0 <= seconds < 0.01 for seconds in before)
-    more_s = 0.064 / (2 * MICROBATCHES)
-    assert all(b - a > 0.9 * more_s for a, b in zip(before, after, strict=True))
+    def operations(*arguments, **options):
+        clock.burnt += 1e-3 if threading.current_thread() not in slow else 9.0
+        return run_forward(*arguments, **options)
+
+    slow, run_forward = [], engine_measure.run_forward
+    monkeypatch.setattr(engine_measure, "time", clock)
+    monkeypatch.setattr(engine_measure, "run_forward", operations)
+    monkeypatch.setattr(Engine, "run_step", burning)
+    assert measured(stores, 1) == pytest.approx([0.064 / (2 * MICROBATCHES) - 0.5e-3])
+    slow.append(threading.current_thread())
+    assert measure_action(transports(stores, ("m0",))[0]) == 0.0
+
+
+def test_on_a_real_clock_every_mesh_finds_a_little(stores):
+    assert all(0.0 <= seconds < 1.0 for seconds in measured(stores, 3))
 
 
 def test_one_mesh_alone_is_measured_without_transfers(stores):
     (seconds,) = measured(stores, 1)
-    assert 0.0 <= seconds < 0.01
+    assert 0.0 <= seconds < 1.0
     assert {i.op for i in program_of(0, ["m0"])} == {"F", "B"}
 
 

@@ -144,7 +144,7 @@ def main():
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            faulthandler.dump_traceback_later(45)  # to standard error: where it stands, should it hang
+            faulthandler.dump_traceback_later(150)  # to standard error: where it stands, should it hang
             os.write(write, json.dumps(work({**job, "mesh": mesh, "worker": worker})).encode())
             os._exit(0)
         os.close(write)

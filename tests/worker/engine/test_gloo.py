@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "process_worker.py"
 GRAPHS = {"chain": lambda: chain(4), "skips": skips, "tied": tied_chain}
 
 
-def run_processes(job, timeout_s=60, never_ends=()):
+def run_processes(job, timeout_s=250, never_ends=()):
     """What every worker process had to say (None: it died). Meshes in `never_ends` are
     killed after the others have ended, as the driver does."""
     store = host_store("127.0.0.1")
