@@ -74,9 +74,11 @@ def _plan_here(data: dict[str, Any], file: Path, budget_s: float) -> JobPlanPrev
 def plan_by_costs(spec: dict[str, Any], costs: Mapping[str, Any], budget_s: float) -> dict[str, Any]:
     """What a control plane would answer to a driver that measured these costs of the job."""
     from service.scheduler.job import JobCosts, answer_json, plan_job
+    from service.scheduler.planner import compile_kernels
     from worker.job import Job
 
     job = Job.from_json(spec)
+    compile_kernels()  # the first plan on a machine would else spend its time on that
     latest = time.monotonic() + budget_s + _LATE_S
     found = plan_job(
         job, JobCosts.from_json(costs, job), budget_s=budget_s, expired=lambda: time.monotonic() > latest

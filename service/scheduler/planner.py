@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
+
 from service.scheduler.automatic import plan_auto
 from service.scheduler.backwards import problem_with_whole
 from service.scheduler.model.defects import defect
@@ -20,6 +22,7 @@ from service.scheduler.programs.verify import check_slots, verify
 from service.scheduler.recomputation import cheapest, may_recompute, must_recompute, with_choice
 from service.scheduler.schedules import AUTO
 from service.scheduler.search.auto import Found, attains
+from service.scheduler.search.late import late_transfers
 from service.scheduler.search.origin import SEEDS, versions
 from service.scheduler.search.tabu import tabu_search
 from worker.program import Instruction
@@ -116,6 +119,7 @@ def compile_kernels() -> None:
     make_plan(spec, budget_s=0.05)
     timeline = find_timeline(spec.model_copy(update={"schedule": "1f1b"}), budget_s=0.0)
     tabu_search(timeline.problem, timeline, goal_s=0.0, iterations=5, seed=1, stop=lambda: False)
+    late_transfers(timeline, np.ones(timeline.problem.meshes, dtype=bool))  # where bytes are limited
 
 
 def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
