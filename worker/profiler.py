@@ -183,7 +183,8 @@ def _with_sums(job: Job, update: UpdateCosts, network: Mapping[str, Any], notes:
     if job.sharded:  # each moves half the bytes of a sum
         workers = {mesh: job.data_sizes[int(mesh[1:])] for mesh in job.sharded}
         update = update.with_sharing(workers, (latency_s, 2 * bandwidth), (latency_s, 2 * bandwidth))
-    return update.with_sum(latency_s, bandwidth)
+    alone = tuple(f"m{mesh}" for mesh, data in enumerate(job.data_sizes) if data == 1)
+    return update.with_sum(latency_s, bandwidth, alone)
 
 
 @dataclass(frozen=True)

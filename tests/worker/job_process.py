@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -30,9 +31,9 @@ def take_gpu(rank: int, workers: int) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
-def main() -> None:
+def trained(given: dict[str, Any]) -> dict[str, Any]:
+    """The losses of one worker, and the sum of the squares of its mesh's parameters."""
     torch.set_num_threads(1)
-    given = json.loads(sys.stdin.read())
     job, planned, mesh, index = Job.from_json(given["job"]), planned_job(given["planned"]), *given["place"]
     sizes = Counter({f"m{k}": size for k, size in enumerate(job.mesh_sizes)})
     topology = topology_of(sizes, job.tensors)
@@ -60,8 +61,12 @@ def main() -> None:
     losses = [worker.run_step(step)["losses"] for step in range(1, given["steps"] + 1)]
     state = worker.engine.state()["parameters"]
     norm = torch.stack([tensor.double().square().sum().cpu() for tensor in state.values()]).sum()
-    print(json.dumps({"losses": losses, "squares": norm.item()}))
     worker.close()
+    return {"losses": losses, "squares": norm.item()}
+
+
+def main() -> None:
+    print(json.dumps(trained(json.loads(sys.stdin.read()))))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,12 @@ def sharded():
     return spec
 
 
+def sharded_unlike():
+    """The list of DESIGN section 12."""
+    shares = {"shard": ["none", "optimizer"]}
+    return on([(2, 2), (2, 1)], job(), **shares)
+
+
 def plain_of(name):
     return lambda: plain({"gpt": job, "unet": unet}[name](), range(1, STEPS + 1), LOSSES[name])[0]
 
@@ -47,6 +53,7 @@ CASES = {
     "2 to 1 workers": (plain_of("unet"), lambda: on_sizes((2, 1), unet())),
     "1 to 2 workers": (plain_of("gpt"), lambda: on_sizes((1, 2), job())),
     "shard": (plain_of("gpt"), sharded),
+    "data 2, tensor 2 to data 2, shard": (plain_of("gpt"), sharded_unlike),
     "sync_batch_norm": (with_whole_batches, lambda: test_sync_batch_norm.spec_of(2)),
 }
 

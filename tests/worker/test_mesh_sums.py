@@ -9,6 +9,7 @@ import pytest
 from test_actor import job
 from test_tensor_sharded import BOTH, on
 
+from worker import profiler
 from worker.driver.sums import Sums, measure_sums
 from worker.job import Job
 from worker.model.sum_costs import MeshSums, SumCosts, slowest
@@ -78,3 +79,13 @@ def test_a_plan_takes_gradients_from_one_and_matrices_from_the_other(monkeypatch
     assert costs.sum_of("m0") == LinearCost(2e-3, 0.0, 1 / 2e9)
     assert costs.step_of("m0") == LinearCost(3e-3, 0.0, 1e-6 / 2 + 1 / 4e9)
     assert len(events) == 2
+
+
+def test_without_a_gang_each_mesh_is_taken_to_sum_what_its_own_workers_would():
+    """Two of m0's four have the same part of a matrix, both of m1 all of it; those of m2 have the same samples."""
+    read = Job.from_json(on([(2, 2, "optimizer"), (2, 1, "optimizer"), (1, 2, "optimizer")], job(stages=3)))
+    network = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e9}
+    costs = profiler._with_sums(read, UpdateCosts(), network, [])
+    assert (costs.shared, costs.alone) == ({"m0": 2, "m1": 2}, ("m2",))
+    assert costs.sum_of("m2") is None
+    assert costs.sum_of("m0") == costs.sum_of("m1") == LinearCost(1e-3, 0.0, 1 / 2e9)
