@@ -23,8 +23,9 @@ from worker.engine.exchange import Exchange
 from worker.engine.given import check_batch, check_stages
 from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
-from worker.engine.measured import measured_slot
+from worker.engine.measured import step_result
 from worker.engine.meetings import Meetings
+from worker.engine.orders import Order
 from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans, mesh_sizes
 from worker.engine.results import RunOptions, StepResult, slot_limits
@@ -112,6 +113,8 @@ class Engine:
         norms = stages if self._training and self._options.sync_batch_norm else None
         self._groups = self._update.groups | synchronise(norms, self._meetings, self._options.tensor)
         self._meetings.groups = self._groups
+        self._order = Order("steps" if self._training else "forwards", transport, self._groups)
+        self._update.transport = self._order.noted(transport)
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
@@ -175,7 +178,7 @@ class Engine:
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
-        self._lanes = self._make_lanes([self._actions.of(i) for i in range(len(self._program))])
+        self._lanes = self._make_lanes(self._order.within(self._program, self._actions.of))
         self._watch = Watch(
             mesh=self._mesh,
             program=self._program,
@@ -205,6 +208,7 @@ class Engine:
                 self._warm_up(step, inputs, targets)
             inputs, targets = on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
+            self._order.before()
             started = time.monotonic()
             if started - self._watch.published_s > _LOOK_S:
                 self._watch.publish(step, ())
@@ -213,7 +217,17 @@ class Engine:
                 self._look()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
-        return self._result(step, started)
+            self._order.behind()
+        return step_result(
+            step,
+            started,
+            self._mesh,
+            self._program,
+            self._lanes.measured(),
+            self._routes,
+            self._exchange,
+            self._updated,
+        )
 
     def warm_up(
         self,
@@ -238,7 +252,7 @@ class Engine:
 
     def silenced(self) -> contextlib.AbstractContextManager[None]:
         """In the body nothing is sent, received or summed."""
-        return silenced(self._transport, self._actions, self._update)
+        return silenced(self._transport, self._actions, self._update.transport)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
@@ -310,6 +324,7 @@ class Engine:
         for runner in self.runners.values():
             runner.reset()
         self._update.begin()
+        self._order.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
         kept = Kept([module for module, _ in self.stages.values()], self._update.optimizer)
@@ -329,6 +344,7 @@ class Engine:
                         f"{_WARM_UP_S:.0f} s; does the model compile something?"
                     )
         self._update.rehearsing = False
+        self._order.rehearsed()
         kept.restore()
         self._begin(step, (), None)
         if self._device.type == "cuda":
@@ -378,22 +394,3 @@ class Engine:
             except Exception:
                 continue  # what the abort made a lane raise
         return cause
-
-    def _result(self, step: int, started: float) -> StepResult:
-        slots = [
-            measured_slot(self._mesh, self._routes, instruction, start, end)
-            for instruction, (start, end) in zip(self._program, self._lanes.measured(), strict=True)
-        ]
-        return StepResult(
-            step=step,
-            losses=self._exchange.losses_in_order(),
-            metrics=self._exchange.metrics_by_name(),
-            outputs=self._exchange.outputs_in_order(),
-            slots=slots,
-            grad_norm=self._updated.grad_norm,
-            skipped=self._updated.skipped,
-            started_s=started,
-            ended_s=time.monotonic(),
-            loss_scale=self._updated.loss_scale,
-            overflowed=self._updated.overflowed,
-        )

@@ -1,11 +1,15 @@
-"""What an instruction's times become: a slot, with the stage at the other end of a transfer."""
+"""What a step's times become: slots, each with the stage at the other end of a transfer, and the result with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
+from worker.engine.exchange import Exchange
+from worker.engine.results import StepResult
 from worker.engine.routes import Route
-from worker.program import TRANSFER_OPS, Instruction
+from worker.engine.update import UpdateResult
+from worker.program import TRANSFER_OPS, Instruction, Program
 from worker.slots import MeasuredSlot
 
 
@@ -27,4 +31,34 @@ def measured_slot(
         peer_stage=peer_stage,
         start_s=start_s,
         end_s=end_s,
+    )
+
+
+def step_result(
+    step: int,
+    started_s: float,
+    mesh: str,
+    program: Program,
+    times: Sequence[tuple[float, float]],
+    routes: Mapping[int, Route],
+    exchange: Exchange,
+    updated: UpdateResult,
+) -> StepResult:
+    """The result of a step that is over; `times` are start and end of each instruction of `program`."""
+    slots = [
+        measured_slot(mesh, routes, instruction, start, end)
+        for instruction, (start, end) in zip(program, times, strict=True)
+    ]
+    return StepResult(
+        step=step,
+        losses=exchange.losses_in_order(),
+        metrics=exchange.metrics_by_name(),
+        outputs=exchange.outputs_in_order(),
+        slots=slots,
+        grad_norm=updated.grad_norm,
+        skipped=updated.skipped,
+        started_s=started_s,
+        ended_s=time.monotonic(),
+        loss_scale=updated.loss_scale,
+        overflowed=updated.overflowed,
     )
