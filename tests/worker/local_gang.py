@@ -1,4 +1,4 @@
-"""A gang of workers in this process, a thread each, for the driver's own Planner: every call is made, none by Ray."""
+"""A gang of workers in this process for the driver's own Planner: every call is made, none of them by Ray."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
 from worker.engine.measured import measured_slots, step_result
 from worker.engine.meetings import Meetings
+from worker.engine.orders import Order
 from worker.engine.parameters import tie_local_parameters
 from worker.engine.reshard import Plans, Reshardings, check_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
@@ -113,6 +114,8 @@ class Engine:
         norms = stages if self._training and self._options.sync_batch_norm else None
         self._groups = self._update.groups | synchronise(norms, self._meetings, self._options.tensor)
         self._meetings.groups = self._groups
+        self._order = Order("steps" if self._training else "forwards", transport, self._groups)
+        self._update.transport = self._order.noted(transport)
         bucketed = with_buckets(self._program, self._update.gradients())
         self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
@@ -177,7 +180,7 @@ class Engine:
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
-        self._lanes = self._make_lanes([self._actions.of(i) for i in range(len(self._program))])
+        self._lanes = self._make_lanes(self._order.within(self._program, self._actions.of))
         self._watch = Watch(
             mesh=self._mesh,
             program=self._program,
@@ -207,6 +210,7 @@ class Engine:
                 self._warm_up(step, inputs, targets)
             inputs, targets = on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
+            self._order.before()
             started = time.monotonic()
             if started - self._watch.published_s > _LOOK_S:
                 self._watch.publish(step, ())
@@ -215,6 +219,7 @@ class Engine:
                 self._look()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
+            self._order.behind()
         return step_result(
             step,
             started,
@@ -246,7 +251,7 @@ class Engine:
 
     def silenced(self) -> contextlib.AbstractContextManager[None]:
         """In the body nothing is sent, received or summed."""
-        return silenced(self._transport, self._actions, self._update)
+        return silenced(self._transport, self._actions, self._update.transport)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
@@ -318,6 +323,7 @@ class Engine:
         for runner in self.runners.values():
             runner.reset()
         self._update.begin()
+        self._order.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
         kept = Kept([module for module, _ in self.stages.values()], self._update.optimizer)
@@ -337,6 +343,7 @@ class Engine:
                         f"{_WARM_UP_S:.0f} s; does the model compile something?"
                     )
         self._update.rehearsing = False
+        self._order.rehearsed()
         kept.restore()
         self._begin(step, (), None)
         if self._device.type == "cuda":

@@ -214,6 +214,12 @@ class Transport(Protocol):
     def progress(self, peer: str) -> Progress | None:
         """What `peer` last published: a mesh (its counterpart there), or one worker."""
 
+    def tell(self, what: str, text: str) -> None:
+        """Leave a word of some name for whoever asks; the next of that name replaces it."""
+
+    def told(self, what: str, peer: str) -> str | None:
+        """The word of that name which worker `peer` left, if any."""
+
     def announce(self, reason: str) -> None:
         """Tell the peers that this worker failed; the first announcement of an attempt stays."""
 

@@ -39,6 +39,7 @@ class _Hub:
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
         self.failure: Failure | None = None
         self.progress: dict[int, tuple[str, float]] = {}
+        self.words: dict[tuple[str, int], str] = {}
 
     def mailbox(self, source: int, target: int, tag: int, peer: str = "") -> _Mailbox:
         """Lanes of meshes and lanes of workers have tags of their own."""
@@ -167,6 +168,12 @@ class LocalTransport:
     def progress(self, peer: str) -> Progress | None:
         entry = self._hub.progress.get(self.topology.rank_of(peer, self.worker))
         return None if entry is None else Progress(entry[0], time.monotonic() - entry[1])
+
+    def tell(self, what: str, text: str) -> None:
+        self._hub.words[what, self._rank] = text
+
+    def told(self, what: str, peer: str) -> str | None:
+        return self._hub.words.get((what, self.topology.rank_of(peer, self.worker)))
 
     def announce(self, reason: str) -> None:
         with self._hub.lock:

@@ -130,6 +130,18 @@ class Rendezvous:
                 return Progress(said[0], max(0.0, time.time() - said[1]))
         return None
 
+    def tell(self, what: str, text: str) -> None:
+        """RuntimeError when the store is gone."""
+        key = f"{what}/{self._rank}"
+        self.store.set(key, self._seal.put(key, [text]))
+
+    def told(self, what: str, rank: int) -> str | None:
+        key = f"{what}/{rank}"
+        with contextlib.suppress(RuntimeError):
+            if (said := self._said(key, key)) is not None:
+                return said[0]
+        return None
+
     def announce(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
@@ -199,6 +211,12 @@ class RendezvousTransport:
 
     def progress(self, peer: str) -> Progress | None:
         return self._rendezvous.progress(self.topology.rank_of(peer, self.worker))
+
+    def tell(self, what: str, text: str) -> None:
+        self._rendezvous.tell(what, text)
+
+    def told(self, what: str, peer: str) -> str | None:
+        return self._rendezvous.told(what, self.topology.rank_of(peer, self.worker))
 
     def announce(self, reason: str) -> None:
         self._rendezvous.announce(reason)
