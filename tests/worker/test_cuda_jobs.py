@@ -64,13 +64,20 @@ def test_losses_are_those_of_a_plain_loop_and_no_stream_races(case, monkeypatch,
 
 @pytest.mark.parametrize("layout", ["tensor 2", "1 to 2 workers"])
 def test_losses_are_the_same_in_whatever_order_streams_go_on(layout, monkeypatch):
-    """Streams are threads that pause at random."""
+    """Streams are threads that pause at random. Meshes of tensor 2 have nodes of their own: each tensor crosses once."""
     spec = job() if layout == "1 to 2 workers" else zero_bubble()
     with monkeypatch.context() as patch, CudaWorkers(patch, spec) as alone:
         expected = alone.losses(range(1, 3))
     there = on_sizes((1, 2), spec) if layout == "1 to 2 workers" else on([(1, 2)] * 2, spec)
-    with CudaWorkers(monkeypatch, there, threads=True, seed=3) as workers:
+    nodes = {"m0": "one", "m1": "two"}
+    with CudaWorkers(monkeypatch, there, nodes, threads=True, seed=3) as workers:
+        assert {(one["edge"], one["backward"]) for one in workers.planned["reshardings"]} >= {
+            (0, False),
+            (0, True),
+        }
         assert workers.losses(range(1, 3)) == pytest.approx(expected, rel=1e-5)
+        said = {name for device in workers.watched.devices.values() for name in device.said}
+        assert "transfers/m0>m1" in said and "to m1" not in said
         workers.watched.check()
         check_orders(workers)
 

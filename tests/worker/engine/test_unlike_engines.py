@@ -22,7 +22,7 @@ from engine_support import (
     two_branches,
 )
 
-from service.scheduler.resharding import Links, Tensor, layout, plan_resharding
+from service.scheduler.resharding import Links, Tensor, layout, plan_gather_then_send, plan_resharding
 from worker.engine import Engine, EngineError, RunOptions, SlotLimits
 from worker.engine.lanes import LaneStatus
 from worker.engine.routes import find_routes
@@ -235,3 +235,47 @@ def test_a_sum_over_workers_that_stalls_names_the_worker_that_has_not_come():
     with UnlikePipeline(graph, ["m0"], programs, {"m0": 3}, optimizer=_adam, limits=SHORT) as pipeline:
         said = _stall_of(pipeline, ("m0", 0), _batch(1))
     assert "REDUCE" in said and "it waits for m0/1; m0/1 has said nothing" in said
+
+
+def _more_than_pairs(graph, mesh_of_stage, sizes, only):
+    """Of these edges between meshes of one size reshardings with several messages, worker 0 of each between."""
+    found = {}
+    for index, route in find_routes(_of_rows(graph, ROWS).edges, mesh_of_stage).items():
+        ends = (route.source_mesh, route.target_mesh)
+        for backward in (False, True) if index in only else ():
+            one, other = (
+                layout(mesh, mesh=(sizes[mesh],), split=(0,), hosts=(mesh,) * sizes[mesh])
+                for mesh in (reversed(ends) if backward else ends)
+            )
+            plan = plan_gather_then_send(Tensor(route.shape, route.dtype.itemsize), one, other, Links(1e9))
+            found[index, backward] = ReshardingPlan.from_json(plan.to_json())
+    return found
+
+
+def test_between_two_meshes_of_one_size_some_tensors_are_resharded_and_others_go_in_pairs():
+    """As the plan says of each; none is taken for another."""
+    graph, mesh_of_stage, sizes = skips(), ["m0", "m1", "m1", "m2"], {"m0": 2, "m1": 2, "m2": 2}
+    routes = find_routes(graph.edges, mesh_of_stage)
+    between = [k for k, r in sorted(routes.items()) if (r.source_mesh, r.target_mesh) == ("m0", "m2")]
+    _, programs = planned(graph, mesh_of_stage, MICROBATCHES, "auto")
+    plans = _more_than_pairs(graph, mesh_of_stage, sizes, [0, *between[1:]])
+    assert 0 < len(plans) < 2 * len(routes) and all(len(plan.messages) > 2 for plan in plans.values())
+    inputs, targets = _batch(1)
+    found = []
+    for given in (plans, {}):
+        with UnlikePipeline(graph, mesh_of_stage, programs, sizes, optimizer=_adam, plans=given) as pipeline:
+            results = pipeline.run(1, inputs, targets)
+            found.append([results["m2", w].losses for w in range(2)] + [results["m2", 0].grad_norm])
+            lanes = {engine.lanes for engine in pipeline.engines.values()}
+            assert len(lanes) == 1, "all workers connect in one order"
+    assert found[0] == found[1]
+
+
+def test_a_resharding_of_other_workers_is_refused_before_anybody_waits():
+    """A plan for meshes of three, on meshes of two."""
+    graph = chain(2)
+    programs = serial_programs(graph, ["m0", "m1"], MICROBATCHES)
+    plans = _more_than_pairs(graph, ["m0", "m1"], {"m0": 3, "m1": 2}, [0])
+    said = r"'h0' from mesh m0 to mesh m1 was planned for workers m0/0, m0/1, m0/2, and mesh m0 has 2: plan"
+    with pytest.raises(ValueError, match=said):
+        UnlikePipeline(graph, ["m0", "m1"], programs, {"m0": 2, "m1": 2}, optimizer=_adam, plans=plans)

@@ -52,6 +52,18 @@ def test_transfers_are_told_apart_by_tag_whatever_their_order(pair):
         thread.join(5)
 
 
+def test_a_lane_of_meshes_and_one_of_their_workers_have_tags_of_their_own(pair):
+    """As connections of gloo do: a resharding's message is no tensor of a pair."""
+    a, b = pair
+    ends = [a.send("b", 7, torch.ones(3)), a.send("b/0", 7, torch.full((2,), 2.0))]
+    outs = torch.zeros(2), torch.zeros(3)
+    b.receive("a/0", 7, outs[0])()
+    b.receive("a", 7, outs[1])()
+    for end in ends:
+        end()
+    assert [out.tolist() for out in outs] == [[2.0, 2.0], [1.0, 1.0, 1.0]]
+
+
 def test_abort_wakes_whoever_waits(pair):
     a, b = pair
     threads = [in_background(a.send("b", 1, torch.ones(1))), in_background(b.receive("a", 2, torch.ones(1)))]

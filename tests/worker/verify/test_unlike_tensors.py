@@ -1,4 +1,5 @@
-"""Jobs whose meshes share their matrices among unlike numbers of workers, beside their plain models."""
+"""Jobs whose meshes share their matrices among unlike numbers of workers, or on nodes of their own, beside their plain
+models."""
 
 from __future__ import annotations
 
@@ -18,6 +19,14 @@ def spec_of(*layout, **resources):
     return on(layout, gpt(stages=2, meshes=2, dropout=0.2), **resources)
 
 
+APART = {"m0": "one", "m1": "two"}
+
+
+def passed(proof):
+    """How many transfers were compared."""
+    return sum(count for kind, (count, _, _) in proof.worst.kinds.items() if "transfer" in kind)
+
+
 @pytest.mark.parametrize(
     ("layout", "shard"),
     [
@@ -30,6 +39,14 @@ def spec_of(*layout, **resources):
 def test_a_proof_finds_meshes_that_share_their_matrices_unlike_equal(layout, shard):
     proof = proof_of(spec_of(*layout, shard=shard), steps=2)
     assert (proof.difference, proof.steps) == (None, 2)
+
+
+def test_a_proof_compares_what_goes_between_meshes_that_share_alike_on_nodes_of_their_own():
+    """Once for each worker that gets it, whoever sends it; in pairs once for each pair."""
+    apart, together = (proof_of(spec_of((1, 2), (1, 2)), steps=1, nodes=nodes) for nodes in (APART, None))
+    for proof in (apart, together):
+        assert (proof.difference, proof.steps) == (None, 1)
+    assert passed(apart) == passed(together) > 0
 
 
 def wrong_replica(monkeypatch):
@@ -63,6 +80,7 @@ def parts_not_gathered(monkeypatch):
     ("defect", "layout"),
     [
         (wrong_replica, ((1, 1), (1, 2))),
+        (wrong_replica, ((1, 2), (1, 2))),
         (tied_of_others_left_out, ((1, 1), (1, 2))),
         (parts_not_gathered, ((2, 1), (2, 2))),
     ],
@@ -71,5 +89,5 @@ def test_a_defect_between_such_meshes_is_found_with_its_slot(defect, layout, mon
     with monkeypatch.context() as patch:
         message = defect(patch)
         shard = ["none", "optimizer"] if defect is parts_not_gathered else "none"
-        found = proof_of(spec_of(*layout, shard=shard), steps=1).difference
+        found = proof_of(spec_of(*layout, shard=shard), steps=1, nodes=APART).difference
     assert found is not None and re.search(message, found), found

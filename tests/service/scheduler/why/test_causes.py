@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from service.scheduler import Plan, load_spec, make_plan
-from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.model.spec import PipelineSpec, edge_costs
 from service.scheduler.why.explain import explain
 from service.scheduler.why.values import CauseKind, ChangeKind, Explanation
 from tests.service.scheduler.specs import chain, measured
@@ -70,11 +70,24 @@ def test_a_slow_link_is_named_first(model: str, link: tuple[str, str], seed: int
     assert (best.kind, best.subject) == (ChangeKind.LINK, " - ".join(sorted(link)))
 
 
-def test_a_link_that_was_measured_to_be_slow_is_named_though_it_keeps_to_its_plan():
+@pytest.mark.parametrize("resharded", [False, True])
+def test_a_link_that_was_measured_to_be_slow_is_named_though_it_keeps_to_its_plan(resharded):
     data = measured(3, 8, 4, skips=False)
     for link in data["network"]["links"]:
         link["bandwidth_bytes_per_s"] = 4e7 if {link["source"], link["target"]} == {"m0", "m1"} else 1e9
     spec = load_spec(data)
+    if resharded:  # whose plan says how long transfers last
+        seconds = [edge_costs(spec)(index) for index in range(len(spec.edges))]
+        edges = [
+            edge.model_copy(
+                update={
+                    **dict.fromkeys(("forward_bytes", "backward_bytes")),
+                    **{"held_bytes": edge.forward_bytes, "forward_s": there_s, "backward_s": back_s},
+                }
+            )
+            for edge, (there_s, back_s) in zip(spec.edges, seconds, strict=True)
+        ]
+        spec = spec.model_copy(update={"edges": edges})
     plan = make_plan(spec, budget_s=0.0)
     found = explain(planned_step(spec, plan), run(spec, plan, World(noise=NOISE)))
     assert found.causes[0].kind is CauseKind.LINK
