@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
+_VALUE_TOLD = 80  # longer ones stand in `errors` only
 _ERRORS_SHOWN = 50  # looking for the name that was meant takes its time
 _FORM = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged-\w+)\[.*\]", re.DOTALL)
 """In the place of an error where a field may have several forms: which of these is meant. No name of ours has brackets."""
@@ -204,7 +205,21 @@ def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
         message = "is no name: begin with a letter or digit, go on with letters, digits, '.', '_' and '-'"
     elif error["type"] == "json_invalid":
         field, message = "body", f"is not JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
-    return {"field": field, "value": _shown(error.get("input")), "message": message}
+    return {"field": field, "value": _shown(error.get("input")), "message": message + _not_that(error)}
+
+
+def _not_that(error: Mapping[str, Any]) -> str:
+    """The value that a rule of a type refused, where it is short; our own rules name what they refuse themselves."""
+    if error["type"] in (
+        "value_error",
+        "assertion_error",
+        "extra_forbidden",
+        "json_invalid",
+        "finite_number",
+    ):
+        return ""
+    shown = json.dumps(error.get("input"), default=str, ensure_ascii=False)
+    return f", not {shown}" if len(shown) <= _VALUE_TOLD else ""
 
 
 def _unknown_field(path: Sequence[Any]) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.job_file import SpecLoader
+from service.cli.job_file import read_spec
 from service.cli.job_plan import is_job, plan_job_file, with_schedule
+from service.cli.output import CliError
 from service.cli.plans import KeptName
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # By how much a search may pass its budget: a share of it, but some seconds at least.
 _LATE_SHARE = 0.2
 _LATE_S = 2.0
+_NO_SPEC = "holds no pipeline spec: write an object with meshes, stages and edges, or a job with a model"
 
 app = typer.Typer()
 
@@ -57,7 +59,7 @@ def plan(
     it is measured here. Nothing is trained.
     """
     try:
-        data, form = _read(spec), _format(format, as_json, output)
+        data, form = read_spec(spec, _NO_SPEC), _format(format, as_json, output)
         if is_job(data):
             if compare or orders is not None:
                 raise ValueError(
@@ -74,9 +76,10 @@ def plan(
             text = _plan(_read_spec(data, schedule, orders), form, budget_s)
         if output is not None:
             output.write_text(text)
-    except (ValueError, OSError) as error:
-        typer.echo(f"slotline plan: {error}", err=True)
-        raise typer.Exit(1) from error
+    except OSError as error:
+        raise CliError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+    except ValueError as error:
+        raise CliError(str(error)) from None
     if output is None:
         typer.echo(text, nl=False)
 
@@ -115,25 +118,6 @@ def _compare(spec: PipelineSpec, format: str, budget_s: float) -> str:
     if format == "json":
         return json.dumps([row.to_json() for row in rows], indent=1) + "\n"
     return comparison_text(rows)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON or YAML file."""
-    text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text()
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        import yaml
-
-        try:
-            data = yaml.load(text, SpecLoader)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is neither JSON nor YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(
-            f"{path} holds no pipeline spec: write an object with meshes, stages and edges, or a job with a model"
-        )
-    return data
 
 
 def _read_spec(data: dict[str, Any], schedule: str | None, orders: Path | None) -> PipelineSpec:

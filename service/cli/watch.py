@@ -21,7 +21,8 @@ app = typer.Typer()
 @app.command("jobs")
 def list_jobs(
     state: Annotated[
-        list[JobState] | None, typer.Option(help="Only jobs in this state; several: in one of them")
+        list[JobState] | None,
+        typer.Option(case_sensitive=False, help="Only jobs in this state; several: in one of them"),
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
     owner: Annotated[str | None, typer.Option(help="Only jobs that this principal submitted")] = None,

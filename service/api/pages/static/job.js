@@ -36,6 +36,7 @@ async function refresh() {
   await readOn(`${api}/evaluations`, evaluations, (one) => `page_token=${one.attempt}:${one.step}`, (one) => addStep(one, evaluations));
   showCharts();
   await refreshTimeline();
+  showJob(job); // of a job that has ended there is no next round, and what its plan chose is known only now
   await readOn(`${api}/events`, events, (event) => `after=${event.number}`, (event) => events.push(event));
   showEvents();
   return !FINAL.has(job.state);
@@ -62,7 +63,7 @@ function showJob(job) {
     ...(progress.model_flops_per_s ? { Computes: `${number(progress.model_flops_per_s / 1e12, 3)} TFLOP/s of the model` } : {}),
     ...(progress.mfu ? { MFU: percent(progress.mfu) } : {}),
     ...(spec.plan ? { Plan: `the kept plan ${spec.plan}` } : {}),
-    Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${spec.resources?.meshes ?? "–"} meshes, ${chosen("microbatches", spec.training?.microbatches)}`,
+    Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${meshesOf(spec)}, ${chosen("microbatches", spec.training?.microbatches)}`,
     ...(choice?.step_s ? { "Planned step": seconds(choice.step_s) } : {}),
     ...(job.best_checkpoint ? { "Best checkpoint": `${job.best_checkpoint.metric} ${number(job.best_checkpoint.value)} after step ${job.best_checkpoint.step}` } : {}),
     Schedule: spec.pipeline?.schedule ?? "–",
@@ -85,6 +86,13 @@ function showJob(job) {
 function chosen(what, given) {
   if (given !== "auto") return `${given ?? "–"} ${what}`;
   return choice?.[what] ? `${choice[what]} ${what} (chosen)` : `${what} to be chosen`;
+}
+
+/** How many meshes, and of a list how many workers each has. */
+function meshesOf(spec) {
+  const meshes = spec.resources?.meshes;
+  if (!Array.isArray(meshes)) return `${meshes ?? "–"} meshes`;
+  return `${meshes.length} meshes of ${meshes.map((one) => one.workers ?? 1).join(", ")} workers`;
 }
 
 function facts(values) {

@@ -51,7 +51,7 @@ function row(job) {
     "tr",
     { "data-job": job.id },
     make("td", { class: "job" }, make("a", { href: `/jobs/${encodeURIComponent(job.id)}` }, job.name), make("small", {}, job.id)),
-    make("td", {}, stateBadge(job.state), ...(why ? [make("small", {}, why)] : [])),
+    make("td", {}, stateBadge(job.state), ...(why ? [make("small", { class: "why", title: why }, why)] : [])),
     make("td", { class: "progress" }, bar, `${done} / ${progress.steps ?? "–"}`),
     make("td", { class: "number" }, number(progress.loss)),
     make("td", { class: "number" }, seconds(progress.step_s)),
