@@ -49,7 +49,9 @@ Notes = dict[str, list[Note]]
 
 
 class Order:
-    """The notes of one worker's engine; `name` tells engines on one transport apart, `groups` the ranks of each group."""
+    """The notes of one worker's engine; `name` tells engines on one transport apart, `groups` the ranks of each group.
+
+    Who has met what this worker has met, and does not say so for `limit_s` seconds, has not."""
 
     def __init__(self, name: str, transport: Transport, groups: Mapping[str, tuple[int, ...]]):
         self._name, self._transport = f"order of {name}", transport
@@ -67,6 +69,7 @@ class Order:
         self._runs = 0
         self._here = threading.local()
         self._slot = ""
+        self.limit_s = _LIMIT_S
 
     def noted(self, transport: Any) -> Noted:
         """`transport` with everything that is begun on it noted."""
@@ -156,7 +159,7 @@ class Order:
 
     def _awaited(self, group: str, member: str, run: int | None) -> Notes:
         """What a worker told, of that run or any; AbortedError where somebody failed meanwhile."""
-        deadline = time.monotonic() + _LIMIT_S
+        deadline = time.monotonic() + self.limit_s
         while True:
             told = self._told(member)
             if told is not None and run in (None, told[0]):
@@ -166,7 +169,7 @@ class Order:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{self._me} has met the collectives of group {group} otherwise than in earlier steps, and {member} "
-                    f"has not within {_LIMIT_S:g} s said that it did: they are not in one order; report this with the job"
+                    f"has not within {self.limit_s:g} s said that it did: they are not in one order; report this with the job"
                 )
             time.sleep(_LOOK_S)
 
