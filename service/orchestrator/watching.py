@@ -90,11 +90,6 @@ class AttemptWatcher:
     def forget_all_but(self, attempt_ids: Collection[str]) -> None:
         self._watched = {one: self._watched.get(one, _Watched()) for one in attempt_ids}
 
-    def ask_at_once(self) -> None:
-        """Have the next look at every attempt ask Ray, however short ago it was asked (tests)."""
-        for watched in self._watched.values():
-            watched.asked_at = 0.0
-
     async def look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
         """Ask Ray when it is time, decide, act; never twice at once for one attempt.
 
