@@ -193,10 +193,6 @@ class ClustersAndQueues(BaseSettings):
         """Whether there is a cluster named default: one that has an address, or that a queue belongs to."""
         return self.ray_address is not None or any(one.cluster == DEFAULT for one in self.queues.values())
 
-    @property
-    def cluster_names(self) -> list[str]:
-        return [*([DEFAULT] if self.has_default_cluster else []), *sorted(self.clusters)]
-
     def cluster_of(self, queue: str) -> str | None:
         """The cluster that the jobs of a queue run on; None for a queue that is not there, where several clusters are:
         it may have been another tenant's."""

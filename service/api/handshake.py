@@ -10,9 +10,8 @@ from service.api.errors import ProblemError
 from service.api.problem_codes import Code
 from service.job_states import AttemptState
 from service.orchestrator.outcome import check_current, end_attempt
-from service.store.attempts import find_attempt
+from service.store.attempts import lock_attempt
 from service.store.database import utc_now
-from service.store.states import lock_job
 from worker.protocol import HEADER, driver_is_too_old
 from worker.reasons import Reason
 
@@ -23,10 +22,7 @@ async def understood(attempt: DriverAttempt, request: Request, service: Current)
     if refusal is None:
         return
     async with service.database.write() as session:
-        fresh = await find_attempt(session, attempt.id)
-        job = await lock_job(session, attempt.job_id)
-        assert fresh is not None and job is not None, attempt.id
-        await session.refresh(fresh)
+        fresh, job = await lock_attempt(session, attempt.id)
         check_current(job, fresh)
         await end_attempt(
             session,

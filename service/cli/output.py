@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel
 from rich.console import Console
 
 from service.jobspec import JOB_ID_PATTERN
+
+if TYPE_CHECKING:
+    from service.client import Client
 
 _TAB_JOBS = 50
 _TAB_LIMIT_S = 2.0
@@ -35,18 +39,34 @@ def checked(pattern: str, what: str) -> Callable[[str | None], str | None]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+ProfiledStep = Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")]
+BudgetSeconds = Annotated[float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")]
+OutputFile = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
+]
 
 
-def newest_jobs(incomplete: str) -> list[tuple[str, str]]:
-    """Ids of the newest jobs with their names and states, for the shell's Tab key; none where no server answers soon."""
-    from service.client import Client, ClientError
+Offers = Iterable[tuple[str, str]]
+"""What the shell's Tab key may complete to, each with a word about it."""
 
-    try:
-        with Client(timeout_s=_TAB_LIMIT_S) as client:
-            jobs = list(client.jobs(limit=_TAB_JOBS))
-    except ClientError:
-        return []
-    return [(job.id, f"{job.name} {job.state}") for job in jobs if job.id.startswith(incomplete)]
+
+def offering(ask: Callable[[Client], Offers]) -> Callable[[str], list[tuple[str, str]]]:
+    """Completes to what `ask` has of the server; to nothing where no server answers soon."""
+
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        from service.client import Client, ClientError
+
+        try:
+            with Client(timeout_s=_TAB_LIMIT_S) as client:
+                return [one for one in ask(client) if one[0].startswith(incomplete)]
+        except ClientError:
+            return []
+
+    return complete
+
+
+def _newest_jobs(client: Client) -> Offers:
+    return [(job.id, f"{job.name} {job.state}") for job in client.jobs(limit=_TAB_JOBS)]
 
 
 JobArgument = Annotated[
@@ -55,7 +75,7 @@ JobArgument = Annotated[
         metavar="JOB",
         callback=checked(JOB_ID_PATTERN, "a job's id"),
         help="A job's id",
-        autocompletion=newest_jobs,
+        autocompletion=offering(_newest_jobs),
     ),
 ]
 

@@ -11,7 +11,7 @@ import typer
 
 from service.cli.job_file import read_spec
 from service.cli.job_plan import is_job, plan_job_file, with_schedule
-from service.cli.output import CliError
+from service.cli.output import BudgetSeconds, CliError, OutputFile
 from service.cli.plans import KeptName
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def plan(
     spec: Annotated[
         Path, typer.Argument(help="PipelineSpec, or a job, as JSON or YAML; - reads standard input.")
     ],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
-    ] = None,
+    output: OutputFile = None,
     schedule: Annotated[str | None, typer.Option(help="Use this schedule instead of the spec's.")] = None,
     orders: Annotated[
         Path | None,
@@ -44,9 +42,7 @@ def plan(
         typer.Option(help="json, csv, table, events, chrome, svg or text (default: text, or json with -o)."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules on this spec.")] = False,
-    budget_s: Annotated[
-        float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")
-    ] = 10.0,
+    budget_s: BudgetSeconds = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     local: Annotated[
         bool, typer.Option("--local", help="Measure a job on this machine, also where a server answers.")

@@ -10,31 +10,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from service.cli.job_plan import job_plan_text
-from service.cli.output import Json, checked, out, print_json, to_json
-from service.client import Client, ClientError
+from service.cli.output import Json, Offers, checked, offering, out, print_json, to_json
+from service.client import Client
 from service.jobspec import NAME_PATTERN
 
-_TAB_LIMIT_S = 2.0
+
+def _own_plans(client: Client) -> Offers:
+    whose = client.whoami().name
+    plans = client.named_plans(owner=whose or None)
+    return [(one.name, f"of {one.job_name}") for one in plans if one.owner == whose]
 
 
-def _own_plans(incomplete: str) -> list[tuple[str, str]]:
-    """Names of kept plans, for the shell's Tab key; none where no server answers soon."""
-    try:
-        with Client(timeout_s=_TAB_LIMIT_S) as client:
-            whose = client.whoami().name
-            plans = [one for one in client.named_plans(owner=whose or None) if one.owner == whose]
-    except ClientError:
-        return []
-    return [(one.name, f"of {one.job_name}") for one in plans if one.name.startswith(incomplete)]
-
-
+_a_name = checked(NAME_PATTERN, "a plan's name")
+_own_plan = offering(_own_plans)
 PlanName = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        callback=checked(NAME_PATTERN, "a plan's name"),
+        callback=_a_name,
         help="A kept plan's name",
-        autocompletion=_own_plans,
+        autocompletion=_own_plan,
     ),
 ]
 GivenPlan = Annotated[
@@ -42,9 +37,9 @@ GivenPlan = Annotated[
     typer.Option(
         "--plan",
         metavar="NAME",
-        callback=checked(NAME_PATTERN, "a plan's name"),
+        callback=_a_name,
         help="Train with exactly this plan, which `slotline plan job.yaml --name NAME` has kept",
-        autocompletion=_own_plans,
+        autocompletion=_own_plan,
     ),
 ]
 KeptName = Annotated[
@@ -52,7 +47,7 @@ KeptName = Annotated[
     typer.Option(
         "--name",
         metavar="NAME",
-        callback=checked(NAME_PATTERN, "a plan's name"),
+        callback=_a_name,
         help="Keep the plan of a job on the server, for `slotline submit --plan NAME`",
     ),
 ]

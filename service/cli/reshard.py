@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from service.cli.job_file import read_spec
-from service.cli.output import CliError, Json
+from service.cli.output import CliError, Json, OutputFile
 
 FORMATS = ("text", "json", "svg")
 
@@ -22,9 +22,7 @@ def reshard(
         Path,
         typer.Argument(help="tensor, source, target and links, as JSON or YAML; - reads standard input."),
     ],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
-    ] = None,
+    output: OutputFile = None,
     format: Annotated[
         str | None,
         typer.Option(help="text, json or svg (default: text, or svg with -o FILE.svg, else json)."),

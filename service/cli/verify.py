@@ -17,7 +17,7 @@ import typer
 
 from service.cli.job_file import read_spec
 from service.cli.job_plan import checked_job, job_costs_here, plan_by_costs, python_path
-from service.cli.output import CliError, Json, err
+from service.cli.output import BudgetSeconds, CliError, Json, err
 from worker.last_action import forget, last_words
 from worker.marked import marked_answer
 from worker.verify import ANSWER_MARK
@@ -29,9 +29,7 @@ app = typer.Typer()
 def verify(
     file: Annotated[Path, typer.Argument(help="The job, as YAML or JSON; - reads standard input.")],
     steps: Annotated[int, typer.Option(min=1, help="Compare so many steps.")] = 3,
-    budget_s: Annotated[
-        float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")
-    ] = 3.0,
+    budget_s: BudgetSeconds = 3.0,
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="So long the comparison may take, in seconds.")
     ] = 3600.0,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli.output import CliError, JobArgument, Json, out, print_json, to_json
+from service.cli.output import CliError, JobArgument, Json, ProfiledStep, out, print_json, to_json
 from service.cli.tables import evaluations_table, jobs_table, show_job, timeline_table
 from service.client import Client
 from service.job_states import JobState
@@ -107,7 +107,7 @@ def logs(
 @app.command()
 def timeline(
     job: JobArgument,
-    step: Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")] = None,
+    step: ProfiledStep = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a Chrome trace here")] = None,
     as_json: Json = False,
 ) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from service.api.why_schemas import MeshShareView, WhySide, WhyView
-from service.cli.output import CliError, JobArgument, Json, out, print_json
+from service.cli.output import CliError, JobArgument, Json, ProfiledStep, out, print_json
 from service.client import Client
 
 app = typer.Typer()
@@ -21,7 +21,7 @@ app = typer.Typer()
 @app.command()
 def why(
     job: JobArgument,
-    step: Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")] = None,
+    step: ProfiledStep = None,
     as_json: Json = False,
 ) -> None:
     """Why a step takes as long as it does, and which changes would shorten it most."""

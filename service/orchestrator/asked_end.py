@@ -10,8 +10,8 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.job_states import AttemptState, JobState
-from service.store.attempts import find_attempt
-from service.store.states import add_event, lock_job
+from service.store.attempts import lock_attempt
+from service.store.states import add_event
 from service.store.tables import Attempt, Job
 from worker.reasons import Reason
 
@@ -20,11 +20,7 @@ async def ask_to_end(
     session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
 ) -> bool:
     """Ask the attempt to end; False where it is over, or ends already."""
-    attempt = await find_attempt(session, attempt_id)
-    assert attempt is not None, attempt_id
-    job = await lock_job(session, attempt.job_id)
-    assert job is not None, attempt.job_id
-    await session.refresh(attempt)
+    attempt, job = await lock_attempt(session, attempt_id)
     if attempt.attempt_state.final or job.current_attempt != attempt_id:
         return False
     if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:

@@ -188,10 +188,3 @@ class LogKeeper:
         async with self._database.write() as session:
             if fresh := await find_attempt(session, attempt.id):
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
-
-
-def clip_log(text: str, limit: int) -> DriverLog:
-    """The last `limit` bytes, in whole lines."""
-    window = LogWindow(limit)
-    window.add(text.encode("utf-8", "replace"))
-    return DriverLog(window.first_line, window.text())

@@ -16,11 +16,11 @@ from service.job_states import AttemptState, JobState
 from service.jobspec import stored_retry
 from service.orchestrator.asked_end import as_asked, is_over_time, over_time
 from service.orchestrator.decide import GiveUp, after_failure
-from service.store.attempts import attempts_of, find_attempt
+from service.store.attempts import attempts_of, lock_attempt
 from service.store.evaluations import EvaluationRecord, record_evaluations
 from service.store.post_mortems import keep_post_mortem
 from service.store.spans import note_attempt
-from service.store.states import add_event, lock_job, move_attempt, move_job
+from service.store.states import add_event, move_attempt, move_job
 from service.store.steps import StepRecord, record_steps
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord, record_timeline
@@ -79,11 +79,7 @@ async def apply_report(
     session: AsyncSession, attempt_id: str, report: Report, *, at: datetime, backoff: Backoff, keep: int
 ) -> str:
     """Store a report; the command for the driver, `continue`, `stop` or `cancel`. Raises StaleAttemptError."""
-    attempt = await find_attempt(session, attempt_id)
-    assert attempt is not None, attempt_id
-    job = await lock_job(session, attempt.job_id)
-    assert job is not None, attempt.job_id
-    await session.refresh(attempt)
+    attempt, job = await lock_attempt(session, attempt_id)
     if report.sequence <= attempt.last_sequence:
         return _command(job, attempt)
     check_current(job, attempt)

@@ -32,7 +32,7 @@ from service.orchestrator.ray_jobs import Cluster, ClusterError
 from service.orchestrator.submission import Submitter
 from service.outage import Outage
 from service.settings import Settings
-from service.store.attempts import find_attempt
+from service.store.attempts import lock_attempt
 from service.store.database import Sessions, utc_now
 from service.store.states import add_event, lock_job
 from service.store.tables import Attempt, Job
@@ -89,11 +89,6 @@ class AttemptWatcher:
 
     def forget_all_but(self, attempt_ids: Collection[str]) -> None:
         self._watched = {one: self._watched.get(one, _Watched()) for one in attempt_ids}
-
-    def ask_at_once(self) -> None:
-        """Have the next look at every attempt ask Ray, however short ago it was asked (tests)."""
-        for watched in self._watched.values():
-            watched.asked_at = 0.0
 
     async def look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
         """Ask Ray when it is time, decide, act; never twice at once for one attempt.
@@ -157,11 +152,7 @@ class AttemptWatcher:
     async def _note_stop(self, attempt: Attempt, why: str) -> bool:
         """Say first that and why Slotline stops the driver; False where it has been heard of since, or is over."""
         async with self._database.write() as session:
-            job = await lock_job(session, attempt.job_id)
-            fresh = await find_attempt(session, attempt.id)
-            if job is None or fresh is None:
-                return False
-            await session.refresh(fresh)
+            fresh, job = await lock_attempt(session, attempt.id)
             to_end = job.cancel_requested_at is not None or fresh.end_asked_at is not None
             heard = not to_end and fresh.heartbeat_at != attempt.heartbeat_at
             if fresh.attempt_state.final or heard:
@@ -217,11 +208,8 @@ class AttemptWatcher:
         message = end.message
         log = await self._logs.last_log(judged.id, judged.cluster)
         async with self._database.write() as session:
-            attempt = await find_attempt(session, judged.id)
-            assert attempt is not None, judged.id
-            job = await lock_job(session, attempt.job_id)
-            await session.refresh(attempt)
-            if job is None or job.current_attempt != judged.id or attempt.attempt_state.final:
+            attempt, job = await lock_attempt(session, judged.id)
+            if job.current_attempt != judged.id or attempt.attempt_state.final:
                 return
             if attempt.heartbeat_at != judged.heartbeat_at:
                 return

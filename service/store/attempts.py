@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.cluster_settings import DEFAULT
 from service.job_states import AttemptState, JobState
 from service.store.spans import note_wait
-from service.store.states import move_job
+from service.store.states import lock_job, move_job
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
 
 
@@ -59,6 +59,16 @@ async def create_attempt(
 
 async def find_attempt(session: AsyncSession, attempt_id: str) -> Attempt | None:
     return await session.get(Attempt, attempt_id)
+
+
+async def lock_attempt(session: AsyncSession, attempt_id: str) -> tuple[Attempt, Job]:
+    """An attempt that exists as it is now, and its job, which stays locked until the session ends."""
+    attempt = await find_attempt(session, attempt_id)
+    assert attempt is not None, attempt_id
+    job = await lock_job(session, attempt.job_id)
+    assert job is not None, attempt.job_id
+    await session.refresh(attempt)  # it may have been read before the lock was had
+    return attempt, job
 
 
 async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:

@@ -49,23 +49,9 @@ class NewJob:
     given_plan: str | None = None
 
 
-async def create_job(
-    session: AsyncSession,
-    spec: JobSpec,
-    *,
-    at: datetime,
-    owner: str = NOBODY,
-    idempotency_key: str | None = None,
-    request_digest: str | None = None,
-    traceparent: str | None = None,
-) -> Job:
-    """Store a job as QUEUED. An `idempotency_key` that its owner has used raises sqlalchemy's IntegrityError."""
-    new = NewJob(spec, at, owner, idempotency_key, request_digest, traceparent)
-    return (await create_jobs(session, [new]))[0]
-
-
 async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]:
-    """Store jobs as QUEUED, with as many statements for all as for one. One key that was used refuses all."""
+    """Store jobs as QUEUED, with as many statements for all as for one. An idempotency key that its owner has used refuses
+    all: sqlalchemy's IntegrityError."""
     jobs = [_queued(one) for one in new]
     events = [
         new_event(job, "state", f"QUEUED: {_submitted(one.owner)}", at=one.at, by=one.owner)

@@ -21,12 +21,13 @@ from sqlalchemy import update
 from service.instruments import PLANNING_SECONDS
 from service.job_states import AttemptState, JobState
 from service.settings import Settings
-from service.store import jobs, states
+from service.store import states
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.tables import Job, JobPlan
 from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prometheus, wait_for_data
 from tests.service.api.pages.seed import Site, job_spec, seeded_site
+from tests.service.conftest import create_job
 from worker.driver.metrics import JobMetrics
 from worker.driver.model_flops import ModelFlops
 from worker.driver.usage import StepUsage
@@ -158,7 +159,7 @@ def _use(data: Path, stop: threading.Event) -> None:
 async def _start_a_job(data: Path) -> None:
     database = Database(Settings(data_dir=data).sqlalchemy_url)
     async with database.write() as session:
-        job = await jobs.create_job(session, job_spec("short"), at=utc_now())
+        job = await create_job(session, job_spec("short"), at=utc_now())
         attempt = await create_attempt(session, job, device="cpu", at=utc_now())
         states.move_attempt(attempt, AttemptState.CANCELLED, at=utc_now())
         states.move_job(session, job, JobState.CANCELLED, at=utc_now())

@@ -98,7 +98,7 @@ def test_clusters_and_queues_are_rendered_with_a_token_for_each_cluster(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     settings = Settings()
-    assert settings.cluster_names == ["default", "east"]
+    assert settings.has_default_cluster and [*settings.clusters] == ["east"]
     east = settings.clusters["east"]
     assert (east.address, east.ray_token) == ("http://ray-head.east.svc:8265", "ray-east/auth_token")
     assert (east.driver_url, east.workers_per_gpu) == ("http://slotline.example:8470", 2)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.jobspec import JobSpec
 from service.store.database import Database
+from service.store.jobs import NewJob, create_jobs
+from service.store.tables import Job
 from tests.missing import leave_out
 from tests.service.postgres import is_installed, private_postgres
 
@@ -78,3 +83,9 @@ async def database(database_url: str) -> AsyncIterator[Database]:
     await database.start()
     yield database
     await database.close()
+
+
+async def create_job(session: AsyncSession, spec: JobSpec, *, at: datetime, **given: str) -> Job:
+    """One job in the store; `given` are fields of NewJob."""
+    (job,) = await create_jobs(session, [NewJob(spec, at, **given)])
+    return job

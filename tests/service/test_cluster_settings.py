@@ -23,7 +23,7 @@ def given(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_settings_of_one_cluster_mean_the_one_named_default(given):
     settings = given(RAY_ADDRESS="http://head:8265", SLOTLINE_WORKERS_PER_GPU="3", SLOTLINE_QUEUES='{"a": 4}')
-    assert settings.cluster_names == ["default"] and settings.quotas == {"a": 4}
+    assert settings.has_default_cluster and settings.clusters == {} and settings.quotas == {"a": 4}
     assert settings.cluster_of("a") == settings.cluster_of("one that is gone") == "default"
     assert driver_settings(settings, "default").workers_per_gpu == 3
 
@@ -42,8 +42,8 @@ def test_a_queue_belongs_to_the_cluster_that_it_names_and_else_to_the_default_on
 
 def test_without_an_address_and_without_a_queue_there_is_no_default_cluster(given):
     settings = given(SLOTLINE_CLUSTERS=EAST, SLOTLINE_QUEUES='{"b": {"cluster": "east"}}')
-    assert settings.cluster_names == ["east"]
-    assert given(RAY_ADDRESS="http://head:8265").cluster_names == ["default", "east"]
+    assert not settings.has_default_cluster and [*settings.clusters] == ["east"]
+    assert given(RAY_ADDRESS="http://head:8265").has_default_cluster
 
 
 def test_a_queue_of_an_unknown_cluster_is_refused_with_the_names_that_there_are(given):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 from typer.main import get_command
 
 from service.cli import app
@@ -40,6 +43,15 @@ def test_the_sections_that_the_readme_shows_are_sections_of_a_job(section: str):
     assert fields.keys() <= known.model_fields.keys()
     if section == "retry":
         assert known.model_validate(fields) == known(), "the README shows the defaults"
+
+
+def test_every_field_of_a_job_is_told_and_every_field_that_is_told_is_one_of_a_job():
+    fields = set(_fields(JobSpec))
+    untold = [field for field in sorted(fields) if not re.search(rf"\b{field.rpartition('.')[2]}\b", README)]
+    assert untold == []
+    sections = "|".join(field for field in fields if "." not in field)
+    told = set(re.findall(rf"`((?:{sections})(?:\.[a-z_]+)+)[`: ]", README))
+    assert len(told) > 20 and told <= fields
 
 
 def test_the_pipeline_of_the_readme_is_planned_under_its_bound():
@@ -102,3 +114,17 @@ def _code(text: str) -> list[str]:
     """Lines of shell blocks, and what stands in backticks."""
     shell = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     return [*shell, *re.findall(r"`([^`\n]+)`", text)]
+
+
+def _fields(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Dotted names of the fields of `model` and of the models in it."""
+    for name, field in model.model_fields.items():
+        yield f"{path}{field.alias or name}"
+        for inner in _models(field.annotation):
+            yield from _fields(inner, f"{path}{field.alias or name}.")
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [model for part in get_args(kind) for model in _models(part)]

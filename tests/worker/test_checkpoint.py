@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.reference import accumulate, dataset_batches
+from tests.worker.cuts import cut_evenly
 from worker import checkpoint
 from worker.checkpoint import CheckpointError, complete, finish, load, save_shard, step_uri
 from worker.data.sampler import BatchSampler, collate
@@ -377,11 +378,11 @@ def test_a_resume_on_fewer_stages_goes_on_exactly(tmp_path):
     batch = dataset_batches(data, BatchSampler(len(data), 8, 2, seed=4), collate)
     traced = trace(model, batch(0)[0][0])
 
-    unbroken = Stages(traced.cut_evenly(4))
+    unbroken = Stages(cut_evenly(traced, 4))
     for step in range(1, 7):
         unbroken.step(batch(step))
 
-    first = Stages(traced.cut_evenly(4))
+    first = Stages(cut_evenly(traced, 4))
     for step in range(1, 4):
         first.step(batch(step))
     uri = step_uri(str(tmp_path), "job", 3)
@@ -390,7 +391,7 @@ def test_a_resume_on_fewer_stages_goes_on_exactly(tmp_path):
     finish(uri, step=3, shards=["m0", "m1", "m2", "m3"], keep=1)
 
     state, step = load(uri)
-    second = Stages(traced.cut_evenly(2))
+    second = Stages(cut_evenly(traced, 2))
     second.load(state)
     for later in range(step + 1, 7):
         second.step(batch(later))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from worker.data.corpus import read_corpus, standard_library_corpus, unigram_entropy_bits
+from worker.data.corpus import read_corpus, standard_library_corpus
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -36,7 +36,3 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
         start = index * self.length
         window = torch.tensor(self.corpus[start : start + self.length + 1], dtype=torch.int64)
         return window[:-1], window[1:]
-
-    def entropy_bits(self) -> float:
-        """Bits per byte of the text's single-byte frequencies, the baseline that a model must beat."""
-        return unigram_entropy_bits(self.corpus)

@@ -24,7 +24,7 @@ from worker.model.inplace import isolate_changes
 from worker.model.kept_buffers import KeptBuffers
 from worker.model.layers import expanded_modules, is_random, join_layers, layer_calls, map_layers
 from worker.model.own_backwards import own_backwards_kept
-from worker.model.profile import check_stage_count, resolve_begins
+from worker.model.profile import resolve_begins
 from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_module
 from worker.model.untraceable import untraceable
 from worker.nests import Form
@@ -95,12 +95,6 @@ class TracedModel:
             stage += layer in starts
             stage_of_layer.append(stage)
         return StageBuilder(self.placed, stage_of_layer)
-
-    def cut_evenly(self, stages: int) -> StageGraph:
-        """A cut into `stages` pieces of about the same number of layers; raises CutError for too many."""
-        layers = self.layers
-        check_stage_count(layers, stages)
-        return self.cut([layers[len(layers) * stage // stages] for stage in range(stages)])
 
 
 @dataclass(frozen=True)

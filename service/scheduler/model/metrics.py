@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-
-COMPUTE_ACTIONS = frozenset("FBIW")
-TRANSFER_ACTIONS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
 
 
 @dataclass(frozen=True)
@@ -33,33 +28,6 @@ class TimelineMetrics:
     overlap_ratio: float
     exposed_transfer_s: float
     meshes: dict[str, MeshMetrics]
-
-
-def timeline_metrics(slots: Iterable[Any], meshes: Iterable[str] | None = None) -> TimelineMetrics:
-    """Metrics of slots (objects or JSON mappings with mesh, action, start_s, end_s).
-
-    REDUCE and STEP are left out. `meshes` names the meshes to count; by default those that have slots.
-    """
-    rows: dict[str, tuple[list, list]] = {name: ([], []) for name in meshes or ()}
-    for slot in slots:
-        get = slot.get if isinstance(slot, Mapping) else lambda key, slot=slot: getattr(slot, key)
-        action = get("action")
-        if action in COMPUTE_ACTIONS or action in TRANSFER_ACTIONS:
-            row = rows.setdefault(get("mesh"), ([], []))
-            row[action in TRANSFER_ACTIONS].append((get("start_s"), get("end_s")))
-    arrays = {
-        name: tuple(np.array(part, dtype=float).reshape(-1, 2) for part in row) for name, row in rows.items()
-    }
-    everything = [part for row in arrays.values() for part in row if len(part)]
-    makespan = (
-        max(float(part[:, 1].max()) for part in everything)
-        - min(float(part[:, 0].min()) for part in everything)
-        if everything
-        else 0.0
-    )
-    return combine(
-        {name: mesh_metrics(compute, moves) for name, (compute, moves) in arrays.items()}, makespan
-    )
 
 
 def mesh_metrics(compute: np.ndarray, transfers: np.ndarray) -> MeshMetrics:

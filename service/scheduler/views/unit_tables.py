@@ -7,7 +7,7 @@ These numbers count cells of the table; they are not the events of a program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.scheduler.model.spec import SpecError
@@ -146,13 +146,3 @@ def _check(orders: Sequence[ComputeOrder]) -> None:
                     f"stage {s} runs {s}{action}{m}: this view knows F and B only; use --format csv or chrome, "
                     "or set split_backward to false"
                 )
-
-
-def orders_of(slots: Sequence[Mapping[str, object]], stages: Sequence[str]) -> list[list[tuple[str, int]]]:
-    """Compute orders of a chain, per stage, from a plan's slots (`stages`: their names, in order)."""
-    index = {name: i for i, name in enumerate(stages)}
-    orders: list[list[tuple[str, int]]] = [[] for _ in stages]
-    ordered = sorted((s for s in slots if s["lane"] == "compute"), key=lambda s: (s["start_s"], s["end_s"]))
-    for slot in ordered:
-        orders[index[str(slot["stage"])]].append((str(slot["action"]), int(str(slot["microbatch"]))))
-    return orders

@@ -24,7 +24,7 @@ from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.test_manage import problem
 from tests.service.api.test_people import ROOT, submitted, token
 from tests.service.conftest import job_body
-from tests.service.fake_cluster import FakeCluster
+from tests.service.fake_cluster import FakeCluster, ask_at_once
 
 QUEUES = {"default": None, "more": None, "east": {"cluster": "east"}, "east-2": {"cluster": "east"}}
 EAST = {"east": {"address": "http://east:8265", "driver_url": "http://from-east:80", "workers_per_gpu": 2}}
@@ -49,7 +49,7 @@ async def turn(api: Api, rounds: int = 3) -> None:
         await api.service.clusters.refresh()
         await api.service.orchestrator.round()
         await api.service.orchestrator.settle()
-        api.service.orchestrator.attempts.ask_at_once()
+        ask_at_once(api.service.orchestrator.attempts)
 
 
 async def failed(api: Api, job_id: str, number: int = 1) -> None:

@@ -15,7 +15,7 @@ from service.job_states import AttemptState, JobState
 from service.jobspec import JobSpec
 from service.scheduler import make_plan
 from service.scheduler.model.spec import PipelineSpec
-from service.store import jobs, states
+from service.store import states
 from service.store.attempts import create_attempt
 from service.store.counts import count
 from service.store.database import Database, utc_now
@@ -23,6 +23,7 @@ from service.store.plans import record_plan
 from service.store.tables import Attempt, Job
 from service.store.timelines import SlotRecord, record_timeline
 from tests.service.api.pages.seed import MICROBATCHES, SLOWER, job_spec, measured, pipeline
+from tests.service.conftest import create_job
 
 NOW = utc_now()
 
@@ -35,7 +36,7 @@ async def running(database: Database, *, waited_s: float = 0.0, age_s: float = 0
     """A job that was submitted `age_s` + `waited_s` ago and trains since `age_s`."""
     spec = JobSpec.model_validate({**job_spec("gpt").model_dump(mode="json"), **fields})
     async with database.write() as session:
-        job = await jobs.create_job(session, spec, at=ago(age_s + waited_s))
+        job = await create_job(session, spec, at=ago(age_s + waited_s))
         attempt = await create_attempt(session, job, device="cpu", at=ago(age_s))
         states.move_attempt(attempt, AttemptState.RUNNING, at=ago(age_s))
         states.move_job(session, job, JobState.RUNNING, at=ago(age_s))
@@ -105,7 +106,7 @@ async def test_a_queue_without_jobs_is_there_and_the_oldest_wait_is_told(databas
     assert found["slotline_queue_oldest_wait_seconds"] == {("default",): 0}
     async with database.write() as session:
         for seconds in (10, 500, 20):
-            await jobs.create_job(session, job_spec("patient"), at=ago(seconds))
+            await create_job(session, job_spec("patient"), at=ago(seconds))
     found = await scraped(database)
     assert found["slotline_queue_oldest_wait_seconds"][("default",)] == pytest.approx(500, abs=0.01)
 

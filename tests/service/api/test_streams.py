@@ -12,7 +12,7 @@ import pytest
 
 from service.api import job_feed, streams
 from service.api.job_feed import JobFeed
-from service.orchestrator.logs import clip_log
+from service.orchestrator.log_window import LogWindow
 from service.store.attempts import find_attempt
 from tests.service.api.conftest import Api
 from tests.service.api.test_manage import problem
@@ -133,11 +133,7 @@ async def test_a_log_whose_beginning_was_cut_off_goes_on_after_the_last_line_see
     path = f"/api/v1/jobs/{job_id}/logs"
     api.cluster.logs[f"{job_id}-1"] = "".join(f"line {number}\n" for number in range(1, 11))
     await api.report(job_id, 1, state="SUCCEEDED")
-    kept = clip_log(api.cluster.logs[f"{job_id}-1"], 40)
-    assert kept.first_line == 6
-    async with api.service.database.write() as session:
-        attempt = await find_attempt(session, f"{job_id}-1")
-        attempt.log_first_line, attempt.log = kept
+    await _keep(api, f"{job_id}-1", api.cluster.logs[f"{job_id}-1"], 40)
     expected = [(number, f"line {number}") for number in range(max(last + 1, 6), 11)]
     page = (await api.client.get(path, params={"page_token": f"1:{last}"})).json()
     assert [(line["number"], line["text"]) for line in page["items"]] == expected
@@ -156,9 +152,7 @@ async def test_a_log_that_is_cut_off_while_it_is_followed_loses_and_repeats_no_l
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/logs"))
     await looks(2)
     whole = api.cluster.logs[attempt_id] + "line 9\nline 10\n"
-    async with api.service.database.write() as session:
-        attempt = await find_attempt(session, attempt_id)
-        attempt.log_first_line, attempt.log = clip_log(whole, 40)
+    await _keep(api, attempt_id, whole, 40)
     await looks(2)
     await api.report(job_id, 1, state="SUCCEEDED")
     *lines, _ = parse((await following).text)
@@ -283,3 +277,13 @@ async def test_events_are_read_once_for_all_that_have_seen_as_much(api: Api, mon
     assert sorted(asked) == [0, 1] and [[e.number for e in one] for one in found[:2]] == [[1], []]
     await api.service.feed.events(job_id, after=0)
     assert len(asked) == 3, "what was read is not kept"
+
+
+async def _keep(api: Api, attempt_id: str, log: str, limit_bytes: int) -> None:
+    """What the store keeps of a log of which this many bytes may stay: from line 6 on."""
+    window = LogWindow(limit_bytes)
+    window.add(log.encode())
+    assert window.first_line == 6
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, attempt_id)
+        attempt.log_first_line, attempt.log = window.first_line, window.text()

@@ -16,7 +16,8 @@ from service.jobspec import JobSpec
 from service.orchestrator import decide
 from service.orchestrator.clusters import named_clusters
 from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.logs import LogReader, clip_log
+from service.orchestrator.log_window import LogWindow
+from service.orchestrator.logs import LogReader
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.outcome import (
     Backoff,
@@ -36,8 +37,8 @@ from service.store.packages import store_package
 from service.store.states import lock_job
 from service.store.steps import StepRecord, steps_of
 from service.store.tables import Attempt, Base, Job
-from tests.service.conftest import job_body
-from tests.service.fake_cluster import FakeCluster
+from tests.service.conftest import create_job, job_body
+from tests.service.fake_cluster import FakeCluster, ask_at_once
 
 SETTINGS = Settings(
     retry_backoff_s=0.0, cancel_grace_s=30, start_timeout_s=100, silence_limit_s=100, heartbeat_timeout_s=30
@@ -64,13 +65,11 @@ class World:
             await self.watcher.refresh()
             await self.orchestrator.round()
             await self.orchestrator.settle()
-            self.orchestrator.attempts.ask_at_once()
+            ask_at_once(self.orchestrator.attempts)
 
     async def submit(self, **changes) -> str:
         async with self.database.write() as session:
-            job = await job_store.create_job(
-                session, JobSpec.model_validate(job_body(**changes)), at=utc_now()
-            )
+            job = await create_job(session, JobSpec.model_validate(job_body(**changes)), at=utc_now())
         return job.id
 
     async def job(self, job_id: str) -> Job:
@@ -507,6 +506,13 @@ async def test_a_timeline_and_a_checkpoint_of_a_report_are_stored(world: World):
 
 def test_a_long_log_keeps_its_end_in_whole_lines_under_their_numbers():
     text = "".join(f"line {number}\n" for number in range(1, 101))
-    first, kept = clip_log(text, 50)
+    window = LogWindow(50)
+    window.add(text.encode())
+    first, kept = window.first_line, window.text()
     assert kept == "".join(f"line {number}\n" for number in range(first, 101)) and 25 < len(kept) <= 50
-    assert clip_log("a\x00b", 10) == (1, "ab")
+
+
+def test_a_log_is_kept_without_characters_that_a_database_refuses():
+    window = LogWindow(10)
+    window.add(b"a\x00b")
+    assert (window.first_line, window.text()) == (1, "ab")

@@ -26,10 +26,10 @@ from service.orchestrator.webhook_sender import WebhookSender
 from service.sealing import SecretBox
 from service.settings import Settings
 from service.store.database import Database, utc_now
-from service.store.jobs import cancel_job, create_job
+from service.store.jobs import cancel_job
 from service.store.notification_tables import Delivery, DeliveryState
 from service.store.secrets import delete_secret, store_secret
-from tests.service.conftest import job_body
+from tests.service.conftest import create_job, job_body
 
 KEY = "signing-key-of-ann"
 

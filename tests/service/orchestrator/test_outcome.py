@@ -27,7 +27,7 @@ from service.store.states import lock_job
 from service.store.steps import StepRecord, steps_of
 from service.store.tables import Attempt, Base, Job
 from service.store.timelines import profiled_steps
-from tests.service.conftest import job_body
+from tests.service.conftest import create_job, job_body
 from worker.reasons import Reason
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
@@ -76,7 +76,7 @@ async def one(tmp_path: Path) -> AsyncIterator[Store]:
         await connection.run_sync(Base.metadata.create_all)
     async with database.write() as session:
         body = job_body(retry={"infrastructure": 2, "user": 1})
-        job = await store.create_job(session, JobSpec.model_validate(body), at=AT)
+        job = await create_job(session, JobSpec.model_validate(body), at=AT)
     yield Store(database, job.id)
     await database.close()
 

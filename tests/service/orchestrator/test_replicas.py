@@ -20,6 +20,7 @@ from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.leases import Lease, LeaseLostError, lease_seen
 from service.store.tables import Lease as Row
+from tests.service.fake_cluster import ask_at_once
 from tests.service.orchestrator.test_loop import SETTINGS, World
 
 LONG = SETTINGS.model_copy(update={"lease_s": 600.0})
@@ -176,7 +177,7 @@ async def test_a_driver_that_spoke_to_another_meanwhile_is_not_stopped(pair: Pai
         return await note(attempt, why)
 
     pair.first.orchestrator.attempts._note_stop = frozen
-    pair.first.orchestrator.attempts.ask_at_once()
+    ask_at_once(pair.first.orchestrator.attempts)
     await pair.first.rounds()
     if not fenced:
         assert pair.cluster.stopped == [f"{job_id}-1"], "by one that counts silence which the other does not"

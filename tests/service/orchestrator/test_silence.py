@@ -15,6 +15,7 @@ from service.orchestrator.pulse import RETURN_S, Hearing
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.events import events_of
+from tests.service.fake_cluster import ask_at_once
 from tests.service.orchestrator.test_loop import World, world
 
 __all__ = ["world"]
@@ -116,7 +117,7 @@ async def test_a_driver_that_was_heard_while_it_was_judged_is_not_stopped(world:
         world.cluster.job = ask
         return await ask(attempt_id)
 
-    world.orchestrator.attempts.ask_at_once()
+    ask_at_once(world.orchestrator.attempts)
     world.cluster.job = report_meanwhile
     await world.rounds(2)
     assert world.cluster.stopped == []

@@ -14,10 +14,9 @@ from service.store.attempts import (
     measured_attempts,
 )
 from service.store.database import Database
-from service.store.jobs import create_job
 from service.store.states import lock_job, move_job
 from service.store.tables import Attempt
-from tests.service.conftest import job_body
+from tests.service.conftest import create_job, job_body
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
 

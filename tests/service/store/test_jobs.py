@@ -19,14 +19,14 @@ from service.store.events import events_of
 from service.store.jobs import PageKey
 from service.store.states import TransitionError, add_event, lock_job, move_attempt, move_job
 from service.store.tables import Base, Job
-from tests.service.conftest import job_body, somebody_waits
+from tests.service.conftest import create_job, job_body, somebody_waits
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
 
 
 async def submit(database: Database, at: datetime = AT, **changes) -> Job:
     async with database.write() as session:
-        return await store.create_job(session, JobSpec.model_validate(job_body(**changes)), at=at)
+        return await create_job(session, JobSpec.model_validate(job_body(**changes)), at=at)
 
 
 async def force(database: Database, job_id: str, state: JobState) -> None:
@@ -140,10 +140,10 @@ async def test_lists_are_filtered_by_state_and_queue(database: Database):
 async def test_an_idempotency_key_belongs_to_one_job(database: Database):
     spec = JobSpec.model_validate(job_body())
     async with database.write() as session:
-        await store.create_job(session, spec, at=AT, idempotency_key="key")
+        await create_job(session, spec, at=AT, idempotency_key="key")
     with pytest.raises(IntegrityError):
         async with database.write() as session:
-            await store.create_job(session, spec, at=AT, idempotency_key="key")
+            await create_job(session, spec, at=AT, idempotency_key="key")
     async with database.read() as session:
         assert len(await store.list_jobs(session)) == 1
 
@@ -300,7 +300,7 @@ async def test_text_that_a_database_cannot_hold_is_kept_readable(database: Datab
 async def test_a_failed_transaction_leaves_nothing(database: Database):
     with pytest.raises(RuntimeError):
         async with database.write() as session:
-            await store.create_job(session, JobSpec.model_validate(job_body()), at=AT)
+            await create_job(session, JobSpec.model_validate(job_body()), at=AT)
             raise RuntimeError
     async with database.read() as session:
         assert not await store.list_jobs(session)

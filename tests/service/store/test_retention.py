@@ -15,7 +15,7 @@ from service.settings import Settings
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
-from service.store.jobs import create_job, find_job, retry_job
+from service.store.jobs import find_job, retry_job
 from service.store.packages import find_package, renew_package, store_package
 from service.store.plans import record_plan
 from service.store.post_mortems import keep_post_mortem
@@ -24,7 +24,7 @@ from service.store.states import move_attempt, move_job
 from service.store.steps import record_steps
 from service.store.tables import Attempt, Base, JobPlan, PostMortem, Slot, Step, Timeline
 from service.store.timelines import record_timeline
-from tests.service.conftest import job_body
+from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster
 from tests.service.store.test_steps import step
 from tests.service.store.test_timelines import slot

@@ -8,12 +8,11 @@ import pytest
 
 from service.job_states import JobState
 from service.jobspec import JobSpec
-from service.store import jobs as store
 from service.store.database import Database
 from service.store.events import events_of
 from service.store.states import explain_wait, lock_job, lock_jobs, move_job, printable
 from service.store.tables import Base, Job
-from tests.service.conftest import job_body
+from tests.service.conftest import create_job, job_body
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
 LIMIT = 20_000
@@ -30,7 +29,7 @@ async def sqlite(tmp_path):
 
 async def submit(database: Database) -> Job:
     async with database.write() as session:
-        return await store.create_job(session, JobSpec.model_validate(job_body()), at=AT)
+        return await create_job(session, JobSpec.model_validate(job_body()), at=AT)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.scheduler.model.metrics import timeline_metrics
+from tests.service.scheduler.timelines import timeline_metrics
 from worker.driver.timeline import summarise
 
 

@@ -8,6 +8,7 @@ import torch
 from engine_support import LocalPipeline, merged_state, planned, serial_programs
 from torch import nn
 
+from tests.worker.cuts import cut_evenly
 from worker.engine import NonFiniteError
 from worker.engine.loss_scaler import LossScaler
 from worker.model import trace
@@ -89,7 +90,7 @@ def plain(steps, planted, optimizer, clip, scaling=SCALING, block=Block):
 
 
 def pipeline_of(meshes, schedule, optimizer, clip, scaling=SCALING, block=Block, **options):
-    graph = trace(model_of(block), batch(0)[0][0], autocast=torch.float16).cut_evenly(4)
+    graph = cut_evenly(trace(model_of(block), batch(0)[0][0], autocast=torch.float16), 4)
     assert {e.dtype for e in graph.edges} == {torch.float32 if block is Block else torch.float16}
     if schedule == "serial":
         programs = serial_programs(graph, meshes, MICROBATCHES, split=True)
@@ -151,7 +152,7 @@ def test_two_workers_a_mesh_skip_alike_though_only_one_overflowed():
         return [(x[rows],) for (x,) in inputs], [target[rows] for target in targets]
 
     told, parameters, _ = plain(4, {1}, momentum, 0.5)
-    graph = trace(model_of(), half(0, 0)[0][0], autocast=torch.float16).cut_evenly(2)
+    graph = cut_evenly(trace(model_of(), half(0, 0)[0][0], autocast=torch.float16), 2)
     meshes = ["m0", "m1"]
     programs = planned(graph, meshes, MICROBATCHES, "1f1b")[1]
     options = {"precision": "fp16", "loss_scaling": SCALING, "clip_grad_norm": 0.5, "optimizer": momentum}

@@ -8,6 +8,7 @@ import torch
 from engine_support import LocalPipeline, planned
 from torch.nn import functional
 
+from tests.worker.cuts import cut_evenly
 from worker.model import gpt, trace, unet
 
 MICROBATCHES = 4
@@ -30,7 +31,7 @@ class Job:
         self.traced = trace(model, inputs[0])
 
     def cut(self, stages):
-        return self.traced.cut_evenly(stages)
+        return cut_evenly(self.traced, stages)
 
     def plain(self):
         model = copy.deepcopy(self.model)

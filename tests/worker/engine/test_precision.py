@@ -9,6 +9,7 @@ import torch
 from engine_support import Edge, Graph, LocalPipeline, make_stage, planned, serial_programs
 from torch import nn
 
+from tests.worker.cuts import cut_evenly
 from worker.engine.stage_run import run_forward
 from worker.model import trace
 
@@ -65,7 +66,7 @@ class Case:
 
     def pipelined(self, schedule="1f1b", transfers="auto", precision="bf16"):
         autocast = torch.bfloat16 if precision == "bf16" else None
-        graph = trace(self.model, self.inputs[0], autocast=autocast, transfers=transfers).cut_evenly(4)
+        graph = cut_evenly(trace(self.model, self.inputs[0], autocast=autocast, transfers=transfers), 4)
         programs = planned(graph, MESHES, MICROBATCHES, schedule)[1]
         options = {"precision": precision, "transfers": transfers, "loss": loss_of}
         with LocalPipeline(graph, MESHES, programs, MICROBATCHES, **options) as pipeline:
@@ -169,7 +170,7 @@ def test_all_microbatches_in_flight_share_one_cast_of_a_weight(split):
 def test_a_cast_is_made_anew_in_every_step_and_from_weights_that_were_loaded():
     """Three steps with updates, then other weights: a cast of old weights would show in the losses."""
     case = Case(Residual)
-    graph = trace(case.model, case.inputs[0], autocast=torch.bfloat16).cut_evenly(4)
+    graph = cut_evenly(trace(case.model, case.inputs[0], autocast=torch.bfloat16), 4)
     programs = planned(graph, MESHES, MICROBATCHES, "1f1b")[1]
     model = copy.deepcopy(case.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

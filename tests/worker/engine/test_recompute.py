@@ -25,6 +25,7 @@ from engine_support import (
 from test_models import MICROBATCHES, PLACEMENTS, gpt_job, unet_job
 from torch import nn
 
+from tests.worker.cuts import cut_evenly
 from tests.worker.model.odd_models import make
 from worker.engine import StageError
 from worker.model import trace
@@ -151,7 +152,7 @@ def test_running_statistics_move_once_a_microbatch_and_the_second_run_sees_what_
 )
 def test_the_buffers_that_a_traced_stage_updates_are_known_and_no_others(name):
     model, inputs = make(name)
-    (stage,) = trace(model, inputs).cut_evenly(1).stages
+    (stage,) = cut_evenly(trace(model, inputs), 1).stages
     before = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     stage(*inputs)
     changed = {name for name, buffer in stage.named_buffers() if not torch.equal(before[name], buffer)}

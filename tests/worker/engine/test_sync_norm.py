@@ -7,6 +7,7 @@ import torch
 from engine_support import LocalPipeline, serial_programs
 from torch import nn
 
+from tests.worker.cuts import cut_evenly
 from worker.model import trace
 
 MICROBATCHES, ROWS, CHANNELS = 3, 8, 4
@@ -71,7 +72,7 @@ def plain(model, steps, precision=None):
 
 
 def pipeline_of(model, split, workers=2, autocast=None, **options):
-    graph = trace(model, batch(0, 0, workers)[0][0], autocast=autocast).cut_evenly(3)
+    graph = cut_evenly(trace(model, batch(0, 0, workers)[0][0], autocast=autocast), 3)
     meshes = ["m0", "m1", "m2"]
     programs = serial_programs(graph, meshes, MICROBATCHES, split=split)
     return LocalPipeline(

@@ -23,6 +23,7 @@ from engine_support import (
 )
 from torch import nn
 
+from tests.worker.cuts import cut_evenly
 from worker.engine import AbortedError, Engine, EngineError, NonFiniteError, RunOptions
 from worker.engine.random_state import RandomState, derive_seed, restart_at_operations
 from worker.engine.update import ModelUpdate, skips_by_itself
@@ -342,7 +343,7 @@ class Masks(nn.Module):
 
 
 def test_two_operations_of_a_stage_and_two_stages_without_a_graph_draw_different_masks():
-    traced = trace(Masks(), (torch.ones(64),)).cut_evenly(1).stages[0]
+    traced = cut_evenly(trace(Masks(), (torch.ones(64),)), 1).stages[0]
     state = RandomState(5, 0, torch.device("cpu"))
     assert restart_at_operations(traced, state) == 2
     with state.forward(0, 0, 0):

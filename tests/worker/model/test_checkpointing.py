@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from service.scheduler import MeshSpec, make_plan
 from service.scheduler.partition import partition
+from tests.worker.cuts import cut_evenly
 from tests.worker.engine.engine_support import LocalPipeline, planned
 from worker.model import measure_layers, trace
 from worker.model.profile import LayerProfile
@@ -83,7 +84,7 @@ def test_gradients_are_those_of_the_model_as_it_is(way):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     without = copy.deepcopy(plain)
-    graph = trace(plain, batch[0]).cut_evenly(4)
+    graph = cut_evenly(trace(plain, batch[0]), 4)
     for arguments, target in zip(batch, targets, strict=True):
         # a reentrant one wants an input that takes a gradient
         output = without(arguments[0].clone().requires_grad_())

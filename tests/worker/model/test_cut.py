@@ -11,6 +11,7 @@ from odd_models import ODD_MODELS, make
 from running import buffers, gradients, plain_step, step
 from torch import nn
 
+from tests.worker.cuts import cut_evenly
 from worker.model import CutError, gpt, trace, unet
 
 BUILT_IN = {
@@ -210,7 +211,7 @@ def test_a_tied_weight_is_one_parameter_by_name():
     direct = _traced("weight used directly")
     graph = direct.cut(direct.layers)
     assert graph.tied == {"embed.weight": (0, 3), "scale": (1, 2, 3)}
-    assert _traced("gpt").cut_evenly(3).tied == {}
+    assert cut_evenly(_traced("gpt"), 3).tied == {}
 
 
 def test_constants_are_recomputed_and_never_travel():
@@ -251,14 +252,14 @@ def test_edges_are_in_order_of_source_target_and_production():
 
 def test_only_the_stages_asked_for_are_built():
     traced = _traced("tied gpt")
-    whole, part = traced.cut_evenly(3), traced.builder({0, 2, 4}).graph(keep=[1])
+    whole, part = cut_evenly(traced, 3), traced.builder({0, 2, 4}).graph(keep=[1])
     assert [stage is None for stage in part.stages] == [True, False, True]
     assert part.edges == whole.edges
     assert part.tied == whole.tied
 
 
 def test_a_microbatch_of_another_shape_is_refused_by_name():
-    graph = _traced("gpt").cut_evenly(2)
+    graph = cut_evenly(_traced("gpt"), 2)
     with pytest.raises(ValueError, match=r"stage 0 got 'input:0' of shape \(3, 8\).*traced with \(2, 8\)"):
         graph.stages[0](torch.zeros(3, 8, dtype=torch.int64))
 
@@ -266,7 +267,7 @@ def test_a_microbatch_of_another_shape_is_refused_by_name():
 @pytest.mark.parametrize("stages", [7, 100, 0])
 def test_more_stages_than_layers_are_refused_with_the_number_and_the_names(stages):
     with pytest.raises(CutError, match=f"{stages} stages asked for") as caught:
-        _traced("gpt").cut_evenly(stages)
+        cut_evenly(_traced("gpt"), stages)
     if stages > 0:
         assert "only 6 modules" in str(caught.value)
         assert "blocks.0" in str(caught.value)

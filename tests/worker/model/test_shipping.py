@@ -8,6 +8,7 @@ from odd_models import ODD_MODELS, make
 from running import buffers, gradients, step
 from torch.nn import functional
 
+from tests.worker.cuts import cut_evenly
 from worker.model import gpt, measure_layers, trace
 from worker.model.shipping import fill, pack, unpack, values_of
 
@@ -24,7 +25,7 @@ def test_every_model_comes_out_as_it_was(name):
     fill_all(traced, shipped)
     assert shipped.layers == traced.layers
     stages = min(3, len(traced.layers))
-    ours, theirs = traced.cut_evenly(stages), shipped.cut_evenly(stages)
+    ours, theirs = cut_evenly(traced, stages), cut_evenly(shipped, stages)
     assert theirs.edges == ours.edges and theirs.tied == ours.tied
     for one, other in zip(ours.stages, theirs.stages, strict=True):
         assert other.original_names == one.original_names
@@ -51,7 +52,7 @@ def test_parameters_come_as_a_copy_of_the_original_would_be_however_they_lie(wei
     traced = trace(model, (torch.randn(2, 6),))
     shipped = unpack(pack(traced))
     fill_all(traced, shipped)
-    (ours,), (theirs,) = traced.cut_evenly(1).stages, shipped.cut_evenly(1).stages
+    (ours,), (theirs,) = cut_evenly(traced, 1).stages, cut_evenly(shipped, 1).stages
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
 

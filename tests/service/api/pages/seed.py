@@ -24,13 +24,14 @@ from service.orchestrator.ray_jobs import ClusterUnreachableError, Held, Node
 from service.scheduler import Plan, make_plan
 from service.scheduler.model.spec import PipelineSpec
 from service.settings import Settings
-from service.store import jobs, states
+from service.store import states
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.evaluations import EvaluationRecord, record_evaluations
 from service.store.plans import record_plan
 from service.store.steps import StepRecord, record_steps
 from service.store.timelines import SlotRecord, record_timeline
+from tests.service.conftest import create_job
 
 STAGES = 3
 MICROBATCHES = 4
@@ -138,14 +139,14 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
     plan = make_plan(spec)
     now = utc_now()
     async with database.write() as session:
-        failed = await jobs.create_job(session, job_spec("broken"), at=now - timedelta(minutes=2))
+        failed = await create_job(session, job_spec("broken"), at=now - timedelta(minutes=2))
         broken = await create_attempt(session, failed, device="cpu", at=now)
         broken.metrics_endpoint = serve_metrics(failed.id) if serve_metrics else None
         broken.log = "building <i>nope</i>\nTraceback: no module\n"
         reason = {"reason": "MODEL_BUILD_FAILED", "message": "<b>no module named 'nope'</b>"}
         states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
         states.move_job(session, failed, JobState.FAILED, at=now, **reason)
-        running = await jobs.create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
+        running = await create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
         if serve_metrics:
             earlier = await create_attempt(session, running, device="cpu", at=now)
             earlier.metrics_endpoint = serve_metrics(running.id)
@@ -183,7 +184,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
                 slots=measured(plan),
                 keep=9,
             )
-        waiting = await jobs.create_job(session, job_spec("patient"), at=now)
+        waiting = await create_job(session, job_spec("patient"), at=now)
     return {"running": running.id, "waiting": waiting.id, "failed": failed.id, "plan": plan}
 
 

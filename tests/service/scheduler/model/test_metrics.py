@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.scheduler.model.metrics import timeline_metrics
+from tests.service.scheduler.timelines import timeline_metrics
 
 
 def slot(mesh, action, start_s, end_s):

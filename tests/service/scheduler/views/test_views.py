@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from service.cli.plan import app
 from service.scheduler import Plan, SpecError, load_spec, make_plan
 from service.scheduler.compare import compare, definition_order_timeline, lockstep_timeline
-from service.scheduler.model.metrics import timeline_metrics
 from service.scheduler.schedules.csv_orders import orders_from_csv
 from service.scheduler.views.render import FORMATS, plan_orders, render
 from tests.service.scheduler.specs import chain
+from tests.service.scheduler.timelines import timeline_metrics
 
 
 @pytest.fixture
