@@ -1,4 +1,5 @@
-"""Resharding over rate-limited links: planned beside measured, beside naive send and receive, beside gather-then-send.
+"""Resharding over rate-limited links: planned beside measured, beside naive send and receive, beside gather-then-send; and
+between meshes that share matrices alike, as a job plans it, beside pairs of workers.
 
 `python -m tests.benchmarks.resharding` (Linux, as root). A network namespace is a host with one rate-limited card; its
 workers are processes over gloo, and copies inside it go over its loopback. Prints a table.
@@ -12,10 +13,13 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from service.scheduler.cut.unlike import MeshShare, resharding_of
+from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.resharding import (
     Layout,
     Links,
@@ -28,26 +32,53 @@ from service.scheduler.resharding import (
 )
 from tests.benchmarks.overlap_net import Network, network, why_not
 
-PLANNERS = {
+Planner = Callable[[Tensor, Layout, Layout, Links], ReshardingPlan]
+
+PLANNERS: Mapping[str, Planner] = {
     "planned": plan_resharding,
     "send and receive": plan_send_and_receive,
     "gather, then send": plan_gather_then_send,
 }
 
 
+def _as_a_job(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
+    """Between meshes of (hosts, data, tensor), by the link that is measured between the first workers of both."""
+    hosts, data, shared = source.mesh
+    assert source.mesh == target.mesh and hosts == 1
+    sides = (
+        MeshShare(source.name, data, shared, source.hosts),
+        MeshShare(target.name, data, shared, target.hosts),
+    )
+    part = (tensor.shape[0] // data, *tensor.shape[1:])
+    network = NetworkSpec(bandwidth_bytes_per_s=links.card_bytes_per_s, latency_s=links.latency_s)
+    return resharding_of("h", (part, part), tensor.element_bytes, sides, network, differentiable=True)
+
+
+ALIKE: Mapping[str, Planner] = {"planned": _as_a_job, "in pairs": plan_send_and_receive}
+"""Of workers that share matrices each of a pair has the same: send and receive takes them so."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """Meshes of (hosts, workers of a host), and what each dimension of them splits."""
+    """Meshes of (hosts, workers of a host, ...), and what each dimension of them splits."""
 
     name: str
-    source: tuple[tuple[int, int], tuple[int | None, int | None]]
-    target: tuple[tuple[int, int], tuple[int | None, int | None]]
+    source: tuple[tuple[int, ...], tuple[int | None, ...]]
+    target: tuple[tuple[int, ...], tuple[int | None, ...]]
+    ways: Mapping[str, Planner] = field(default_factory=lambda: PLANNERS)
 
     def layouts(self) -> tuple[Layout, Layout]:
         return (
             layout("source", mesh=self.source[0], split=self.source[1]),
             layout("target", mesh=self.target[0], split=self.target[1]),
         )
+
+
+def _alike(data: int, tensor: int) -> Case:
+    mesh = (1, data, tensor), (None, 0, None)
+    return Case(
+        f"{data * tensor}→{data * tensor}, data {data} x tensor {tensor}, a host each", mesh, mesh, ALIKE
+    )
 
 
 CASES = (
@@ -57,6 +88,9 @@ CASES = (
     Case("2→3, dim0/2 to replicated", ((2, 1), (0, None)), ((3, 1), (None, None))),
     Case("4→2, dim0/4 on 2 hosts to replicated on 1", ((2, 2), (0, 0)), ((1, 2), (None, None))),
     Case("4→2, dim0/4 on 2 hosts to dim1/2 on 2", ((2, 2), (0, 0)), ((2, 1), (1, None))),
+    _alike(1, 2),
+    _alike(2, 2),
+    _alike(1, 4),
 )
 
 
@@ -71,7 +105,7 @@ def main() -> int:
     )
     print("| case | way | messages | planned s | measured s | measured / planned | measured / bound |")
     print("|---|---|---:|---:|---:|---:|---:|")
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(case for case in CASES if options.only in case.name):
         _bench(case, Tensor(shape, 4), options, number)
     return 0
 
@@ -103,14 +137,14 @@ def _bench(case: Case, tensor: Tensor, options: argparse.Namespace, number: int)
             "prefix": prefix,
             "elements": tensor.elements,
             "measure": measure,
-            "plans": len(PLANNERS),
+            "plans": len(case.ways),
             "repeats": options.repeats,
         }
         processes = [_start(net, host, {**job, "name": name}) for name, host in workers]
         try:
             seconds = [_read(store, f"{prefix}/measured/{k}/{last}") for k in range(len(measure))]
             links = _links(tensor.bytes // 4, seconds)
-            for k, (way, make) in enumerate(PLANNERS.items()):
+            for k, (way, make) in enumerate(case.ways.items()):
                 plan = make(tensor, source, target, links)
                 store.set(f"{prefix}/plan/{k}", json.dumps(plan.to_json()))
                 found = [_read(store, f"{prefix}/result/{k}/{name}") for name, _ in workers]
@@ -163,6 +197,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=200.0, help="rate of each card, each way")
     parser.add_argument("--rows", type=int, default=1536, help="rows and columns of the tensor")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="the cases whose names hold this")
     parser.add_argument("--prefix", default="slotreshard", help="of names of namespaces and devices")
     parser.add_argument("--subnet", default="10.213.79", help="its first three numbers")
     return parser.parse_args()

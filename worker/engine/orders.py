@@ -169,7 +169,8 @@ class Order:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{self._me} has met the collectives of group {group} otherwise than in earlier steps, and {member} "
-                    f"has not within {self.limit_s:g} s said that it did: they are not in one order; report this with the job"
+                    f"has not within {self.limit_s:g} s said that it did: they are not in one order; report this with "
+                    "the job"
                 )
             time.sleep(_LOOK_S)
 
