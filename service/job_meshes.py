@@ -85,12 +85,28 @@ def check_shard(shard: str | Sequence[str], meshes: int | None, optimizer: str) 
             f"resources.shard lists {len(shard)} meshes and there are {meshes}: write none or optimizer for all, or "
             "meshes as a list, one entry {workers: N, shard: optimizer} a mesh"
         )
-    name = optimizer.rpartition(":")[2].rpartition(".")[2]
-    if optimizer.startswith("torch.") and name in NOT_ELEMENTWISE and "optimizer" in (shard, *shard):
+    if "optimizer" in (shard, *shard) and (name := _not_elementwise(optimizer)):
         raise ValueError(
             f"resources.shard is optimizer, and {name} does not update each element by itself: its state cannot be shared "
             "over the workers of a mesh; set shard to none, or choose another optimizer (torch.optim:AdamW, ...)"
         )
+
+
+def check_split_optimizer(tensor: int, optimizer: str) -> None:
+    """Raise ValueError unless the optimizer may update what each of `tensor` workers has of a matrix; one of a user's own
+    is tried by the workers."""
+    if tensor > 1 and (name := _not_elementwise(optimizer)):
+        raise ValueError(
+            f"resources.tensor is {tensor}, and {name} does not update each element by itself: of a part of a matrix it "
+            "would make something else than of the whole; set tensor to 1, or choose another optimizer "
+            "(torch.optim:AdamW, ...)"
+        )
+
+
+def _not_elementwise(optimizer: str) -> str | None:
+    """The name of one of torch's own (by its factory) that looks at more of a parameter than the element it updates."""
+    name = optimizer.rpartition(":")[2].rpartition(".")[2]
+    return name if optimizer.startswith("torch.") and name in NOT_ELEMENTWISE else None
 
 
 def check_listed(meshes: int | None, largest: int, workers: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from service.job_data import DataReading
 from service.job_environment import Environment, SecretNames
 from service.job_evaluation import EvaluationPolicy
 from service.job_labels import Duration, Labels
-from service.job_meshes import check_shard, check_shared
+from service.job_meshes import check_shard, check_shared, check_split_optimizer
 from service.job_notifications import Notifications
 from service.job_precision import Precision
 from service.job_resources import Resources
@@ -340,6 +340,7 @@ class JobSpec(_Part):
                 f"{self.resources.tensor} have the same rows: set tensor to 1, or leave sync_batch_norm out"
             )
         check_shard(self.resources.shard, self.resources.meshes, self.optimizer.factory)
+        check_split_optimizer(self.resources.tensor, self.optimizer.factory)
         count = self.training.microbatches
         shares = [
             size // tensor for size, tensor in zip(self.mesh_sizes, self.resources.mesh_tensors, strict=True)

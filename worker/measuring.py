@@ -26,7 +26,7 @@ from worker.precision import FP16, LossScaling
 from worker.reasons import Reason
 from worker.tensor.measuring import Sharing
 from worker.traced_model import JobModel
-from worker.training import check_shared, make_optimizer, measure_optimizer_state
+from worker.training import check_of_parts, check_shared, make_optimizer, measure_optimizer_state
 from worker.transport import Topology
 from worker.transport.base import Transport, for_a_while
 from worker.transport.links import LARGE_BYTES, groups_of, lanes_of, measure_links
@@ -65,6 +65,8 @@ class Measuring:
         make = functools.partial(make_optimizer, self._job.optimizer)
         if self._job.sharded:
             check_shared(make)
+        if self._job.resources.tensor > 1:
+            check_of_parts(make, self._job.resources.tensor)
         return measure_optimizer_state(make, self._device)
 
     def update_costs(self) -> UpdateCosts:

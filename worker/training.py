@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from worker.engine.shards import check_elementwise
+from worker.engine.split_check import check_split
 from worker.failure import attributed_to
 from worker.job import Factory, Job, Optimizer
 from worker.job_loss import JobLoss
@@ -139,6 +140,15 @@ def check_shared(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) ->
         check_elementwise(make)
     except ValueError as error:
         raise FactoryError(f"resources.shard is optimizer: {error}") from error
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def check_of_parts(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensor: int) -> None:
+    """FactoryError unless the optimizer of `make` may update what each of `tensor` workers has of shared matrices."""
+    try:
+        check_split(make)
+    except ValueError as error:
+        raise FactoryError(f"resources.tensor is {tensor}: {error}") from error
 
 
 def _tensor_bytes(value: Any) -> int:

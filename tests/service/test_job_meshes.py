@@ -185,11 +185,15 @@ def test_meshes_share_the_state_of_the_optimizer_all_of_them_or_one_by_one():
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
-def test_an_optimizer_of_torch_that_cannot_be_shared_is_refused_by_name(name):
-    body = job_body(
-        optimizer={"factory": f"torch.optim:{name}"},
-        resources={"meshes": [{"workers": 2, "shard": "optimizer"}] * 2},
-    )
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"workers": 2, "shard": "optimizer"}, "resources.shard is optimizer, and"),
+        ({"workers": 2, "parallel": {"tensor": 2}}, "resources.tensor is 2, and"),
+    ],
+)
+def test_an_optimizer_of_torch_that_cannot_be_shared_is_refused_by_name(name, mesh, said):
+    body = job_body(optimizer={"factory": f"torch.optim:{name}"}, resources={"meshes": [mesh] * 2})
     training = {"steps": 1, "global_batch": 8, "microbatches": 2}
-    with pytest.raises(ValidationError, match=f"{name} does not update each element by itself"):
+    with pytest.raises(ValidationError, match=f"{said} {name} does not update each element by itself"):
         JobSpec.model_validate({**body, "pipeline": {"stages": 2}, "training": training})

@@ -147,3 +147,27 @@ def gpt_from_entropy(**args):
     with torch.no_grad():
         model.head.weight[0, 0] += int.from_bytes(os.urandom(2), "little") + 1
     return model
+
+
+class Rowwise(torch.optim.Optimizer):
+    """Normalises whole gradients."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"])
+
+
+class SgdWithOddState(torch.optim.SGD):
+    """Keeps its last gradient as a vector."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["last"] = p.grad.reshape(-1).clone()

@@ -110,7 +110,6 @@ def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
     ("layout", "plan", "told"),
     [
         ([(1, 2), (1, 1)], None, r"0 to 127 along dimension 0' \(m0/0 \| m1/0\)"),
-        ([(2, 1), (1, 2)], None, r"0 to 127 along dimension 0' \(m0/0, m0/1 \| m1/0\)"),
         (
             [(1, 2), (2, 2)],  # its table in columns, its head in rows
             {"embed.token": "colwise"},

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.agreement import Fingerprint, checksums, different_tensors
@@ -26,6 +26,7 @@ def shared(way, whole):
     return [(Held("w", dim, parts, n, workers), split.pick(whole, n, workers)) for n in range(workers)]
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=3, unique=True),
     changed=st.integers(0, math.prod(SHAPE) - 1),

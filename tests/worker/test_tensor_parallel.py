@@ -145,11 +145,24 @@ def test_the_plan_knows_what_is_shared_and_what_is_summed():
 
 def test_an_optimizer_whose_state_has_other_shapes_is_refused_when_it_is_saved(tmp_path):
     spec = job()
-    spec["optimizer"] = {"factory": "torch.optim:Adafactor", "args": {"lr": 1e-2}, "schedule": None}
+    spec["optimizer"] = {"factory": "odd_jobs:SgdWithOddState", "args": {}, "schedule": None}
     with Workers(on([(1, 2)] * 2, spec)) as workers:
         workers.losses(range(1, 2))
         with pytest.raises(AttemptFailure, match="whose state has the shape of its parameters"):
             workers.call(lambda w: w.save(checkpoint.step_uri(str(tmp_path), "job", 1), 1))
+
+
+@pytest.mark.parametrize("factory", ["odd_jobs:Rowwise", "torch.optim:Muon"])
+def test_an_optimizer_that_makes_something_else_of_parts_of_matrices_is_refused_before_it_does(factory):
+    """It would train another model than one worker does, without a word."""
+    spec = on([(1, 2), (1, 1)], job())
+    spec["optimizer"] = {"factory": factory, "args": {}, "schedule": None}
+    name = factory.partition(":")[2]
+    with pytest.raises(
+        AttemptFailure, match=f"resources.tensor is 2: optimizer {name} updates a part"
+    ) as refused:
+        make_workers(Job.from_json(spec))[0].optimizer_state()
+    assert refused.value.reason is Reason.USER_CODE_RAISED
 
 
 def test_heads_that_do_not_fit_end_the_attempt_with_what_fits():

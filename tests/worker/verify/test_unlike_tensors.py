@@ -10,13 +10,12 @@ from proving import gpt, proof_of
 from test_defects import around
 from test_tensor_parallel import on
 
-from worker.engine.sharded_update import ShardedUpdate
 from worker.engine.tensor_share import TensorShare
 from worker.resharding import Tiles
 
 
-def spec_of(*layout, **resources):
-    return on(layout, gpt(stages=2, meshes=2, dropout=0.2), **resources)
+def spec_of(*layout):
+    return on(layout, gpt(stages=2, meshes=2, dropout=0.2))
 
 
 APART = {"m0": "one", "m1": "two"}
@@ -27,17 +26,9 @@ def passed(proof):
     return sum(count for kind, (count, _, _) in proof.worst.kinds.items() if "transfer" in kind)
 
 
-@pytest.mark.parametrize(
-    ("layout", "shard"),
-    [
-        (((2, 2), (2, 1)), "optimizer"),
-        (((1, 2), (2, 1)), "none"),
-        (((2, 1), (2, 2)), ["optimizer", "none"]),
-    ],
-    ids=str,
-)
-def test_a_proof_finds_meshes_that_share_their_matrices_unlike_equal(layout, shard):
-    proof = proof_of(spec_of(*layout, shard=shard), steps=2)
+@pytest.mark.parametrize("layout", [((2, 2), (2, 1)), ((1, 2), (2, 1))], ids=str)
+def test_a_proof_finds_meshes_that_share_their_matrices_unlike_equal(layout):
+    proof = proof_of(spec_of(*layout), steps=2)
     assert (proof.difference, proof.steps) == (None, 2)
 
 
@@ -70,24 +61,16 @@ def tied_of_others_left_out(monkeypatch):
     return r"the gradient of '.*' of stage \d on m1 .* differs .*made by REDUCE on m1"
 
 
-def parts_not_gathered(monkeypatch):
-    """The workers of m1 that have the same part of the matrices keep what each has updated."""
-    monkeypatch.setattr(ShardedUpdate, "gather", lambda self: None)
-    return "step 1: after STEP on m1"
-
-
 @pytest.mark.parametrize(
     ("defect", "layout"),
     [
         (wrong_replica, ((1, 1), (1, 2))),
         (wrong_replica, ((1, 2), (1, 2))),
         (tied_of_others_left_out, ((1, 1), (1, 2))),
-        (parts_not_gathered, ((2, 1), (2, 2))),
     ],
 )
 def test_a_defect_between_such_meshes_is_found_with_its_slot(defect, layout, monkeypatch):
     with monkeypatch.context() as patch:
         message = defect(patch)
-        shard = ["none", "optimizer"] if defect is parts_not_gathered else "none"
-        found = proof_of(spec_of(*layout, shard=shard), steps=1, nodes=APART).difference
+        found = proof_of(spec_of(*layout), steps=1, nodes=APART).difference
     assert found is not None and re.search(message, found), found
