@@ -18,7 +18,7 @@ LARGEST_MESH = 1024
 LARGEST_TILES = 4096
 """Workers of a mesh, and tiles: more would not be planned in seconds."""
 LARGEST_COPIES = 8192
-"""Pieces of the source times workers of the target: each may be a copy on its way, and that many take up to half a minute."""
+"""Pieces of the source times workers of the target: each may be a copy on its way; so many take half a minute."""
 LARGEST_PRODUCT = 2**61
 """Elements times the square of all workers: the planner's flows count in 64 bits."""
 
