@@ -134,7 +134,13 @@ def _choose(
     if job.unlike or found.partition.reshardings:  # no message of a worker may wait for another in a circle
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         sizes = dict(zip(names, job.mesh_sizes, strict=True))
-        check_messages(programs, found.partition.reshardings, sizes)
+        reshardings = found.partition.reshardings
+        forward_only = {
+            index
+            for index, edge in enumerate(found.partition.spec.edges)
+            if edge.backward_s == 0.0 and (index, True) not in reshardings
+        }
+        check_messages(programs, reshardings, sizes, forward_only)
     workers = dict(zip(names, job.data_sizes, strict=True))
     profile = profiles[found.partition.spec.microbatches]
     found = planned_reduces(found, profile, costs.update, workers)

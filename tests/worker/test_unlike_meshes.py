@@ -61,3 +61,17 @@ def test_an_encoder_and_a_decoder_of_a_public_model_on_unlike_meshes(sizes):
     expected = plain_losses(plainly, range(1, 4), lambda model, batch: model(**batch).loss)
     with Workers(on(sizes, spec)) as workers:
         assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_public_model_whose_mask_crosses_unlike_meshes():
+    """It has no gradient, and nothing of it goes back."""
+    pytest.importorskip("transformers")
+    spec = spec_of("gpt2", loss=None, stages=2, meshes=2)
+    of_rows = {**spec["training"], "microbatches": 2 * spec["training"]["microbatches"]}
+    expected = plain_losses(
+        {**spec, "training": of_rows}, range(1, 3), lambda model, batch: model(**batch).loss
+    )
+    with Workers(on((1, 2), spec)) as workers:
+        edges = workers.planned["spec"]["edges"]
+        assert 0.0 in [edge["backward_s"] for edge in edges]
+        assert workers.losses(range(1, 3)) == pytest.approx(expected, rel=1e-5)

@@ -50,6 +50,7 @@ BUILT_IN: tuple[tuple[str, Style], ...] = (
 """Module-name patterns of the families that share them; the first that fits counts."""
 
 _SHOWN = 8
+_WRAPPED = ".base_layer"
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _MATRICES = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1}
 _OUTER = {**_MATRICES, "embedding": 1, **dict.fromkeys(_CONVOLUTIONS, 0)}
@@ -62,14 +63,22 @@ _PASSING = ("to", "_to_copy", "type_as", "contiguous")
 
 def style_of(name: str, plan: Mapping[str, str] | None) -> str | None:
     """The style of the parameter called `name`, None where no pattern means its module."""
-    module = name.rpartition(".")[0]
+    modules = _modules(name)
     patterns = BUILT_IN if plan is None else plan.items()
-    return next((style for pattern, style in patterns if matches(pattern, module)), None)
+    return next(
+        (style for pattern, style in patterns if any(matches(pattern, module) for module in modules)), None
+    )
+
+
+def _modules(name: str) -> tuple[str, ...]:
+    """What the module of a parameter is called: of a layer that peft has wrapped, also as it was before."""
+    module = name.rpartition(".")[0]
+    return (module, module.removesuffix(_WRAPPED)) if module.endswith(_WRAPPED) else (module,)
 
 
 def check_plan(plan: Mapping[str, str] | None, names: Sequence[str], workers: int) -> None:
     """ModelError for a plan that shares none of the parameters `names`, or has a pattern that means no module of theirs."""
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    modules = list(dict.fromkeys(module for name in names for module in _modules(name)))
     shown = ", ".join(modules[:_SHOWN]) + (
         f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
     )

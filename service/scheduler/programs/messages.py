@@ -13,12 +13,12 @@ mesh, which begins when all its workers have come to it, and a worker waits in s
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from service.scheduler.programs.decode import PlanError
-from worker.program import RECEIVE_OPS, SEND_OPS, Instruction
+from worker.program import SEND_OPS, TRANSFER_OPS, Instruction
 
 if TYPE_CHECKING:
     from service.scheduler.resharding import PlannedMessage, ReshardingPlan
@@ -29,14 +29,18 @@ _Transfer = tuple[int, bool, int]
 
 
 def check_messages(
-    programs: Mapping[str, Sequence[Instruction]], plans: Plans, sizes: Mapping[str, int]
+    programs: Mapping[str, Sequence[Instruction]],
+    plans: Plans,
+    sizes: Mapping[str, int],
+    forward_only: Collection[int] = (),
 ) -> None:
     """Raise PlanError, naming worker and instruction, unless the workers of all meshes (`sizes`) come to an end.
 
-    `plans` are the transfers between meshes of unlike sizes; the others go worker by worker.
+    `plans` are the transfers between meshes of unlike sizes; the others go worker by worker. The tensors of the edges
+    `forward_only` have no gradient, as a mask: of their ways back programs have a slot and workers send nothing.
     """
     parties = [
-        _Party(f"{mesh}/{w}", mesh, w, program)
+        _Party(f"{mesh}/{w}", mesh, w, program, forward_only)
         for mesh, program in programs.items()
         for w in range(sizes[mesh])
     ]
@@ -52,12 +56,14 @@ class _Party:
     mesh: str
     number: int
     program: Sequence[Instruction]
+    forward_only: Collection[int]
 
     def transfers(self) -> Iterable[tuple[int, Instruction, _Transfer]]:
         """Its transfers in order, with their places in the program."""
         for index, one in enumerate(self.program):
-            if one.op in SEND_OPS or one.op in RECEIVE_OPS:
-                yield index, one, (one.edge, one.op.endswith("B"), one.microbatch)
+            backward = one.op.endswith("B")
+            if one.op in TRANSFER_OPS and not (backward and one.edge in self.forward_only):
+                yield index, one, (one.edge, backward, one.microbatch)
 
 
 def _messages(

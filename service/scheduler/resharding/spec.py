@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,6 +17,8 @@ from service.scheduler.resharding.layout import Layout, Links, Tensor, layout
 LARGEST_MESH = 1024
 LARGEST_TILES = 4096
 """Workers of a mesh, and tiles: more would not be planned in seconds."""
+LARGEST_COPIES = 8192
+"""Pieces of the source times workers of the target: each may be a copy on its way; so many take half a minute."""
 LARGEST_PRODUCT = 2**61
 """Elements times the square of all workers: the planner's flows count in 64 bits."""
 
@@ -64,7 +67,9 @@ def _hosts_field(value: Any) -> int | tuple[str, ...]:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
-        return tuple(value)
+        if all(name.isprintable() for name in value):
+            return tuple(value)
+        raise ValueError("a name holds characters that cannot be printed: leave them out")
     raise ValueError("write the number of hosts, or a list with the name of each worker's host")
 
 
@@ -142,6 +147,12 @@ def load_resharding(data: Mapping[str, Any]) -> Resharding:
         raise SpecError(
             f"{boxes[0]} pieces of the source and {boxes[1]} of the target may make {boxes[0] * boxes[1]} tiles, "
             f"and at most {LARGEST_TILES} are planned: split fewer ways"
+        )
+    if boxes[0] * target.workers > LARGEST_COPIES:
+        raise SpecError(
+            f"{boxes[0]} pieces of the source for {target.workers} workers of the target may make "
+            f"{boxes[0] * target.workers} copies, and at most {LARGEST_COPIES} are planned: split fewer ways, or give the "
+            "target fewer workers"
         )
     links = Links(float(tensor.bytes)) if spec.links is None else Links(**spec.links.model_dump())
     return Resharding(tensor, source, target, links)
@@ -237,4 +248,11 @@ def _describe(item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{place} is missing: give it"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{place} is {item['input']!r}: {message[:1].lower()}{message[1:]}"
+    return f"{place} is {_told(item['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _told(value: Any) -> str:
+    """As it is written, but for what is long: a file may hold lists of lists by reference, millions of them in ten lines."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxlist, short.maxdict, short.maxstring, short.maxother = 3, 12, 12, 200, 200
+    return short.repr(value)

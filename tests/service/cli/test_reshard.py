@@ -114,6 +114,17 @@ def test_the_links_of_a_specification_count(run: Run, tmp_path: Path):
             {"tensor": {"shape": [2**40, 2**20]}, "target": CASE_6["source"]},
             "elements: at most 9007199254740992 are planned for 16 workers",
         ),
+        (
+            {
+                "source": {"mesh": [64], "placement": ["split(0)"]},
+                "target": {"mesh": [512], "placement": ["replicate"]},
+            },
+            "64 pieces of the source for 512 workers of the target may make 32768 copies, and at most 8192 are planned",
+        ),
+        (
+            {"source": {"hosts": ["a", "b\n0.1 s"], "mesh": [2], "placement": ["replicate"]}},
+            "holds characters that cannot be printed",
+        ),
         ({"tensor": {"shape": [4, 0]}}, "tensor.shape.1 is 0"),
         ({"tensor": {"shape": [4], "dtype": "float32", "element_bytes": 4}}, "give one of them"),
     ],
@@ -123,6 +134,15 @@ def test_what_no_plan_can_be_made_of_is_refused_by_name(run: Run, tmp_path: Path
     path.write_text(yaml.safe_dump({**CASE_6, **change}))
     found = run("reshard", path)
     assert found.code == 1 and said in " ".join(found.err.split()) and found.out == ""
+
+
+def test_a_value_that_is_wrong_is_told_in_a_few_lines(run: Run, tmp_path: Path):
+    path, lists = tmp_path / "layouts.yaml", ["a: &a [x, x, x, x, x, x, x]"]
+    for name, inner in zip("bcdef", "abcde", strict=True):
+        lists.append(f"{name}: &{name} [{', '.join(['*' + inner] * 7)}]")
+    path.write_text("\n".join([*lists, "tensor: *f"]))
+    found = run("reshard", path)
+    assert found.code == 1 and "tensor is [[[[...], " in found.err and len(found.err) < 10_000
 
 
 def test_very_large_tensors_are_planned(run: Run, tmp_path: Path):

@@ -112,6 +112,28 @@ def test_meshes_of_one_size_beside_others_exchange_tensors_worker_by_worker():
     assert answer["spec"]["edges"][1]["forward_bytes"] is None
 
 
+def test_a_mask_beside_what_has_a_gradient_goes_one_way():
+    """Programs have its way back, of no length, in which no worker sends anything."""
+
+    def masked(workers):
+        profile = _profile(workers)
+        mask = LayerEdge(0, 3, "mask", profile.edges[0].bytes, False, order=-1, shape=profile.edges[0].shape)
+        return replace(profile, edges=(mask, *profile.edges))
+
+    answer = _answer((2, 1), profile=masked)
+    assert [edge["tensor"] for edge in answer["spec"]["edges"]] == ["mask", "t0"]
+    assert [(one["edge"], one["backward"]) for one in answer["reshardings"]] == [
+        (0, False),
+        (1, False),
+        (1, True),
+    ]
+    assert all(slot["end_s"] == slot["start_s"] for slot in answer["plan"]["slots"] if _goes_back(slot, 0))
+
+
+def _goes_back(slot, edge):
+    return slot.get("edge") == edge and slot["action"].endswith("_B")
+
+
 def test_a_job_with_meshes_of_one_size_has_no_word_of_reshardings():
     job = {"meshes": 2, "workers_per_mesh": 2}
     read = Job.from_json(

@@ -10,6 +10,7 @@ from torch import nn
 from worker.model import gpt, unet
 from worker.tensor.collectives import TensorGroup
 from worker.tensor.layout import LayoutError
+from worker.tensor.plans import check_plan
 from worker.tensor.stage import tensor_stage
 
 
@@ -182,6 +183,36 @@ def test_matrices_that_are_turned_over_or_cast_before_they_are_used_are_shared()
     _, shared = check_equal(model, (torch.randn(3, 8),), mean_square, plan=plan)
     assert shared.splits["0.weight"].dim == 0 and shared.splits["2.weight"].dim == 1
     assert shared.gathered.elements == 0
+
+
+class Adapted(nn.Module):
+    """A layer as peft's LoRA wraps it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("plan", [None, {"re:fc2$": "rowwise", "*.fc?": "colwise"}], ids=str)
+def test_layers_with_adapters_are_shared_as_without(plan):
+    torch.manual_seed(0)
+    block = nn.Sequential()
+    block.add_module("fc1", Adapted(nn.Linear(8, 16)))
+    block.add_module("act", nn.GELU())
+    block.add_module("fc2", Adapted(nn.Linear(16, 8)))
+    model = nn.Sequential(block)
+    _, shared = check_equal(model, (torch.randn(3, 8),), mean_square, plan=plan)
+    assert {name: split.dim for name, split in shared.splits.items()} == {
+        "0.fc1.base_layer.weight": 0,
+        "0.fc1.base_layer.bias": 0,
+        "0.fc2.base_layer.weight": 1,
+    }
+    check_plan(plan, list(shared.splits), 2)
 
 
 class Looped(nn.Module):

@@ -130,6 +130,14 @@ def test_a_transfer_between_unlike_meshes_without_a_plan_is_refused():
         check_messages(programs, plans, sizes)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3, 2)], ids=str)
+def test_a_tensor_without_a_gradient_needs_no_way_back(sizes):
+    """A mask, that is. Its way back has a slot in the programs; no worker sends anything in it."""
+    programs, plans, sizes = _planned(sizes)
+    del plans[0, True]
+    check_messages(programs, plans, sizes, forward_only={0})
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sizes_and_skips_come_to_an_end(seed):
     draw = random.Random(seed)
