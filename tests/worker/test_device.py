@@ -71,6 +71,19 @@ def test_a_job_of_many_meshes_has_queues_for_the_lanes_to_all_of_them(monkeypatc
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
 
 
+def test_queues_that_are_too_few_are_told(monkeypatch, caplog):
+    """Other trainers want 1 to be set, and nothing would overlap."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    choose_device("cuda", lambda: [0], 2)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1, and a worker of 2 meshes has up to 6 streams" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "12")
+    choose_device("cuda", lambda: [0], 2)
+    assert caplog.text == ""
+
+
 def test_kinds_of_accelerators_are_told_apart_by_name_and_not_by_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
     assert device_kind("cuda") == "H200"
