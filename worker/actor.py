@@ -86,7 +86,7 @@ class Worker(Measuring, Saving, Tracing):
         import ray
 
         last_action.begin()
-        choose_device(self._device, ray.get_gpu_ids)
+        choose_device(self._device, ray.get_gpu_ids, self._job.meshes)
 
         context = ray.get_runtime_context()
         return WorkerAddress(

@@ -7,6 +7,7 @@ the width of NCCL's kernels (GPU.md: a waiting one takes multiprocessors from co
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import socket
@@ -20,8 +21,11 @@ from worker.transport import Topology, Transport
 from worker.transport.gloo import GlooTransport
 
 # Hardware queues of a process: with CUDA's own 8, lanes of several peers share one, and compute waits behind a
-# receive that waits. (32 in each of four processes on one GPU ran out of memory under MPS.)
-_QUEUES = "16"
+# receive that waits. (32 in each of four processes on one GPU ran out of memory under MPS.) CUDA has 32 at most.
+_QUEUES, _MOST_QUEUES = 16, 32
+_OWN_STREAMS = 4  # compute, reduce, that of samples, and CUDA's own
+log = logging.getLogger(__name__)
+
 _NO_REMAPPING = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
@@ -52,11 +56,22 @@ def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> 
     )
 
 
-def choose_device(device: str, assigned: Callable[[], Sequence[str | int]]) -> None:
-    """Make this worker's GPU the current device of this thread, before anything else uses CUDA here; nothing to
-    do on CPU."""
+def choose_device(device: str, assigned: Callable[[], Sequence[str | int]], meshes: int = 1) -> None:
+    """Make this worker's GPU the current device of this thread, before anything else uses CUDA here, with a hardware queue
+    for each lane of a job of so many `meshes`; nothing to do on CPU."""
     if device == "cuda":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
+        lanes = 2 * (meshes - 1) + _OWN_STREAMS
+        queues = min(max(_QUEUES, lanes), _MOST_QUEUES)
+        given = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+        if not given.isdigit() or int(given) < lanes:
+            log.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS is %s, and a worker of %d meshes has up to %d streams: some share a hardware "
+                "queue, in which compute waits behind transfers%s",
+                given,
+                meshes,
+                lanes,
+                "" if given == str(queues) else "; leave it unset",
+            )
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()}: "

@@ -125,11 +125,11 @@ class Evaluator:
         transport, tensor = self._transport, self._tensor  # those that share matrices have the same buffers
         buffers, several = self._stages.begin(), transport.topology.workers(transport.mesh) > tensor
         for buffer in buffers if several else ():
-            sent = buffer.int() if buffer.dtype == torch.bool else buffer.clone()
+            sent = buffer.reshape(-1).resolve_conj().clone().view(torch.uint8)  # of any type, to the bit
             if transport.worker >= tensor:
                 sent.zero_()
             transport.all_reduce(workers_group(transport.mesh, transport.worker, tensor), sent)
-            buffer.copy_(sent)
+            buffer.copy_(sent.view(buffer.dtype).view(buffer.shape))
         if self._device == "cuda":  # lanes are other streams
             torch.cuda.synchronize()
 

@@ -7,6 +7,7 @@ of sums on all of its workers. The fakes are watched_cuda.py's and fake_nccl.py'
 from __future__ import annotations
 
 import pytest
+import test_sync_batch_norm
 import torch
 from cuda_workers import CudaWorkers
 from test_actor import job, plain
@@ -78,6 +79,23 @@ def test_losses_are_the_same_in_whatever_order_streams_go_on(layout, monkeypatch
         assert workers.losses(range(1, 3)) == pytest.approx(expected, rel=1e-5)
         said = {name for device in workers.watched.devices.values() for name in device.said}
         assert "transfers/m0>m1" in said and "to m1" not in said
+        workers.watched.check()
+        check_orders(workers)
+
+
+def counted_by_tokens():
+    spec = job(workers_per_mesh=2)
+    spec["training"]["loss_reduction"] = "tokens"
+    return spec
+
+
+@pytest.mark.parametrize(
+    "spec", [counted_by_tokens, lambda: test_sync_batch_norm.spec_of(2)], ids=["tokens", "batch norms"]
+)
+def test_sums_of_tokens_and_of_batch_norms_meet_buckets_in_one_order(spec, monkeypatch):
+    """Within F and B, on the compute lane, beside the buckets of the same workers on theirs."""
+    with CudaWorkers(monkeypatch, spec()) as workers:
+        workers.losses(range(1, 3))
         workers.watched.check()
         check_orders(workers)
 

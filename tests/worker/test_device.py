@@ -61,6 +61,29 @@ def test_a_process_has_a_hardware_queue_for_each_lane_before_it_uses_cuda(monkey
     assert seen == [given or "16", 0]
 
 
+@pytest.mark.parametrize(("meshes", "queues"), [(7, "16"), (8, "18"), (12, "26"), (40, "32")])
+def test_a_job_of_many_meshes_has_queues_for_the_lanes_to_all_of_them(monkeypatch, meshes, queues):
+    """With 16 for the lanes of 8 meshes two of them shared one, and compute waited behind a receive."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    choose_device("cuda", lambda: [0], meshes)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
+
+
+def test_queues_that_are_too_few_are_told(monkeypatch, caplog):
+    """Other trainers want 1 to be set, and nothing would overlap."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    choose_device("cuda", lambda: [0], 2)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1, and a worker of 2 meshes has up to 6 streams" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "12")
+    choose_device("cuda", lambda: [0], 2)
+    assert caplog.text == ""
+
+
 def test_kinds_of_accelerators_are_told_apart_by_name_and_not_by_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
     assert device_kind("cuda") == "H200"

@@ -182,8 +182,18 @@ class CudaLanes:
 
 
 def _event_waits(program: Program) -> list[list[int]]:
-    """For each instruction, the instructions of other lanes whose end it waits for."""
+    """For each instruction, the instructions of other lanes whose end it waits for. ValueError for one that the host would
+    enqueue later: a stream does not wait for an event before it is recorded, and takes the last step's for it."""
     recorder = {
         instruction.record: i for i, instruction in enumerate(program) if instruction.record is not None
     }
-    return [[recorder[event] for event in i.wait if program[recorder[event]].lane != i.lane] for i in program]
+    found = []
+    for index, instruction in enumerate(program):
+        waited = [recorder.get(event, index) for event in instruction.wait]
+        if late := [event for event, at in zip(instruction.wait, waited, strict=True) if at >= index]:
+            raise ValueError(
+                f"{instruction} waits for event {late[0]}, which nothing before it in the program records: a stream "
+                "would not wait for it; plan the job anew"
+            )
+        found.append([at for at in waited if program[at].lane != instruction.lane])
+    return found

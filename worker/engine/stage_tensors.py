@@ -85,7 +85,7 @@ class StageTensors:
             wire = output.detach()
             if wire.dtype != route.dtype and settings.autocast_dtype is None:
                 raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
-            wire = wire.to(settings.transfer_dtype(route)).contiguous()
+            wire = wire.to(settings.transfer_dtype(route)).contiguous().resolve_conj().resolve_neg()
             exchange.to_send[route.index, microbatch] = wire
             if self.observer is not None:
                 self.observer.gave(route, False, microbatch, wire)
@@ -150,7 +150,7 @@ class StageTensors:
         total = _sum([parts[user] for user in route.consumers if parts[user] is not None], dtype)
         if total is None:
             total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
-        total = total.contiguous()
+        total = total.contiguous().resolve_conj().resolve_neg()
         self._exchange.gradients_to_send[route.index, microbatch] = total
         if self.observer is not None:
             self.observer.gave(route, True, microbatch, total)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from worker.transport.base import ConnectError, PeerLostError, Topology, finish
+from worker.transport.dense import check_dense, summable
 from worker.transport.rendezvous import STORE_TIMEOUT, RendezvousTransport, first_line, host_store
 
 # Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
@@ -87,9 +88,11 @@ class GlooTransport(RendezvousTransport):
         calm_loop_threads()
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
+        check_dense(f"sending to {peer}", tensor)
         return _started(peer, f"sending to {peer}", lambda: self._sends[peer].send([tensor], 1, tag))
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
+        check_dense(f"receiving from {peer}", out)
         return _started(peer, f"receiving from {peer}", lambda: self._receives[peer].recv([out], 0, tag))
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
@@ -98,14 +101,23 @@ class GlooTransport(RendezvousTransport):
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
         if group not in self._groups:
             return None
-        reduce = self._groups[group].allreduce
-        return _started(group, f"the all-reduce over {group}", lambda: reduce([tensor.detach()]))
+        reduce, (dense, write) = self._groups[group].allreduce, summable(tensor)
+        ended = _started(group, f"the all-reduce over {group}", lambda: reduce([dense]))
+        if write is None:
+            return ended
+
+        def finish() -> None:
+            ended()
+            write()
+
+        return finish
 
     def start_reduce_scatter(
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
         """Everybody sends everybody its part, and sums in the order of the workers: gloo's own sums everything
         everywhere first, which moves twice the bytes (torch 2.13)."""
+        check_dense(f"the reduce-scatter over {group}", tensor, out)
         parts = torch.empty_like(tensor)
         whole = self._groups[group].alltoall_base
         ended = _started(
@@ -121,6 +133,7 @@ class GlooTransport(RendezvousTransport):
     def start_all_gather(
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
+        check_dense(f"the all-gather over {group}", tensor, out)
         gather = self._groups[group]._allgather_base
         return _started(
             group, f"the all-gather over {group}", lambda: gather(out.view(-1), tensor.detach().view(-1))

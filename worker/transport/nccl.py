@@ -22,12 +22,15 @@ from typing import Any
 import torch
 
 from worker.transport.base import ConnectError, Failure, Lane, PeerLostError, Topology
+from worker.transport.dense import check_dense, summable
+from worker.transport.nccl_library import check_versions, load_nccl
 from worker.transport.rendezvous import RendezvousTransport, first_line
 from worker.transport.trial import Trial, exchange_trials, group_trials, lane_trials
 
 # ncclDataType_t and ncclRedOp_t of nccl.h. Only sums need to know types: transfers move bytes.
 _BYTES = 1
 _SUMMED_TYPES = {
+    torch.uint8: 1,
     torch.int32: 2,
     torch.int64: 4,
     torch.float16: 6,
@@ -104,7 +107,7 @@ class NcclTransport(RendezvousTransport):
             connect_timeout_s=connect_timeout_s,
             prefix=prefix,
         )
-        self._nccl = nccl if nccl is not None else _load_nccl()
+        self._nccl = nccl if nccl is not None else load_nccl()
         check_versions(torch_version or torch.cuda.nccl.version(), self._nccl.get_version())
         self._stream_pointer = stream_pointer or (lambda: torch.cuda.current_stream().cuda_stream)
         self._sends: dict[str, Any] = {}
@@ -169,37 +172,46 @@ class NcclTransport(RendezvousTransport):
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
         """The caller keeps the tensor until something that follows on its own stream waits for the send's end."""
-        stream = self._stream_pointer()
+        check_dense(f"sending to {peer}", tensor)
+        stream, communicator = self._stream_pointer(), _of(self._sends, peer, "to send to")
         with _peer_lost_if_it_fails(f"sending to {peer}", peer), self._call():
-            self._sends[peer].send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
+            communicator.send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
-        stream = self._stream_pointer()
+        check_dense(f"receiving from {peer}", out)
+        stream, communicator = self._stream_pointer(), _of(self._receives, peer, "to receive from")
         with _peer_lost_if_it_fails(f"receiving from {peer}", peer), self._call():
-            self._receives[peer].recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
+            communicator.recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         if group not in self._groups:
             return
-        tensor, kind = _summed(group, tensor)
-        pointer, count = tensor.data_ptr(), tensor.numel()
+        dense, write = summable(tensor)
+        kind = _summed(group, dense)
+        pointer, count = dense.data_ptr(), dense.numel()
         with _peer_lost_if_it_fails(f"the all-reduce over {group}", group), self._call():
             self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
+        if write is not None:
+            write()
 
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         self.all_reduce(group, tensor)
 
     def start_reduce_scatter(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """The caller keeps both until something that follows on its own stream waits for the end, as with `send`."""
-        (tensor, kind), (out, _) = _summed(group, tensor), _summed(group, out)
+        check_dense(f"the reduce-scatter over {group}", tensor, out)
+        (tensor, _), (out, _) = summable(tensor), summable(out)
+        kind, communicator = _summed(group, tensor), _of(self._groups, group, "in group")
         with _peer_lost_if_it_fails(f"the reduce-scatter over {group}", group), self._call():
-            self._groups[group].reduceScatter(
+            communicator.reduceScatter(
                 tensor.data_ptr(), out.data_ptr(), out.numel(), kind, _SUM, self._stream_pointer()
             )
 
     def start_all_gather(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        check_dense(f"the all-gather over {group}", tensor, out)
+        communicator = _of(self._groups, group, "in group")
         with _peer_lost_if_it_fails(f"the all-gather over {group}", group), self._call():
-            self._groups[group].allGather(
+            communicator.allGather(
                 tensor.data_ptr(), out.data_ptr(), tensor.nbytes, _BYTES, self._stream_pointer()
             )
 
@@ -210,7 +222,9 @@ class NcclTransport(RendezvousTransport):
         receives: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
         """In one group of NCCL, so that no message waits for another of them."""
-        communicator, rank_of, stream = self._groups[group], self._rank_in(group), self._stream_pointer()
+        check_dense(f"the exchange in {group}", *(tensor for _, tensor in (*sends, *receives)))
+        communicator = _of(self._groups, group, "in group")
+        rank_of, stream = self._rank_in(group), self._stream_pointer()
         with _peer_lost_if_it_fails(f"the exchange in {group}", group), self._call():
             self._nccl.groupStart()
             try:
@@ -324,13 +338,19 @@ def _exchanges(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _summed(group: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What NCCL sums for a tensor, and its type."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+def _of(communicators: Mapping[str, Any], name: str, what: str) -> Any:
+    """The communicator of that name; ValueError where none was connected."""
+    if name not in communicators:
+        known = ", ".join(sorted(communicators)) or "none"
+        raise ValueError(f"no NCCL connection {what} {name!r} was made; there are: {known}")
+    return communicators[name]
+
+
+def _summed(group: str, tensor: torch.Tensor) -> int:
+    """NCCL's type of what it sums."""
     if tensor.dtype not in _SUMMED_TYPES:
         raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
-    return tensor, _SUMMED_TYPES[tensor.dtype]
+    return _SUMMED_TYPES[tensor.dtype]
 
 
 def _checked(identity: Any) -> bytes:
@@ -354,33 +374,3 @@ def _peer_lost_if_it_fails(what: str, peer: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise PeerLostError(f"{what} failed: {first_line(error)}", peer) from error
-
-
-def check_versions(of_torch: tuple[int, ...], of_cupy: int) -> None:
-    """Refuse two different NCCLs in one process: whichever loads first serves both, and structures differ.
-
-    ConnectError with the pair that fits. `of_cupy` is NCCL's own number, 22809 for 2.28.9.
-    """
-    theirs = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
-    ours = tuple(of_torch[:3])
-    if theirs != ours:
-        want, have = (".".join(map(str, version)) for version in (ours, theirs))
-        raise ConnectError(
-            f"torch was built for NCCL {want}, but cupy loads NCCL {have}: install nvidia-nccl-cu12 or "
-            f"nvidia-nccl-cu13 =={want} (the one of torch's CUDA) and let cupy find that library first"
-        )
-
-
-def _load_nccl() -> Any:
-    try:
-        from cupy.cuda import nccl
-    except ImportError as error:
-        raise ConnectError(
-            "cupy is not installed: install slotline[cuda12] or slotline[cuda13], as torch's CUDA has it"
-        ) from error
-    if not nccl.available:  # an import that failed inside cupy is only a warning there
-        raise ConnectError(
-            "cupy finds no NCCL library (libnccl.so.2): import torch first, which brings its own, or install "
-            "nvidia-nccl-cu12 or nvidia-nccl-cu13, as torch's CUDA has it"
-        )
-    return nccl

@@ -16,7 +16,7 @@ from worker.transport.base import ConnectError, Transport
 
 # Short ones go another way through NCCL than long ones do.
 SHORT, LONG = 5, (1 << 17) + 3
-SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64)
+SUMMED = (torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64)
 _HINT = (
     "the GPUs or NCCL move wrong values: look at `nvidia-smi topo -m`, at the IOMMU (ACS) of the host, and whether it is "
     "right with NCCL_P2P_DISABLE=1"

@@ -21,7 +21,7 @@ from fake_cuda import Machine
 from worker.engine import StageError, StreamPriorities
 from worker.engine.cuda_lanes import CudaLanes
 from worker.engine.engine import Engine
-from worker.program import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS
+from worker.program import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Instruction
 from worker.transport.local import LocalTransport
 
 RECEIVE = LocalTransport.receive
@@ -236,3 +236,22 @@ def test_an_error_while_enqueueing_ends_the_step_by_name(monkeypatch):
             pipeline.step(0, [batch(3)])
         assert isinstance(pipeline.errors["m2", 0], StageError)
         assert pipeline.close() == [[], [], [], []]
+
+
+@pytest.mark.parametrize("spoilt", ["later", "never"])
+def test_a_wait_for_what_is_enqueued_later_is_refused(spoilt):
+    """A stream takes what the last step recorded for it, and nothing tells."""
+    program = (
+        Instruction("F", "compute", stage=0, microbatch=0, record=0),
+        Instruction("B", "compute", stage=0, microbatch=0, record=1),
+        Instruction("REDUCE", "reduce", stage=0, wait=(1,)),
+        Instruction("REDUCE", "compute"),
+    )
+    lanes = CudaLanes(program, [lambda: None] * 4, cuda=Machine(0).device("m0"))
+    assert lanes.close(20.0) == []
+    order = (0, 2, 1, 3) if spoilt == "later" else (0, 2, 3)
+    wrong = tuple(program[k] for k in order)
+    with pytest.raises(
+        ValueError, match="0REDUCE waits for event 1, which nothing before it in the program records"
+    ):
+        CudaLanes(wrong, [lambda: None] * len(wrong), cuda=Machine(0).device("m0"))

@@ -120,3 +120,23 @@ def test_a_fake_that_disagrees_is_told_line_by_line():
         "the fake ['sendbuf', 'count', 'datatype', 'peer', 'stream']",
         "get_unique_id gives tuple, the fake bytes",
     ]
+
+
+def test_cupy_takes_more_bytes_than_an_int_counts():
+    """A tensor of 2^31 elements and more is one message: none of cupy's calls has a narrower count."""
+    real = real_nccl()
+    nobody = real.NcclCommunicator.__new__(real.NcclCommunicator)
+    calls = [
+        lambda: nobody.send(0, 2**40, 1, 0, 0),
+        lambda: nobody.recv(0, 2**40, 1, 0, 0),
+        lambda: nobody.allReduce(0, 0, 2**40, 7, 0, 0),
+        lambda: nobody.reduceScatter(0, 0, 2**40, 7, 0, 0),
+        lambda: nobody.allGather(0, 0, 2**40, 1, 0),
+    ]
+    for call in calls:
+        with pytest.raises(
+            real.NcclError, match="INVALID_ARGUMENT"
+        ):  # there is no communicator: not an overflow
+            call()
+    nobody.abort()  # of one that is none, and again: nothing
+    nobody.destroy()
