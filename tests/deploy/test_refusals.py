@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 from helm_python import Chart, HelmError
 
-from tests.deploy.rendering import ANY_RAY, CHART, created, group, nodes_of, objects
+from tests.deploy.rendering import ANY_RAY, CHART, case, created, group, nodes_of, objects
 
 GPUS = {"nvidia.com/gpu": 8}
 
@@ -73,3 +74,40 @@ def test_a_great_many_cpu_workers_are_a_whole_number(chart: Chart):
         "workerGroupSpecs"
     ]
     assert one["rayStartParams"]["resources"] == '"{\\"slotline_worker\\": 2000000}"'
+
+
+def test_a_value_of_nothing_leaves_no_hole(chart: Chart):
+    """`key: null` takes a default away: what is left renders without it, or is refused by its name."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    for path in _sections_and_names(defaults):
+        values = case("production")
+        inner = values
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = None
+        try:
+            chart.validate_schema(values)
+            text = yaml.safe_dump(list(objects(chart, values).values()))
+        except HelmError as error:
+            assert path[-1] in str(error) and "nil pointer" not in str(error), (path, str(error))
+            continue
+        assert "<nil>" not in text and "%!" not in text, path
+
+
+def test_hosts_that_no_cluster_takes_are_refused(chart: Chart):
+    for wrong in (
+        {"ingress": {"enabled": True, "host": "a b"}},
+        {"httpRoute": {"enabled": True, "hostnames": ["https://x.y"]}},
+    ):
+        with pytest.raises(HelmError, match="does not match pattern"):
+            chart.validate_schema({**ANY_RAY, **wrong})
+    chart.validate_schema({**ANY_RAY, "ingress": {"enabled": True, "host": "*.slotline.example.com"}})
+
+
+def _sections_and_names(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every section, and of the values in one those that stand in the midst of an address or of an image's name."""
+    for key, value in values.items():
+        if isinstance(value, dict) or key in ("repository", "tag", "port", "last"):
+            yield (*above, key)
+        if isinstance(value, dict):
+            yield from _sections_and_names(value, (*above, key))

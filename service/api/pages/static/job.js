@@ -88,11 +88,11 @@ function chosen(what, given) {
   return choice?.[what] ? `${choice[what]} ${what} (chosen)` : `${what} to be chosen`;
 }
 
-/** How many meshes, and of a list how many workers each has. */
+/** How many meshes, and how many workers each has where that is more than one. */
 function meshesOf(spec) {
-  const meshes = spec.resources?.meshes;
-  if (!Array.isArray(meshes)) return `${meshes ?? "–"} meshes`;
-  return `${meshes.length} meshes of ${meshes.map((one) => one.workers ?? 1).join(", ")} workers`;
+  const { meshes, workers, workers_per_mesh: alike } = spec.resources ?? {};
+  const each = workers ?? (alike > 1 ? [alike] : []);
+  return `${meshes ?? "–"} meshes${each.length ? ` of ${each.join(", ")} workers` : ""}`;
 }
 
 function facts(values) {

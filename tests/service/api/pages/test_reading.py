@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.job_states import AttemptState, JobState
+from service.jobspec import JobSpec
 from service.settings import Settings
 from service.store import states
 from service.store.attempts import attempts_of
@@ -37,8 +38,8 @@ async def _end(url: str, job_id: str) -> None:
     try:
         async with database.write() as session:
             job = await find_job(session, job_id)
-            meshes = [{"workers": 2, "parallel": {"data": 2, "tensor": 1}}, {"workers": 1}]
-            job.spec = job.spec | {"resources": job.spec["resources"] | {"meshes": meshes}}
+            given = job.spec | {"resources": {"meshes": [{"workers": 2}, {"workers": 1}, {"workers": 1}]}}
+            job.spec = JobSpec.model_validate(given).model_dump(mode="json")
             (attempt, *_) = await attempts_of(session, job_id)
             why = {"reason": "MODEL_BUILD_FAILED", "message": REASON}
             states.move_attempt(attempt, AttemptState.FAILED, at=utc_now(), **why)
@@ -52,7 +53,7 @@ def test_the_page_of_an_ended_job_says_what_its_plan_chose(site: Site, page):
     page.wait("document.querySelector('#events tbody tr')")
     told = page.js("document.querySelector('#facts').textContent")
     assert "3 stages (chosen)" in told and "Planned step" in told
-    assert "2 meshes of 2, 1 workers" in told and "object" not in told
+    assert "3 meshes of 2, 1, 1 workers" in told
     assert page.errors == []
 
 
