@@ -24,7 +24,7 @@ from worker.engine.exchange import Exchange
 from worker.engine.given import check_batch, check_stages
 from worker.engine.lanes import Action, Lanes
 from worker.engine.loss_scaler import scaler_of
-from worker.engine.measured import step_result
+from worker.engine.measured import measured_slots, step_result
 from worker.engine.meetings import Meetings
 from worker.engine.orders import Order
 from worker.engine.parameters import tie_local_parameters
@@ -226,12 +226,9 @@ class Engine:
         return step_result(
             step,
             started,
-            self._mesh,
-            self._program,
-            self._lanes.measured(),
-            self._routes,
             self._exchange,
             self._updated,
+            measured_slots(self._mesh, self._routes, self._program, self._lanes.measured()),
         )
 
     def warm_up(
