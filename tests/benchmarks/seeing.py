@@ -202,15 +202,15 @@ class _Seeing:
 @contextlib.contextmanager
 def _engine_blind() -> Iterator[None]:
     """The engine's lanes read no clock and no slot is made. (A call of a function that has an answer stays.)"""
-    from worker.engine import cpu_lanes, engine
+    from worker.engine import cpu_lanes, measured
 
-    clock, made = cpu_lanes.time, engine.measured_slot
+    clock, made = cpu_lanes.time, measured.measured_slot
     cpu_lanes.time = SimpleNamespace(monotonic=lambda: _NOW[0])  # type: ignore[attr-defined]
-    engine.measured_slot = lambda *_: None  # type: ignore[assignment]
+    measured.measured_slot = lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        cpu_lanes.time, engine.measured_slot = clock, made  # type: ignore[attr-defined]
+        cpu_lanes.time, measured.measured_slot = clock, made  # type: ignore[attr-defined]
 
 
 def _of_engine(slots: int) -> float:

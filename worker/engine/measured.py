@@ -37,14 +37,15 @@ def measured_slots(
 ) -> list[MeasuredSlot]:
     """The slots of `program` on `mesh`, each from start to end of time.monotonic()."""
     return [
-        _slot(mesh, routes, instruction, start_s, end_s)
+        measured_slot(mesh, routes, instruction, start_s, end_s)
         for instruction, (start_s, end_s) in zip(program, measured, strict=True)
     ]
 
 
-def _slot(
+def measured_slot(
     mesh: str, routes: Mapping[int, Route], instruction: Instruction, start_s: float, end_s: float
 ) -> MeasuredSlot:
+    """The slot of `instruction` of `mesh`, from `start_s` to `end_s` of time.monotonic()."""
     peer_stage = None
     if instruction.op in TRANSFER_OPS:
         route = routes[instruction.edge]
