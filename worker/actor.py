@@ -150,7 +150,7 @@ class Worker(Measuring, Saving, Tracing):
 
         The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
         mesh holds by the plan, for messages; `microbatches` what was planned, where the job leaves it open;
-        `weights` are those of a worker that took its graph; `reshardings` the transfers between unlike meshes;
+        `weights` are those of a worker that took its graph; `reshardings` the transfers not in pairs;
         `evaluation` is run by `evaluate`.
         """
         self._planned_bytes = planned_bytes

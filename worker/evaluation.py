@@ -32,7 +32,7 @@ from worker.transport.base import Transport
 @dataclass(frozen=True)
 class EvaluationProgram:
     """A mesh's program of forwards only (JSON), with the planned seconds and starts of its instructions; `reshardings`
-    are the transfers of all meshes between such of unlike sizes."""
+    are the transfers of all meshes that do not go in pairs of workers."""
 
     program: Sequence[Mapping[str, Any]]
     planned_s: Sequence[float]

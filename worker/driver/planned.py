@@ -17,7 +17,7 @@ class PlannedJob:
     of each mesh what REDUCE and STEP take behind the makespan.
 
     `slowdown` is how many times as long as alone actions take by it, where workers share processor cores;
-    `reshardings` are the transfers between meshes of unlike sizes, by edge and whether they are of gradients.
+    `reshardings` are the transfers that do not go in pairs of workers, by edge and whether they are of gradients.
     """
 
     begins: tuple[str, ...]
@@ -84,7 +84,7 @@ def planned_job(answer: Mapping[str, Any]) -> PlannedJob:
 
 
 def reshardings_of(answer: Mapping[str, Any]) -> dict[tuple[int, bool], ReshardingPlan]:
-    """The transfers between meshes of unlike sizes in an answer, by edge and whether they are of gradients."""
+    """The reshardings in an answer, by edge and whether they are of gradients."""
     return {
         (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
         for one in answer.get("reshardings") or ()

@@ -2,9 +2,9 @@
 each group that sums.
 
 Every call is enqueued on torch's current stream, which the engine sets to the lane's. On one communicator
-NCCL matches transfers and sums by order; all ends' programs have the same order (the scheduler proves it). Meshes of
-unlike sizes have one communicator of all their workers for each direction: what is exchanged between them is on its way
-at once, in one kernel. Must not know stages, programs or schedules.
+NCCL matches transfers and sums by order; all ends' programs have the same order (the scheduler proves it). Meshes
+between which tensors are resharded have one communicator of all their workers for each direction: what is exchanged
+between them is on its way at once, in one kernel. Must not know stages, programs or schedules.
 """
 
 from __future__ import annotations

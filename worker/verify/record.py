@@ -132,7 +132,7 @@ class Recorder:
         share: TensorShare | None = None,
         plans: Plans | None = None,
     ) -> None:
-        """`plans` are the transfers between meshes of unlike sizes."""
+        """`plans` are the transfers that are resharded."""
         self._plans = plans or {}
         self._mesh, self._worker, self._share = mesh, worker, share
         self._rows = worker if rows is None else rows

@@ -1,5 +1,5 @@
-"""What travels between two workers in one step, by checksums of both ends: between meshes of one size a tensor, between such
-of unlike sizes the tiles of its resharding."""
+"""What travels between two workers in one step, by checksums of both ends: of a pair a tensor, of
+what is resharded its tiles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Proves the programs of meshes of several workers, worker by worker: one order of messages, no deadlock.
 
-`verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a transfer between meshes of
-unlike sizes is the messages of its resharding. Two things are shown: of each lane, both ends of each ordered pair of
+`verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a transfer that does not go
+in pairs of workers is the messages of its resharding. Two things are shown: of each lane, both ends of each ordered pair of
 workers have their messages in one order (what comes over other lanes has tags of its own); and no instruction, message or
 sum over all workers waits for another in a circle. Every wait is taken to be stricter than it is: an instruction begins
 when the one before it on its lane has ended, a worker sends one message at a time and receives one, in the plan's order.
@@ -36,7 +36,7 @@ def check_messages(
 ) -> None:
     """Raise PlanError, naming worker and instruction, unless the workers of all meshes (`sizes`) come to an end.
 
-    `plans` are the transfers between meshes of unlike sizes; the others go worker by worker. The tensors of the edges
+    `plans` are the transfers that are resharded; the others go worker by worker. The tensors of the edges
     `forward_only` have no gradient, as a mask: of their ways back programs have a slot and workers send nothing.
     """
     parties = [

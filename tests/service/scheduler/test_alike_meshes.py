@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from tests.service.scheduler.test_forwards import _request
 from tests.service.scheduler.test_unlike_meshes import LAYERS, ROWS, WIDTH, _profile
 from worker import profiler
 from worker.job import Job
+from worker.resharding_plan import ReshardingPlan as WorkerPlan
 
 SLOW, LATENCY_S = 1e6, 1e-5
 APART = {"m0": "one", "m1": "two"}
@@ -156,6 +158,29 @@ def test_of_meshes_on_several_nodes_each_byte_enters_a_node_once(nodes, entered)
         came[host] = came.get(host, 0) + size
     assert came == dict.fromkeys(entered, 4 * ROWS * WIDTH)
     check_values(plan)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_wherever_workers_are_a_plan_brings_all_to_all_and_workers_can_run_it(seed):
+    """No byte enters a node twice, and none that has it already."""
+    draw = random.Random(seed)
+    data, tensor = draw.choice([(1, 2), (2, 2), (1, 3), (3, 2), (1, 4)])
+    nodes = {f"m{k}": [draw.choice(["a", "b", "c"]) for _ in range(data * tensor)] for k in range(2)}
+    answer = answer_of(data, tensor, nodes)
+    assert ("reshardings" in answer) == (nodes["m0"] != nodes["m1"])
+    part = 4 * ROWS * WIDTH // data
+    for (_, backward), plan in plans_of(answer).items():
+        WorkerPlan.from_json(plan)
+        check_values(plan)
+        source, target = (nodes[f"m{k}"] for k in ((1, 0) if backward else (0, 1)))
+        wanted: dict[str, int] = {}
+        for k in range(0, data * tensor, tensor):
+            for node in {*target[k : k + tensor]} - {*source[k : k + tensor]}:
+                wanted[node] = wanted.get(node, 0) + part
+        came: dict[str, int] = {}
+        for (_, node), size in crossed(plan).items():
+            came[node] = came.get(node, 0) + size
+        assert came == wanted
 
 
 def test_of_three_meshes_only_those_apart_reshard():
