@@ -64,9 +64,9 @@ class Measuring:
         """What the job's optimizer keeps of the parameters that it trains."""
         make = functools.partial(make_optimizer, self._job.optimizer)
         if self._job.sharded:
-            check_shared(make)
+            check_shared(make, self._device)
         if self._job.resources.tensor > 1:
-            check_of_parts(make, self._job.resources.tensor)
+            check_of_parts(make, self._job.resources.tensor, self._device)
         return measure_optimizer_state(make, self._device)
 
     def update_costs(self) -> UpdateCosts:

@@ -134,19 +134,21 @@ def measure_optimizer_state(
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
-def check_shared(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+def check_shared(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu") -> None:
     """FactoryError unless the workers of a mesh can share the state of the optimizer of `make`."""
     try:
-        check_elementwise(make)
+        check_elementwise(make, device)
     except ValueError as error:
         raise FactoryError(f"resources.shard is optimizer: {error}") from error
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
-def check_of_parts(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensor: int) -> None:
+def check_of_parts(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensor: int, device: str = "cpu"
+) -> None:
     """FactoryError unless the optimizer of `make` may update what each of `tensor` workers has of shared matrices."""
     try:
-        check_split(make)
+        check_split(make, device)
     except ValueError as error:
         raise FactoryError(f"resources.tensor is {tensor}: {error}") from error
 

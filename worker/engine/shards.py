@@ -86,9 +86,12 @@ def _of_elements(key: str, value: Any, parameter: torch.Tensor) -> bool:
     return key != _OF_WHOLE and isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def check_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """Raise ValueError unless the optimizer of `make` does the same to parameters in two parts as to whole ones."""
-    whole, halves = _tried(make, None), [_tried(make, Parts(worker, 2)) for worker in range(2)]
+def check_elementwise(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
+) -> None:
+    """Raise ValueError unless the optimizer of `make` does the same to parameters in two parts as to whole ones; on
+    `device`, since some know no other."""
+    whole, *halves = (_tried(make, parts, device) for parts in (None, Parts(0, 2), Parts(1, 2)))
     name = whole.name
     for halved in halves:
         parts = halved.parts
@@ -114,11 +117,13 @@ class _Tried:
     moved: Sequence[torch.Tensor]
 
 
-def _tried(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parts: Parts | None) -> _Tried:
+def _tried(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parts: Parts | None, device: str
+) -> _Tried:
     """Parameters after a few steps on gradients that are always the same; of `parts` of them, or of whole ones."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
-    gradients = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_STEPS)]
+    parameters = [nn.Parameter(_drawn(shape, generator, device)) for shape in _SHAPES]
+    gradients = [[_drawn(shape, generator, device) for shape in _SHAPES] for _ in range(_STEPS)]
     started = [parameter.detach().clone() for parameter in parameters]
     name = ""
     try:
@@ -145,3 +150,7 @@ def _tried(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parts: P
         [parameter.detach() for parameter in updated],
         [(a.detach() - b).abs().max() for a, b in zip(parameters, started, strict=True)],
     )
+
+
+def _drawn(shape: Sequence[int], generator: torch.Generator, device: str) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(device)

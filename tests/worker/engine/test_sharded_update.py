@@ -10,6 +10,7 @@ from test_update import decaying, with_spare
 from torch import nn
 
 from worker.engine.shards import Parts, check_elementwise, own_parts
+from worker.engine.split_check import check_split
 from worker.transport import Topology
 from worker.transport.local import LocalTransport
 
@@ -272,6 +273,23 @@ def test_optimizers_that_update_each_element_by_itself_may_be_shared(name):
 def test_others_are_refused_by_name(optimizer, said):
     with pytest.raises(ValueError, match=said):
         check_elementwise(optimizer)
+
+
+class ElsewhereOnly(torch.optim.SGD):
+    """As those of kernels that know one kind of device."""
+
+    def step(self, closure=None):
+        if any(p.device.type != "meta" for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("not on this device")
+        raise NotImplementedError("it was tried where it trains")
+
+
+@pytest.mark.parametrize("check", [check_elementwise, check_split])
+def test_an_optimizer_is_tried_where_it_trains(check):
+    with pytest.raises(ValueError, match="not on this device"):
+        check(ElsewhereOnly)
+    with pytest.raises(ValueError, match="it was tried where it trains"):
+        check(ElsewhereOnly, "meta")
 
 
 @pytest.mark.parametrize(("elements", "workers"), [(0, 2), (1, 3), (5, 4), (12, 3), (7, 2)])
