@@ -25,19 +25,22 @@ BUILT_IN: tuple[tuple[str, Style], ...] = (
     ("embed.token", "vocab"),
     # Llama, Mistral, Qwen, Gemma, Phi, OPT, BART, Whisper, …
     *((f"*.{name}_proj", "colwise") for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up")),
-    *((f"*.{name}", "rowwise") for name in ("o_proj", "out_proj", "down_proj")),
+    *((f"*.{name}", "rowwise") for name in ("o_proj", "out_proj", "down_proj", "self_attn.dense")),
     *((name, "vocab") for name in ("*.embed_tokens", "lm_head", "*.wte", "*.word_embeddings", "shared")),
-    # GPT-2
-    *((f"*.{name}", "colwise") for name in ("c_attn", "c_fc")),
-    ("*.c_proj", "rowwise"),
+    # GPT-2, GPT-J, MPT
+    *((f"*.{name}", "colwise") for name in ("c_attn", "c_fc", "fc_in", "Wqkv")),
+    *((f"*.{name}", "rowwise") for name in ("c_proj", "fc_out")),
     # GPT-NeoX, BLOOM, Falcon
     *((f"*.{name}", "colwise") for name in ("query_key_value", "dense_h_to_4h")),
     *((f"*.{name}", "rowwise") for name in ("attention.dense", "self_attention.dense", "dense_4h_to_h")),
-    # BERT, RoBERTa, ViT of transformers
+    *((name, "vocab") for name in ("*.embed_in", "embed_out")),
+    # BERT, RoBERTa, ViT of transformers; DistilBERT
     *((f"*.attention.{name}", "colwise") for name in ("query", "key", "value")),
     *((f"*.self.{name}", "colwise") for name in ("query", "key", "value")),
     ("*.intermediate.dense", "colwise"),
     ("*.output.dense", "rowwise"),
+    *((f"*.{name}", "colwise") for name in ("q_lin", "k_lin", "v_lin", "ffn.lin1")),
+    *((f"*.{name}", "rowwise") for name in ("out_lin", "ffn.lin2")),
     # the built-in U-Net, and those of diffusers
     *((f"{name}.conv1", "colwise") for name in ("down.*", "up.*", "middle", "*.resnets.*")),
     *((f"{name}.conv2", "rowwise") for name in ("down.*", "up.*", "middle", "*.resnets.*")),

@@ -24,6 +24,20 @@ FAMILIES = {
         SMALL | WIDE | {"num_key_value_heads": 2, "pad_token_id": 0, "resid_pdrop": 0.0},
         6,
     ),
+    "PhiForCausalLM": ("PhiConfig", SMALL | WIDE, 12),
+    "FalconForCausalLM": ("FalconConfig", SMALL | {"new_decoder_architecture": True, "num_kv_heads": 2}, 5),
+    "GPTJForCausalLM": (
+        "GPTJConfig",
+        {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16, "rotary_dim": 4}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        9,
+    ),
+    "DistilBertForMaskedLM": (
+        "DistilBertConfig",
+        {"n_layers": 1, "dim": 32, "n_heads": 4, "hidden_dim": 48, "vocab_size": 64}
+        | dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+        11,
+    ),
     "BertForMaskedLM": ("BertConfig", SMALL | WIDE | CALM, 11),
     "ViTForImageClassification": ("ViTConfig", SMALL | WIDE | CALM | {"image_size": 16, "patch_size": 8}, 10),
     "T5ForConditionalGeneration": (
