@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,14 @@ _OWN = "PYTEST_CURRENT_TEST"
 """Of the environment, what pytest changes itself."""
 _NEW = "SLOTLINE_"
 """What is new in the environment and a leak: NCCL, CUDA and libraries are told theirs by the product, for good."""
-_KEPT = {("service.tracing", "_exporter"), ("service.orchestrator.planning", "_given_up")}
+_KEPT = {
+    ("service.tracing", "_exporter"),
+    ("service.orchestrator.planning", "_given_up"),
+    ("worker.last_action", "_file"),
+}
 """Variables of modules that work changes."""
 _PLACE = {
     "the working directory": Path.cwd,
-    "the handler of SIGINT": lambda: signal.getsignal(signal.SIGINT),
-    "the handler of SIGTERM": lambda: signal.getsignal(signal.SIGTERM),
     "the level of the root logger": lambda: logging.getLogger().level,
 }
 _TORCH = {

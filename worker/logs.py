@@ -81,6 +81,8 @@ def set_up(*, level: str, form: str, text: str = _TEXT, clock: str | None = _CLO
     """Begin logging to standard error, as `form` says; `text` and `clock` are the format of lines for people."""
     if form not in FORMATS:
         raise ValueError(f"SLOTLINE_LOG_FORMAT is {form!r}: use one of {', '.join(FORMATS)}")
+    if clock is not None:
+        logging.Formatter.converter = time.gmtime  # it says Z: `slotline logs --since` compares it
     logging.basicConfig(level=level, format=text, datefmt=clock)
     if form == "json":
         for handler in logging.getLogger().handlers:

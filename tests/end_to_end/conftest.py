@@ -87,9 +87,13 @@ class RayHead:
 
     def held(self) -> dict[str, int]:
         """Living training actors and placement groups, as Ray's own state API tells them."""
-        actors = [a for a in self._list("actors") if a["class_name"] == "Worker" and a["state"] != "DEAD"]
+        actors = self._workers()
         groups = [g for g in self._list("placement_groups") if g["state"] != "REMOVED"]
         return {"actors": len(actors), "placement_groups": len(groups)}
+
+    def worker_pids(self) -> list[int]:
+        """The processes of living training actors: of this cluster, others use the machine too."""
+        return [actor["pid"] for actor in self._workers() if actor["pid"]]
 
     def assert_nothing_held(self, limit_s: float = 60) -> None:
         deadline = time.monotonic() + limit_s
@@ -103,6 +107,9 @@ class RayHead:
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(200)
+
+    def _workers(self) -> list[dict[str, Any]]:
+        return [a for a in self._list("actors") if a["class_name"] == "Worker" and a["state"] != "DEAD"]
 
     def _list(self, kind: str) -> list[dict[str, Any]]:
         response = httpx.get(
@@ -125,6 +132,10 @@ def ray_head() -> Iterator[RayHead]:
 def server(ray_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("slotline"), ray_head.environment) as server:
         yield server
+
+
+TWO = {"meshes": 2, "workers_per_mesh": 1, "device": "cpu"}
+"""Half of the processes of `job_spec`'s own, where a test is not about four of them."""
 
 
 def job_spec(name: str, **changes: Any) -> dict[str, Any]:

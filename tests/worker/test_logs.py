@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from service.api.streams import _written_at
 from worker import logs
 from worker.logs import JsonFormatter, TraceParent, bind, bound, set_up
 
@@ -96,3 +99,23 @@ def test_a_process_that_is_asked_for_json_writes_nothing_else():
     )
     found = [json.loads(text) for text in ran.stderr.splitlines()]
     assert [(one["message"], one["job"]) for one in found] == [("one", "j"), ("two", "j")]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_who_reads_since_a_time_finds_it_at_the_begin_of_a_line_wherever_the_process_runs(form: str):
+    program = (
+        f"import logging; from worker.logs import set_up; set_up(level='INFO', form='{form}');"
+        "logging.getLogger('a').warning('late')"
+    )
+    before = datetime.now(UTC) - timedelta(seconds=1)  # a line's time is cut to milliseconds
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+        env={**os.environ, "TZ": "Asia/Tokyo"},
+    )
+    written = _written_at(ran.stderr)
+    assert written is not None, ran.stderr
+    assert before <= written <= datetime.now(UTC)

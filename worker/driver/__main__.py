@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 
 from worker.driver.attempt import Outcome, run_attempt
 from worker.driver.control_plane import ControlPlane, Refused
@@ -33,7 +32,6 @@ TERMINATED_REPORT_LIMIT_S = 10.0
 def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
     mask = mask_output()
-    logging.Formatter.converter = time.gmtime  # UTC: `slotline logs --since` compares it
     set_up(
         level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"), form=os.environ.get("SLOTLINE_LOG_FORMAT", "text")
     )

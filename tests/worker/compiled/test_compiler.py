@@ -148,12 +148,27 @@ def wrong(graph, arguments):
     return lambda *given: tuple(one * 2 for one in graph.forward(*given))
 
 
+def of_another_type(graph, arguments):
+    """The same values, to the bit."""
+    return lambda *given: tuple(one.double() for one in graph.forward(*given))
+
+
+def of_another_shape(graph, arguments):
+    """The same values in another shape, which they could be compared with."""
+    return lambda *given: tuple(one.unsqueeze(0) for one in graph.forward(*given))
+
+
+SHAPE = "[2, 256, 8]"
+
+
 @pytest.mark.parametrize(
     ("backend", "limit_s", "why"),
     [
         (broken, 3600.0, "NotImplementedError: no such operator here"),
         (slow, 1.0, "compiling took longer than training.compile_limit_s, 1 s for all stages"),
         (wrong, 3600.0, "compiled, an output of shape [2, 256, 8] differs by 1 of its size (at most 0.0001"),
+        (of_another_type, 3600.0, f"an output is {SHAPE} torch.float64, as traced {SHAPE} torch.float32"),
+        (of_another_shape, 3600.0, f"an output is [1, 2, 256, 8] torch.float32, as traced {SHAPE} torch"),
     ],
 )
 def test_what_cannot_be_compiled_runs_as_traced_and_a_note_says_which_and_why(
