@@ -63,11 +63,13 @@ class GlooTransport(RendezvousTransport):
         self._sends: dict[str, dist.ProcessGroupGloo] = {}
         self._receives: dict[str, dist.ProcessGroupGloo] = {}
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
+        self._alone: frozenset[str] = frozenset()
         self._abort_lock = threading.Lock()
         self._aborted = False
 
     def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
         """Raises ConnectError naming who is missing."""
+        self._alone = frozenset(name for name, ranks in groups.items() if len(ranks) == 1)
         remaining_s = self._rendezvous.join()
         try:
             self._device = self._make_device()
@@ -99,8 +101,11 @@ class GlooTransport(RendezvousTransport):
         finish(self.start_all_reduce(group, tensor))
 
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
-        if group not in self._groups:
+        if group in self._alone:
             return None
+        if group not in self._groups:
+            known = ", ".join(sorted(self._groups)) or "none"
+            raise ValueError(f"no gloo connection in group {group!r} was made; there are: {known}")
         reduce, (dense, write) = self._groups[group].allreduce, summable(tensor)
         ended = _started(group, f"the all-reduce over {group}", lambda: reduce([dense]))
         if write is None:

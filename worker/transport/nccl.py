@@ -114,6 +114,7 @@ class NcclTransport(RendezvousTransport):
         self._receives: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
+        self._alone: frozenset[str] = frozenset()
         # Calls under way are counted, so that no communicator is freed under a call that returns.
         self._state = threading.Condition()
         self._calls = 0
@@ -123,6 +124,7 @@ class NcclTransport(RendezvousTransport):
         """Make all communicators in one order that is the same on every worker, and try each with known values: the
         first call on a communicator blocks the host. A peer that dies while they are made blocks for ever; the driver
         kills."""
+        self._alone = frozenset(name for name, ranks in groups.items() if len(ranks) == 1)
         ends_s = time.monotonic() + self._rendezvous.join()
         try:
             self._connect(groups, lanes, ends_s)
@@ -184,13 +186,14 @@ class NcclTransport(RendezvousTransport):
             communicator.recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
-        if group not in self._groups:
+        if group in self._alone:
             return
+        communicator = _of(self._groups, group, "in group")
         dense, write = summable(tensor)
         kind = _summed(group, dense)
         pointer, count = dense.data_ptr(), dense.numel()
         with _peer_lost_if_it_fails(f"the all-reduce over {group}", group), self._call():
-            self._groups[group].allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
+            communicator.allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
         if write is not None:
             write()
 

@@ -31,7 +31,7 @@ def pair(request, monkeypatch):
 
     made = {mesh: make(mesh) for mesh in MESHES}
     lanes = (("m0", "m1"), ("m1", "m0"))
-    at_once(made, lambda mesh, transport: transport.connect({"all": (0, 1)}, lanes))
+    at_once(made, lambda mesh, transport: transport.connect({"all": (0, 1), "alone": (0,)}, lanes))
     yield made
     for transport in made.values():
         transport.abort()
@@ -141,3 +141,12 @@ def test_a_peer_without_a_connection_is_named_as_what_it_is(pair):
         pair["m0"].send("m7", 0, torch.zeros(1))
     with pytest.raises(ValueError, match="no NCCL connection in group 'nobody' was made; there are: all"):
         pair["m0"].start_all_gather("nobody", torch.zeros(2), torch.zeros(1))
+
+
+def test_a_sum_over_nobody_is_none(pair):
+    """It was left out without a word: every worker went on with its own part."""
+    with pytest.raises(ValueError, match="connection in group 'workers/m9' was made; there are: all"):
+        pair["m0"].all_reduce("workers/m9", torch.ones(2))
+    own = torch.ones(2)
+    pair["m0"].all_reduce("alone", own)
+    assert own.tolist() == [1, 1], "the sum over a group of one"
