@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRIVERS_IN_LINE = 64
+_SEARCHING_SHARE = 0.8
+"""Of the time that a plan may take: then the search ends with what it has, and on a busy machine the rest of the work
+(programs, proof) still comes before the process is ended."""
 
 PLAN_FORMATS = {
     "json": "application/json",
@@ -194,7 +197,12 @@ class Planner:
         gone = False
         try:
             work = asyncio.get_running_loop().run_in_executor(
-                self._processes_pool(), _guarded, function, place, time.time() + self._timeout_s, *arguments
+                self._processes_pool(),
+                _guarded,
+                function,
+                place,
+                time.time() + _SEARCHING_SHARE * self._timeout_s,
+                *arguments,
             )
             refused, text = await asyncio.wait_for(asyncio.shield(work), self._timeout_s + self._guard_s)
         except asyncio.CancelledError:

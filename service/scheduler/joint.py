@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import Literal
 
 import numpy as np
@@ -194,18 +194,18 @@ class _Choice:
     def judge_cuts(self, shapes: Sequence[_Shape]) -> None:
         """Judge cuts of every shape: all of them where they are few, else what borders moved one by one reach from
         the best start. Of many shapes only those whose starts look best deserve moves."""
-        share = 1.0 / len(shapes)
-        large = []
+        large, first = [], {}
         for shape in shapes:
             layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
             if stages > layers:
                 continue
-            if math.comb(layers - 1, stages - 1) > share * self._every_cut:
+            if math.comb(layers - 1, stages - 1) * len(shapes) > self._every_cut:
                 large.append(shape)
                 continue
-            for borders in combinations(range(1, layers), stages - 1):
+            self._judge(shape, self._by_formula(shape))  # where time ends, a good one is among those judged
+            cuts = combinations(range(1, layers), stages - 1)
+            for borders in takewhile(lambda _: not (self._late() and self.judged()), cuts):
                 self._judge(shape, (0, *borders))
-        first = {}
         for shape in large:
             if not first or not self._late():
                 first[shape] = self._judge(shape, self._by_formula(shape))

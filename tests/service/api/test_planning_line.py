@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
@@ -181,3 +182,24 @@ async def test_after_an_idle_process_was_ended_one_plan_is_refused_and_the_one_b
                 await planner._run(_at_once)
     finally:
         planner.close()
+
+
+class _AtOnce:
+    """A pool that notes when a search is to end, and answers."""
+
+    def __init__(self) -> None:
+        self.left_s: list[float] = []
+
+    def submit(self, _guarded, _function, _place, deadline: float, *_arguments) -> Future:
+        self.left_s.append(deadline - time.time())
+        done: Future = Future()
+        done.set_result((False, "planned"))
+        return done
+
+
+async def test_a_search_ends_well_before_its_process_is_ended(monkeypatch):
+    """What comes behind the search takes its time too, on a busy machine many times as long as alone."""
+    planner, pool = Planner(processes=1, queue=0, timeout_s=1000.0), _AtOnce()
+    monkeypatch.setattr(planner, "_processes_pool", lambda: pool)
+    assert await planner.plan_job({}, {}, budget_s=1.0) == "planned"
+    assert 0 < pool.left_s[0] <= 800

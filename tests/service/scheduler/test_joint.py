@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.scheduler import MeshSpec, SpecError, make_plan
+from service.scheduler import MeshSpec, SpecError, joint, make_plan
 from service.scheduler.joint import balanced, choose, equal_layers
 from service.scheduler.model.spec import NetworkSpec
 from service.scheduler.partition import partition
@@ -192,3 +192,19 @@ def test_what_fits_nowhere_is_refused_with_the_way_out():
         )
     with pytest.raises(SpecError, match="at least one stage a mesh"):
         choose({4: measured(6, 1)}, stages=[2], meshes=meshes(3), network=network(1e6), budget_s=1.0)
+
+
+def test_a_search_that_is_told_to_end_judges_no_more_cuts(monkeypatch):
+    """All cuts of a small model are judged one by one, for seconds: on a busy machine that was past every limit."""
+    judged = []
+    whole = joint._constructive_makespan
+    monkeypatch.setattr(joint, "_constructive_makespan", lambda spec: (judged.append(spec), whole(spec))[1])
+    arguments = dict(stages=[4], meshes=meshes(4), network=network(1e6), budget_s=10.0)
+    late = choose({4: measured(9, 3)}, expired=lambda: True, **arguments)
+    assert len(judged) <= 3 and late.plan.truncated
+    in_time = choose({4: measured(9, 3)}, **arguments)
+    assert len(judged) > 50
+    assert in_time.plan.makespan_s <= late.plan.makespan_s * (1 + 1e-9)
+    assert late.plan.makespan_s <= 1.5 * in_time.plan.makespan_s, (
+        "what is judged first is a cut that makes sense"
+    )
