@@ -28,7 +28,8 @@ class Local(NamedTuple):
 def compile_waits(local, lanes, latest):
     """(pointer, waits): the fewest waits between lanes for the instructions of one mesh, as their places.
 
-    `lanes` is their number; `latest[i]` the instruction that a receive is posted after (−1: none).
+    `lanes` is their number; `latest[i]` the instruction that a receive is posted after, or that an action
+    waits for until there is memory (−1: none).
     A wait implied by the lane's own order or by another wait is dropped.
     """
     microbatches, lane, resource = local.microbatches, local.lane, local.resource
@@ -47,11 +48,10 @@ def compile_waits(local, lanes, latest):
         kind = task // microbatches
         m = task - kind * microbatches
         found = 0
-        if local.receiving[index]:
-            if latest[index] >= 0:
-                candidates[0] = latest[index]
-                found = 1
-        else:
+        if latest[index] >= 0:
+            candidates[0] = latest[index]
+            found = 1
+        if not local.receiving[index]:
             for position in range(need_pointer[kind], need_pointer[kind + 1]):
                 need = needs[position] * microbatches + m
                 if local.exists[need]:

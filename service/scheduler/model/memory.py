@@ -5,11 +5,13 @@ Both depend on orders alone, so they hold at run time whatever the durations tur
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.model.problem import BACKWARD, FORWARD, OPS, WEIGHT, Problem
-from service.scheduler.model.timeline import Edges, Timeline
+from service.scheduler.model.timeline import Edges, Timeline, resource_edges
 
 _ROUNDING = 1e-13  # relative: what sums of some thousand durations are off by
 
@@ -89,6 +91,8 @@ def _same_instant(timeline: Timeline, times: np.ndarray) -> np.ndarray:
     hold a transfer up, and each of a chain of them the next, until the programs are later than their plan.
     """
     shortest = timeline.problem.shortest_s
+    if not shortest:  # nothing takes any time: there is one instant
+        return np.zeros_like(times)
     return np.abs(times) * np.clip(shortest / 2 / np.maximum(np.abs(times), shortest), _ROUNDING, TOLERANCE)
 
 
@@ -100,6 +104,38 @@ def receive_waits(timeline: Timeline) -> Edges:
 def posting_waits(timeline: Timeline) -> Edges:
     """(compute tasks, receives): the last action that ended when a transfer starts; the receive is posted after it."""
     return _posting(timeline, list(range(timeline.problem.meshes)))
+
+
+def holding_waits(timeline: Timeline) -> Edges:
+    """(transfers, compute tasks): where an action begins later than its causes and its lane let it, the last transfer
+    that its mesh has sent by then. So an action waits for memory: what was sent is gone."""
+    problem, nothing = timeline.problem, np.empty(0, dtype=np.int64)
+    limited = np.flatnonzero(problem.memory_limit >= 0)
+    if not len(limited):
+        return nothing, nothing
+    ready = np.zeros(problem.tasks)
+    for causes, effects in (problem.dependency_edges, resource_edges(problem, timeline.sequence)):
+        np.maximum.at(ready, effects, timeline.end[causes])
+    late = timeline.start - ready > _same_instant(timeline, timeline.start)
+    transfers = timeline.transfers
+    senders = problem.sender_of_kind[transfers // problem.microbatches]
+    sent, held = [nothing], [nothing]
+    for mesh in limited.tolist():
+        lane = timeline.lanes[mesh]
+        waiting, gone = lane[late[lane]], transfers[senders == mesh]
+        if not len(waiting) or not len(gone):
+            continue
+        gone = gone[np.argsort(timeline.end[gone], kind="stable")]
+        begin = timeline.start[waiting]
+        place = np.searchsorted(timeline.end[gone], begin + _same_instant(timeline, begin), side="right") - 1
+        # of those that end at that very instant one may stand behind the action that waits for another
+        behind = (place >= 0) & (timeline.rank[gone[place]] > timeline.rank[waiting])
+        while behind.any():
+            place[behind] -= 1
+            behind = (place >= 0) & (timeline.rank[gone[place]] > timeline.rank[waiting])
+        sent.append(gone[place[place >= 0]])
+        held.append(waiting[place >= 0])
+    return np.concatenate(sent), np.concatenate(held)
 
 
 def _posting(timeline: Timeline, meshes: list[int]) -> Edges:
@@ -171,7 +207,26 @@ def keeps_memory(timeline: Timeline) -> bool:
     return not over_memory(timeline)
 
 
+def first_over_memory(timeline: Timeline) -> tuple[int, float] | None:
+    """(mesh, seconds): the first instant from which a mesh holds more than its memory_bytes; None where none does."""
+    problem, first = timeline.problem, None
+    room = (problem.memory_limit - problem.static_bytes).tolist()
+    for mesh, times, held in _levels(timeline, activations=True):
+        over = np.flatnonzero(held > room[mesh]) if problem.memory_limit[mesh] >= 0 else ()
+        if len(over) and (first is None or times[over[0]] < first[1]):
+            first = mesh, float(times[over[0]])
+    return first
+
+
 def _peaks(timeline: Timeline, *, activations: bool) -> np.ndarray:
+    peaks = np.zeros(timeline.problem.meshes, dtype=np.int64)
+    for mesh, _, held in _levels(timeline, activations=activations):
+        peaks[mesh] = held.max(initial=0)
+    return peaks
+
+
+def _levels(timeline: Timeline, *, activations: bool) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(mesh, the end of each instant, bytes held from then on) of every mesh, by time."""
     problem = timeline.problem
     times, meshes, changes = _buffer_changes(timeline)
     if activations:
@@ -180,22 +235,22 @@ def _peaks(timeline: Timeline, *, activations: bool) -> np.ndarray:
             times += [timeline.start[lane], timeline.end[lane]]
             meshes += [np.full(2 * len(lane), mesh)]
             changes += [change[:, 0], change[:, 1]]
-    peaks = np.zeros(problem.meshes, dtype=np.int64)
     if not times:
-        return peaks
+        return
     when, where, change = np.concatenate(times), np.concatenate(meshes), np.concatenate(changes)
     order = np.argsort(when)  # whatever the order inside an instant
-    instant = _instants(when[order])
+    when = when[order]
+    instant = _instants(when)
     # mesh by mesh, and of each instant what holds at its end: ends come before starts, and only starts take
     by_mesh = np.argsort(where[order].astype(np.int32), kind="stable")
-    where, instant = where[order][by_mesh], instant[by_mesh]
+    when, where, instant = when[by_mesh], where[order][by_mesh], instant[by_mesh]
     held = np.cumsum(change[order][by_mesh])
     last = np.append((where[1:] != where[:-1]) | (instant[1:] != instant[:-1]), True)
     begin = np.searchsorted(where, np.arange(problem.meshes))
     for mesh, (first, end) in enumerate(zip(begin, np.append(begin[1:], len(where)), strict=True)):
         before = held[first - 1] if first else 0
-        peaks[mesh] = (held[first:end][last[first:end]] - before).max(initial=0)
-    return peaks
+        ends = last[first:end]
+        yield mesh, when[first:end][ends], held[first:end][ends] - before
 
 
 def _buffer_changes(timeline: Timeline) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

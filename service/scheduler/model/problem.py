@@ -118,8 +118,9 @@ class Problem(Holding):
 
     @cached_property
     def shortest_s(self) -> float:
-        """The shortest action or transfer that takes any time."""
-        return float(self.duration.min(where=self.duration > 0, initial=np.inf))
+        """The shortest action or transfer that takes any time; 0 where none does."""
+        lasting = self.duration[self.duration > 0]
+        return float(lasting.min()) if len(lasting) else 0.0
 
     @cached_property
     def dependencies(self) -> list[list[int]]:

@@ -9,20 +9,22 @@ import numpy as np
 
 from service.scheduler import kernels
 from service.scheduler.model.local_actions import COMPUTE_RANK, LocalAction, actions_of_mesh
-from service.scheduler.model.memory import latest_compute
+from service.scheduler.model.memory import holding_waits, latest_compute
 from service.scheduler.model.problem import Problem
-from service.scheduler.model.timeline import Timeline
+from service.scheduler.model.timeline import Edges, Timeline
 from worker.program import COMPUTE_LANE, Instruction
 
 
 def compile_programs(timeline: Timeline) -> dict[str, list[Instruction]]:
     """The program of every mesh; each training program ends with REDUCE and STEP."""
+    held = holding_waits(timeline)
     return {
-        mesh.name: _compile_mesh(timeline, index) for index, mesh in enumerate(timeline.problem.spec.meshes)
+        mesh.name: _compile_mesh(timeline, index, held)
+        for index, mesh in enumerate(timeline.problem.spec.meshes)
     }
 
 
-def _compile_mesh(timeline: Timeline, mesh: int) -> list[Instruction]:
+def _compile_mesh(timeline: Timeline, mesh: int, held: Edges) -> list[Instruction]:
     problem = timeline.problem
     actions = actions_of_mesh(problem, mesh)
     here = np.zeros(problem.kinds, dtype=bool)
@@ -37,6 +39,8 @@ def _compile_mesh(timeline: Timeline, mesh: int) -> list[Instruction]:
     latest = np.full(len(tasks), -1, dtype=np.int64)
     behind = latest_compute(timeline, compute, tasks[receiving])
     latest[receiving] = np.where(behind >= 0, index[compute[behind]] if len(compute) else -1, -1)
+    sent, waiting = (side[here[held[1] // problem.microbatches]] for side in held)
+    latest[index[waiting]] = index[sent]
     local = kernels.Local(
         microbatches=problem.microbatches,
         resource_count=problem.resource_count,

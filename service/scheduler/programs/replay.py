@@ -45,7 +45,8 @@ def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
         raise PlanError(_cycle_message(problem, meshes, sources, targets, times.topological))
     serialised = make_timeline(problem, times.start, times.topological).end[times.topological].max()
     if problem.spec.network.contention == "none" and problem.spec.overlap:
-        # messages of one pair may overlap: only what they carry and when receives are posted says when they start
+        # messages of one pair may overlap: only what they carry, when receives are posted and what actions wait for
+        # says when they start
         lanes = lane_edges([program.compute for program in meshes])
         posted = (sources[posting], targets[posting])
         times = earliest_times(problem, problem.dependency_edges, lanes, posted)
@@ -53,7 +54,7 @@ def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
 
 
 def _edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sources, targets, posting): lane orders and waits between tasks; posting marks the waits of receives."""
+    """(sources, targets, posting): orders of lanes and waits; posting marks those that are waits of receives or actions."""
     sources, targets, posting = [], [], []
     for program in meshes:
         for lane in range(len(program.lane_names)):
@@ -66,7 +67,7 @@ def _edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarra
         both = (a >= 0) & (b >= 0)
         sources.append(a[both])
         targets.append(b[both])
-        posting.append(program.receiving[waiting[both]])
+        posting.append(program.receiving[waiting[both]] | (program.lane[waiting[both]] == 0))
     return np.concatenate(sources), np.concatenate(targets), np.concatenate(posting)
 
 

@@ -26,6 +26,7 @@ from service.scheduler.model.timeline import OrderError, Timeline, retime, simul
 from service.scheduler.search import exact, exact_model, rules, short
 from service.scheduler.search.bounds import lower_bounds, settle
 from service.scheduler.search.constructive import COMPARED, LARGE, SLACK, Constructive
+from service.scheduler.search.held import held_back
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from service.scheduler.search.late import late_transfers
 from service.scheduler.search.origin import FIRST_RUN_SEED
@@ -38,6 +39,7 @@ _TASKS_OF_AN_EMPTY_RUN = 100
 _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _PARTS_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
+_HELD = 4  # plans of rules that are too full, with forwards that wait for memory
 _RUN_HERE = 4  # how many rules that a short step says are good
 _UNCOUNTED_SHARE = 0.1  # of the budget: what constructive plans may take beside it
 _MODEL_SECONDS = 4e-4  # what each literal of the solver's model takes before the search for a solution begins
@@ -85,6 +87,7 @@ def search(
     """The shortest timeline found, never longer than any seed; None when nothing fits the limits."""
     search = _Search(problem, seeds, expired)
     search.guarded(search.try_standard_rules)
+    search.guarded(search.hold_back)
     spent_s = search.spent_s
     budget_s -= max(0.0, spent_s - _UNCOUNTED_SHARE * budget_s)
     # small problems are solved at once; larger ones need a good plan first; of the largest nothing is solved
@@ -201,7 +204,13 @@ class _Search:
         yield again
         if self._limited:
             yield timeline
-            yield late_transfers(again, self._constructive.over_memory(again) > 0)
+            late = late_transfers(again, self._constructive.over_memory(again) > 0)
+            yield late
+            if not self.large:
+                worth_s = np.inf if self.best is None else self.best.makespan
+                for one in (timeline, late):
+                    if (held := held_back(one, worth_s=worth_s)) is not None:
+                        yield held
 
     @property
     def spent_s(self) -> float:
@@ -219,6 +228,13 @@ class _Search:
             self._offer_starts(self._follow(rule))
             if self._limited and not self.large:
                 self._offer_starts(self._follow(rule, late=False))
+
+    def hold_back(self) -> None:
+        """The shortest plans of rules that are too full with what is sent and received, with forwards that wait."""
+        if self.best is not None and self.done:
+            return
+        for timeline in sorted(self._constructive.too_full, key=lambda one: one.makespan)[:_HELD]:
+            self._offer_starts(timeline)
 
     def _follow(self, rule: rules.Rule, *, late: bool = True) -> Timeline | None:
         # of a large problem the same rule within memory is not worth a run where it is long without

@@ -56,6 +56,8 @@ class Constructive:
         self.limited = bool((problem.memory_limit >= 0).any())
         self.large = problem.tasks > LARGE
         self.runner = rules.RuleRunner(problem)
+        self.too_full: list[Timeline] = []
+        """What rules made of a problem that is not large, and what buffers take does not fit."""
         self._tries = 1 if not self.limited else _TRIES // 2 if self.large else _TRIES
 
     @property
@@ -77,6 +79,8 @@ class Constructive:
             over = self.over_memory(timeline)
             if (over <= 0).all():
                 return timeline
+            if late and limit is self.problem.activation_limit and not self.large:
+                self.too_full.append(timeline)
             if late:
                 timeline = late_transfers(timeline, over > 0)
                 over = self.over_memory(timeline)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
-from service.scheduler.model.memory import posting_waits
+from service.scheduler.model.memory import holding_waits, posting_waits
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges
 
@@ -53,9 +53,8 @@ def stretched_makespan(timeline: Timeline, longer: float) -> float:
     durations = problem.duration.copy()
     durations[problem.compute_kinds :] *= longer
     flat = durations.reshape(-1)
-    times = earliest_times(
-        problem, problem.dependency_edges, posting_waits(timeline), lane_edges(orders), durations=flat
-    )
+    waits = posting_waits(timeline), holding_waits(timeline), lane_edges(orders)
+    times = earliest_times(problem, problem.dependency_edges, *waits, durations=flat)
     if not times.complete:
         return float("inf")
     return float((times.start + flat)[times.topological].max())

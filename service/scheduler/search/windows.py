@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.memory import activation_changes, posting_waits
+from service.scheduler.model.memory import activation_changes, holding_waits, posting_waits
 from service.scheduler.model.problem import Problem
 from service.scheduler.model.timeline import Edges, Timeline, compress_edges, resource_edges, retime
 
@@ -34,9 +34,11 @@ class Paths:
 
     @cached_property
     def _postings(self) -> Edges:
-        """(compute tasks, receives that are posted after them), where that is what keeps a limit."""
+        """(compute tasks, receives that are posted after them) and (sends, actions that wait for their buffers), where
+        that is what keeps a limit."""
         if limits_buffers(self.timeline.problem):
-            return posting_waits(self.timeline)
+            waits = posting_waits(self.timeline), holding_waits(self.timeline)
+            return np.concatenate([w[0] for w in waits]), np.concatenate([w[1] for w in waits])
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
     def window(self, first: int, last: int) -> Window:
@@ -132,7 +134,8 @@ class Window:
         """The whole timeline with the window's tasks in this order, played again; raises OrderError where it has a cycle.
 
         Where bytes or buffers are limited, a transfer waits for the actions that end before its `start` (seconds,
-        one for each task of `order`): its receive is posted after them.
+        one for each task of `order`): its receive is posted after them. Where bytes are, an action that begins later
+        than it could waits for what its mesh sends.
         """
         timeline = self.timeline
         problem = timeline.problem
@@ -141,7 +144,8 @@ class Window:
             return retime(problem, sequence)
         times = timeline.start.copy()
         times[order] = start
-        return retime(problem, sequence, posting_waits(Timeline(problem, times, sequence)))
+        planned = Timeline(problem, times, sequence)
+        return retime(problem, sequence, posting_waits(planned), holding_waits(planned))
 
 
 def limits_buffers(problem: Problem) -> bool:

@@ -106,3 +106,14 @@ def test_a_step_of_the_search_that_fails_costs_the_plan_nothing_but_its_own_gain
     plan = make_plan(load_spec(data), budget_s=0.5)
     check_plan(data, json.loads(plan.model_dump_json()))
     assert any("exact_search failed with OverflowError" in note for note in plan.notes)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_step_that_takes_no_time_at_all_is_planned():
+    data = chain(
+        3, 4, forward=0.0, backward=0.0, transfer=0.0, schedule="auto", split_backward=True, contention="link"
+    )
+    for mesh in data["meshes"]:
+        mesh.update(memory_bytes=8, receive_buffer_limit=2)
+    plan = make_plan(load_spec(data), budget_s=0.05)
+    assert not plan.notes and plan.proven_optimal and plan.makespan_s == 0

@@ -77,6 +77,26 @@ def test_every_placement_with_several_stages_a_mesh(graph, schedule, mesh_of_sta
     check_step(graph, mesh_of_stage, programs)
 
 
+def test_forwards_that_wait_until_there_is_memory():
+    mesh_of_stage = ["m0", "m1", "m2"]
+    costs = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0, "activation_bytes": 2}
+    stages = [{"name": f"s{s}", "mesh": f"m{s}", "weight_stash_bytes": 1, **costs} for s in range(3)]
+    edges = [
+        {"source": f"s{s}", "target": f"s{s + 1}", "forward_s": 6.0, "backward_s": 6.0, "held_bytes": 6}
+        for s in range(2)
+    ]
+    limited = {
+        "stages": stages,
+        "edges": edges,
+        "meshes": [{"name": "m0", "memory_bytes": 12}, {"name": "m1"}, {"name": "m2"}],
+        "network": {"contention": "link"},
+    }
+    _, programs = planned(chain(3), mesh_of_stage, 3, "auto", **limited)
+    sends = {one.record for one in programs["m0"] if one.op == "SEND_F"}
+    assert any(one.op == "F" and sends & {*one.wait} for one in programs["m0"])
+    check_step(chain(3), mesh_of_stage, programs, 3)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_a_named_schedule_with_split_backward(schedule):
     graph = skips()

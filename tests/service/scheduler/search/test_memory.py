@@ -6,7 +6,7 @@ import random
 import pytest
 
 from service.scheduler import SpecError, load_spec, make_plan
-from tests.service.scheduler.checker import check_plan
+from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.search.test_bounds import random_graph
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain
@@ -49,7 +49,7 @@ def test_a_plan_stays_within_memory_and_near_the_optimum_under_it(part):
         check_plan(data, json.loads(plan.model_dump_json()))
         assert plan.lower_bound_s <= best * (1 + 1e-9) and plan.makespan_s >= best * (1 - 1e-9), seed
         assert not plan.proven_optimal or plan.makespan_s == pytest.approx(best), seed
-        # the solver may hold a transfer back until a buffer is free; programs wait for inputs and lanes only
+        # the solver may hold anything back until there is room; programs wait for what ends on their own mesh
         assert plan.makespan_s <= 2 * best, seed
         optimal += plan.makespan_s <= best * (1 + 1e-9)
     assert checked >= 20 and optimal >= 0.55 * checked
@@ -62,6 +62,23 @@ def bytes_chain(stages, microbatches, size, **fields):
         del edge["forward_s"], edge["backward_s"]
         edge["forward_bytes"] = edge["backward_bytes"] = size
     return data
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "size", "memory", "before"), [(3, 6, 12, 91), (4, 3, 11, 40), (4, 6, 18, 68)]
+)
+def test_a_forward_waits_until_what_was_sent_before_it_is_gone(microbatches, size, memory, before):
+    data = bytes_chain(3, microbatches, 1, schedule="auto")
+    for edge in data["edges"]:
+        edge["forward_bytes"] = edge["backward_bytes"] = size  # at one byte a second: slower than the stages
+    data["meshes"][0]["memory_bytes"] = memory
+    plan = make_plan(load_spec(data), budget_s=0.5)
+    check_plan(data, json.loads(plan.model_dump_json()))
+    run_programs(data, plan.programs, seed=3)
+    assert plan.makespan_s < before  # the best order that begins everything as early as it can
+    program = plan.programs["m0"]
+    sends = {one["record"] for one in program if one["op"].startswith("SEND")}
+    assert any(one["op"] == "F" and sends & set(one["wait"]) for one in program)
 
 
 def test_the_peak_of_a_mesh_is_what_a_hand_count_says():
