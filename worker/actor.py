@@ -45,6 +45,7 @@ from worker.running import run_options, told_as_failure
 from worker.saving import Saving
 from worker.shared_check import Place, check_shared
 from worker.sharing_matrices import share_matrices
+from worker.step_values import EvaluatedBatch, WorkerStep
 from worker.tf32 import use_tf32
 from worker.traced_model import JobModel
 from worker.tracing import Tracing
@@ -269,36 +270,34 @@ class Worker(Measuring, Saving, Tracing):
         """Whether the data goes on as far as this step; None on workers that read none."""
         return self._reader.has(step)
 
-    def run_step(self, step: int) -> dict[str, Any]:
-        """Run one optimizer step; losses (sink only), measured slots on this worker's clock, gradient norm."""
+    def run_step(self, step: int) -> WorkerStep:
+        """Run one optimizer step."""
         rate = None if self._optimizer is None else learning_rate(self._optimizer)
         self._memory.begin()
         with self._told():
             inputs, targets = self._reader.take(step)
             result = self._engine.run_step(step, inputs, targets)
-        return {
-            "losses": result.losses,
-            "metrics": result.metrics,
-            "grad_norm": result.grad_norm,
-            "learning_rate": rate,
-            "skipped": result.skipped,
-            "loss_scale": result.loss_scale,
-            "overflowed": result.overflowed,
-            "started_s": result.started_s,
-            "ended_s": result.ended_s,
-            "slots": result.slots,
-            "peak_memory_bytes": self._memory.read(),
-            "tokens_per_sample": self._batches.tokens_per_sample,
-            "gpu": self._gpu.read(),
-        }
+        return WorkerStep(
+            slots=result.slots,
+            losses=result.losses,
+            metrics=result.metrics,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+            overflowed=result.overflowed,
+            peak_memory_bytes=self._memory.read(),
+            tokens_per_sample=self._batches.tokens_per_sample,
+            gpu=self._gpu.read(),
+        )
 
     def evaluation_size(self) -> EvaluationSize:
         """How much there is to evaluate, in the microbatches that were planned."""
         return self._evaluated.size
 
-    def evaluate(self, batch: int) -> dict[str, Any]:
-        """Run one batch of the evaluation data through the evaluated stages; batch 0 begins an evaluation. What of it
-        counts: losses, metrics and weights, one a microbatch, where the model's output is. Changes nothing else."""
+    def evaluate(self, batch: int) -> EvaluatedBatch:
+        """Run one batch of the evaluation data through the evaluated stages; batch 0 begins an evaluation. Changes
+        nothing else."""
         with self._told():
             return self._evaluator.run(batch)
 

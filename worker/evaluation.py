@@ -25,6 +25,7 @@ from worker.nests import Target, tokens_of
 from worker.program import program_from_json
 from worker.reading import StageReader
 from worker.running import run_options
+from worker.step_values import EvaluatedBatch
 from worker.training import ignored_target
 from worker.transport.base import Transport
 
@@ -100,19 +101,18 @@ class Evaluator:
         """Make the lanes; the transport is connected."""
         self._engine.connect()
 
-    def run(self, batch: int) -> dict[str, Any]:
-        """What batch `batch` gave, of the microbatches that count: `losses`, `metrics` by name and `weights` (what each
-        counts), where the model's output is. Batch 0 begins an evaluation."""
+    def run(self, batch: int) -> EvaluatedBatch:
+        """What batch `batch` gave. Batch 0 begins an evaluation."""
         if batch == 0:
             self._begin()
         inputs, targets = self._reader.take(batch)
         result = self._engine.run_step(batch, inputs, targets)
         counted = self._batches.counted(batch) if self._reader.has_output else 0
-        return {
-            "losses": result.losses[:counted],
-            "metrics": {name: values[:counted] for name, values in result.metrics.items()},
-            "weights": [self._weight(target) for target in (targets or ())[:counted]],
-        }
+        return EvaluatedBatch(
+            losses=result.losses[:counted],
+            metrics={name: values[:counted] for name, values in result.metrics.items()},
+            weights=[self._weight(target) for target in (targets or ())[:counted]],
+        )
 
     def close(self) -> None:
         """End threads; the transport is not this one's to close."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.cluster_settings import DEFAULT
 from service.orchestrator.clusters import Clusters, NamedCluster
-from service.orchestrator.shared_runs import RunFailedError, SharedRuns
+from service.orchestrator.shared_runs import SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
 from service.store.database import Database, utc_now
@@ -32,17 +32,18 @@ class JobExporter:
         self._database, self._clusters = database, clusters
         self._submitter, self._limit_s = submitter, limit_s
         self._runs = SharedRuns(
-            database, "export", at_once=_RUNS, busy=lambda runs: f"{runs} exports are under way"
+            database,
+            "export",
+            at_once=_RUNS,
+            busy=lambda runs: f"{runs} exports are under way",
+            failed=ExportFailedError,
         )
 
     async def exported(self, request: ExportRequest, *, cluster: str = DEFAULT) -> Mapping[str, Any] | None:
         """What was written (JSON of an Exported), once; None while the job's cluster writes it, which begins with the
         first call: ask again. Raises ExportFailedError, once, and PlannerBusyError."""
-        try:
-            write = functools.partial(self._run, request, self._clusters.of(cluster))
-            answer = await self._runs.answer(request.to_json(), write, place=cluster)
-        except RunFailedError as error:
-            raise ExportFailedError(str(error)) from None
+        write = functools.partial(self._run, request, self._clusters.of(cluster))
+        answer = await self._runs.answer(request.to_json(), write, place=cluster)
         return None if answer is None else json.loads(answer)
 
     async def close(self) -> None:

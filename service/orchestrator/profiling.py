@@ -11,7 +11,7 @@ from typing import Any
 from service.cluster_settings import DEFAULT
 from service.orchestrator.clusters import Clusters, NamedCluster
 from service.orchestrator.decide import device_of
-from service.orchestrator.shared_runs import RunFailedError, SharedRuns
+from service.orchestrator.shared_runs import SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
 from service.principals import NOBODY
@@ -58,6 +58,7 @@ class JobProfiler:
             at_once=_RUNS_AT_ONCE,
             in_line=_RUNS_IN_LINE,
             busy=lambda runs: f"{runs} jobs are being measured or wait for it",
+            failed=ProfilingFailedError,
         )
 
     async def costs(
@@ -81,10 +82,7 @@ class JobProfiler:
                 f"its secrets ({', '.join(names)}) are given to attempts only: submit it, or plan it without them"
             )
         measure = functools.partial(self._measure, digest, spec, counts, self._clusters.of(cluster))
-        try:
-            await self._runs.answer(digest, measure, place=cluster)
-        except RunFailedError as error:
-            raise ProfilingFailedError(str(error)) from None
+        await self._runs.answer(digest, measure, place=cluster)
         return None
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from service.orchestrator.clusters import Clusters
-from service.orchestrator.shared_runs import RunFailedError, SharedRuns
+from service.orchestrator.shared_runs import SharedRuns
 from service.orchestrator.short_runs import NoAnswerError, RunTooLongError, run_for_answer
 from service.orchestrator.submission import Submitter
 from service.store.database import Sessions, utc_now
@@ -39,7 +39,11 @@ class JobRemover:
         self._database, self._clusters = database, clusters
         self._submitter, self._limit_s = submitter, limit_s
         self._runs = SharedRuns(
-            database, "remove", at_once=_RUNS, busy=lambda runs: f"{runs} deletions are under way"
+            database,
+            "remove",
+            at_once=_RUNS,
+            busy=lambda runs: f"{runs} deletions are under way",
+            failed=RemovalFailedError,
         )
 
     async def removed(
@@ -50,11 +54,8 @@ class JobRemover:
         Raises InUseError where it is read, or where the job would go on from it, RemovalFailedError and
         PlannerBusyError.
         """
-        try:
-            remove = functools.partial(self._one, job_id, folders, by)
-            answer = await self._runs.answer(json.dumps([job_id, *folders]), remove, place=cluster)
-        except RunFailedError as error:
-            raise RemovalFailedError(str(error)) from None
+        remove = functools.partial(self._one, job_id, folders, by)
+        answer = await self._runs.answer(json.dumps([job_id, *folders]), remove, place=cluster)
         if answer is None:
             return None
         told = json.loads(answer)

@@ -23,20 +23,24 @@ BEAT_S = 5.0
 Work = Callable[[], Awaitable[str | None]]
 
 
-class RunFailedError(Exception):
-    """The run ended without an answer; the message is the one of the error that it raised."""
-
-
 class SharedRuns:
     """Runs of one kind. Of those that this process begins in a place `at_once` go on, `in_line` more wait for their turn.
 
-    What they do may be cut off anywhere, but for what is `uncut`. `busy` tells of a number of runs why no more are taken.
+    What they do may be cut off anywhere, but for what is `uncut`. `busy` tells of a number of runs why no more are taken,
+    `failed` makes the error of a run that ended without an answer, of the message of the one that it raised.
     """
 
     def __init__(
-        self, database: Sessions, kind: str, *, at_once: int, in_line: int = 0, busy: Callable[[int], str]
+        self,
+        database: Sessions,
+        kind: str,
+        *,
+        at_once: int,
+        in_line: int = 0,
+        busy: Callable[[int], str],
+        failed: Callable[[str], Exception],
     ) -> None:
-        self._database, self._kind, self._busy = database, kind, busy
+        self._database, self._kind, self._busy, self._failed = database, kind, busy, failed
         self._most = at_once + in_line
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(at_once))
         self._here = Counter[str]()
@@ -48,7 +52,7 @@ class SharedRuns:
         """What came of the run for `request`, once; None while it goes on, which begins with the first call: ask again.
 
         It has its turn among those of its `place`. An answer of None is not told: the next call begins again. Raises
-        RunFailedError, once, and PlannerBusyError.
+        the error of a run that failed, once, and PlannerBusyError.
         """
         key = f"{self._kind}-{hashlib.sha256(f'{place} {request}'.encode()).hexdigest()}"
         if key in self._runs or await run_goes_on(self._database, key):
@@ -60,7 +64,7 @@ class SharedRuns:
             mine = mine and await take_run(session, key, self._holder)
         if end is not None:
             if end.failure is not None:
-                raise RunFailedError(end.failure)
+                raise self._failed(end.failure)
             return end.answer
         if full:
             raise PlannerBusyError(self._busy(self._here[place]))

@@ -162,7 +162,7 @@ class _Seeing:
 
         began = time.monotonic()
         results = self.run.step(step)
-        self.slots = sum(len(result["slots"]) for result in results)
+        self.slots = sum(len(result.slots) for result in results)
         with self.parts.of(SLOTS):
             results = [pickle.loads(pickle.dumps(result, protocol=5)) for result in results]
         with self.parts.of(RECORD):

@@ -58,7 +58,7 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
         microbatches=planned.microbatches,
     )
     worker.warm_up(1)
-    losses = [worker.run_step(step)["losses"] for step in range(1, given["steps"] + 1)]
+    losses = [worker.run_step(step).losses for step in range(1, given["steps"] + 1)]
     state = worker.engine.state()["parameters"]
     norm = torch.stack([tensor.double().square().sum().cpu() for tensor in state.values()]).sum()
     worker.close()

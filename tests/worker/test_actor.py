@@ -98,10 +98,10 @@ def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume
     with Workers(spec) as run:
         for step in range(1, 5):
             results = run.step(step)
-            values = [loss for result in results for loss in result["losses"]]
+            values = [loss for result in results for loss in result.losses]
             assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
-            assert len({result["learning_rate"] for result in results}) == 1
-            found_rates.append(results[0]["learning_rate"])
+            assert len({result.learning_rate for result in results}) == 1
+            found_rates.append(results[0].learning_rate)
         uri = checkpoint.step_uri(str(tmp_path), "job", 4)
         run.call(lambda w: w.save(uri, 4))
         checkpoint.finish(uri, step=4, shards=["m0", "m1", "m2"], keep=1)
@@ -109,9 +109,9 @@ def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume
         assert run.call(lambda w: w.restore(uri)) == [4, 4]
         for step in range(5, 9):
             results = run.step(step)
-            values = [loss for result in results for loss in result["losses"]]
+            values = [loss for result in results for loss in result.losses]
             assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
-            found_rates.append(results[0]["learning_rate"])
+            found_rates.append(results[0].learning_rate)
     assert found_rates == pytest.approx(rates)
 
 
@@ -252,10 +252,10 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
     spec["training"]["non_finite"] = "skip"
     with Workers(spec) as run:
         steps = [run.step(step) for step in (1, 2, 3, 4)]
-    assert [results[0]["skipped"] for results in steps] == [False, True, False, False]
+    assert [results[0].skipped for results in steps] == [False, True, False, False]
     kept = [steps[i] for i in (0, 2, 3)]
-    assert [results[0]["learning_rate"] for results in kept] == pytest.approx(rates)
-    found = [[loss for result in results for loss in result["losses"]] for results in kept]
+    assert [results[0].learning_rate for results in kept] == pytest.approx(rates)
+    found = [[loss for result in results for loss in result.losses] for results in kept]
     assert [sum(values) / len(values) for values in found] == pytest.approx(losses, rel=1e-5)
 
 
@@ -268,7 +268,7 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
             except OutOfMemoryFailure as error:
                 failure = error
                 break
-            assert [result["peak_memory_bytes"] > 0 for result in results] == [True, True]
+            assert [result.peak_memory_bytes > 0 for result in results] == [True, True]
     assert failure.reason is Reason.OUT_OF_MEMORY and failure.mesh == "m1" and failure.seen_bytes > 0
     assert "can't allocate memory" in failure.message and "1F" in failure.message
     assert "mesh m1 was planned with 1,234,567 bytes" in failure.message
@@ -355,7 +355,7 @@ def test_a_job_that_leaves_its_numbers_open_learns_what_a_plain_loop_learns_at_t
         chosen = run.planned["spec"]["microbatches"]
         assert chosen in (1, 2, 4, 8) and len(run.planned["begins"]) % 2 == 0
         found = run.losses(range(1, 5))
-        counts = [len(result["losses"]) for result in run.step(5)]
+        counts = [len(result.losses) for result in run.step(5)]
     assert set(counts) <= {0, chosen}, "as many losses as microbatches, where the model ends"
     spec["training"]["microbatches"] = chosen
     assert found == pytest.approx(plain(spec, range(1, 5))[0], rel=1e-5)

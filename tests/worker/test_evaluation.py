@@ -220,7 +220,7 @@ def test_training_is_to_the_bit_what_it_is_without_evaluation(layout, loss):
             for step in range(1, 5):
                 if evaluated and step != 2:
                     run.evaluate()
-                found.append([result["losses"] for result in run.step(step)])
+                found.append([result.losses for result in run.step(step)])
             states = [worker.engine.state() for worker in run.workers]
             tensors = [
                 (name, tensor.clone())

@@ -71,8 +71,8 @@ def ran(run, steps):
     told = []
     for step in steps:
         results = run.step(step)
-        ((scale, skipped),) = {(result["loss_scale"], result["skipped"]) for result in results}
-        losses = [loss for result in results for loss in result["losses"]]
+        ((scale, skipped),) = {(result.loss_scale, result.skipped) for result in results}
+        losses = [loss for result in results for loss in result.losses]
         told.append((sum(losses) / len(losses), scale, skipped))
     return told
 

@@ -15,6 +15,7 @@ from worker.job import Factory
 from worker.job_loss import JobLoss
 from worker.model import build_model, call_factory
 from worker.reasons import Reason
+from worker.step_values import WorkerStep
 from worker.training import make_loss
 
 
@@ -49,8 +50,8 @@ def test_metrics_are_the_means_over_microbatches_and_workers(layout, recompute):
     with Workers(spec) as run:
         results = run.step(1)
         metrics = mean_metrics(results)
-        assert {len(values) for r in results for values in r["metrics"].values()} == {2}
-        losses = [loss for result in results for loss in result["losses"]]
+        assert {len(values) for r in results for values in r.metrics.values()} == {2}
+        losses = [loss for result in results for loss in result.losses]
         assert {"loss": sum(losses) / len(losses), **metrics} == pytest.approx(expected, rel=1e-5)
         assert mean_metrics(run.step(2)) != metrics
 
@@ -121,9 +122,9 @@ def test_names_that_change_between_microbatches_are_refused():
 
 def test_names_that_differ_between_workers_are_refused():
     results = [
-        {"losses": [1.0], "metrics": {"a": [1.0]}},
-        {"losses": [], "metrics": {}},
-        {"losses": [1.0], "metrics": {}},
+        WorkerStep([], losses=[1.0], metrics={"a": [1.0]}),
+        WorkerStep([]),
+        WorkerStep([], losses=[1.0]),
     ]
     with pytest.raises(AttemptFailure, match="metrics a on one worker and none on another") as failed:
         mean_metrics(results)

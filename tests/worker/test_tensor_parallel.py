@@ -230,9 +230,9 @@ def test_fp16_finds_an_overflow_of_anybodys_part(sharing):
         data["resources"] = JobSpec.model_validate(data).model_dump(mode="json")["resources"]
         with Workers(data) as workers:
             steps = [workers.step(number) for number in range(1, 11)]
-        assert all(len({(one["loss_scale"], one["skipped"]) for one in step}) == 1 for step in steps)
-        found.append([(step[0]["loss_scale"], step[0]["skipped"]) for step in steps])
-        losses = [sum(loss for one in step for loss in one["losses"]) for step in steps]
+        assert all(len({(one.loss_scale, one.skipped) for one in step}) == 1 for step in steps)
+        found.append([(step[0].loss_scale, step[0].skipped) for step in steps])
+        losses = [sum(loss for one in step for loss in one.losses) for step in steps]
     assert found[0] == found[1]
     assert {skipped for _, skipped in found[0]} == {False, True}
     assert losses[-1] < losses[0]

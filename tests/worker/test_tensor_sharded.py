@@ -110,8 +110,8 @@ def test_a_norm_counts_every_part_once_whoever_has_it():
     for layout in ([ONE, ONE], [BOTH, APART]):
         with Workers(on(layout, spec)) as run:
             steps = [run.step(number) for number in range(1, 4)]
-        assert all(len({one["grad_norm"] for one in step}) == 1 for step in steps), "all know the same"
-        norms.append([step[0]["grad_norm"] for step in steps])
+        assert all(len({one.grad_norm for one in step}) == 1 for step in steps), "all know the same"
+        norms.append([step[0].grad_norm for step in steps])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
@@ -127,7 +127,7 @@ def test_fp16_leaves_out_the_same_steps():
     for layout in ([APART, APART], [BOTH, BOTH]):
         with Workers(on(layout, spec)) as run:
             steps = [run.step(number) for number in range(1, 9)]
-        assert all(len({(one["loss_scale"], one["skipped"]) for one in step}) == 1 for step in steps)
-        found.append([(step[0]["loss_scale"], step[0]["skipped"]) for step in steps])
+        assert all(len({(one.loss_scale, one.skipped) for one in step}) == 1 for step in steps)
+        found.append([(step[0].loss_scale, step[0].skipped) for step in steps])
     assert found[0] == found[1]
     assert {skipped for _, skipped in found[0]} == {False, True}

@@ -191,6 +191,6 @@ class Workers(LocalWorkers):
         """The mean loss of each step, over its microbatches and workers."""
         found = []
         for number in steps:
-            losses = [loss for result in self.step(number) for loss in result["losses"]]
+            losses = [loss for result in self.step(number) for loss in result.losses]
             found.append(sum(losses) / len(losses))
         return found

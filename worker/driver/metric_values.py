@@ -9,16 +9,17 @@ from typing import Any
 
 from worker.failure import AttemptFailure
 from worker.reasons import Reason
+from worker.step_values import EvaluatedBatch, WorkerStep
 
 LOSS = "loss"
 
 
-def mean_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each metric over microbatches and workers, as the loss is; `results` are those of `run_step`.
+def mean_metrics(results: Sequence[WorkerStep]) -> dict[str, float]:
+    """The mean of each metric over microbatches and workers, as the loss is.
 
     Raises AttemptFailure USER_CODE_RAISED where workers have metrics of different names.
     """
-    told = [result.get("metrics") or {} for result in results if result["losses"]]
+    told = [result.metrics for result in results if result.losses]
     found = {}
     for name in _names(told):
         values = [value for metrics in told for value in metrics[name]]
@@ -38,21 +39,21 @@ class Evaluated:
         return self.loss if metric == LOSS else self.metrics.get(metric)
 
 
-def combined(results: Sequence[Mapping[str, Any]]) -> Evaluated:
-    """The means over all microbatches of all workers and batches, each counted by its weight; `results` are those of
-    `Worker.evaluate`. What counts for nothing is left out, though it be no number."""
-    told = [result for result in results if result["losses"]]
-    weights = [weight for result in told for weight in result["weights"]]
+def combined(results: Sequence[EvaluatedBatch]) -> Evaluated:
+    """The means over all microbatches of all workers and batches, each counted by its weight. What counts for
+    nothing is left out, though it be no number."""
+    told = [result for result in results if result.losses]
+    weights = [weight for result in told for weight in result.weights]
     total = sum(weights)
 
     def mean(values: Iterable[float]) -> float:
         counted = (w * value for w, value in zip(weights, values, strict=True) if w > 0)
         return sum(counted) / total if total else math.nan
 
-    names = _names([result["metrics"] for result in told])
+    names = _names([result.metrics for result in told])
     return Evaluated(
-        loss=mean(value for result in told for value in result["losses"]),
-        metrics={name: mean(value for result in told for value in result["metrics"][name]) for name in names},
+        loss=mean(value for result in told for value in result.losses),
+        metrics={name: mean(value for result in told for value in result.metrics[name]) for name in names},
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from worker.step_values import WorkerStep
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class StepScaling:
         )
 
 
-def step_scaling(results: Sequence[Mapping[str, Any]]) -> StepScaling:
+def step_scaling(results: Sequence[WorkerStep]) -> StepScaling:
     """Of what all workers say, which agree; a mesh may have no parameters."""
-    overflowed = any(result.get("overflowed", False) for result in results)
-    scales = (result["loss_scale"] for result in results if result.get("loss_scale") is not None)
-    skipped = any(result.get("skipped", False) for result in results)
+    overflowed = any(result.overflowed for result in results)
+    scales = (result.loss_scale for result in results if result.loss_scale is not None)
+    skipped = any(result.skipped for result in results)
     return StepScaling(next(scales, None), overflowed, skipped and not overflowed)

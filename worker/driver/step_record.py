@@ -5,7 +5,7 @@ Pure: values in, values out. Times of all workers are brought to the driver's cl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from worker.driver.scaling import StepScaling, step_scaling
 from worker.driver.timeline import summarise
 from worker.driver.timing import ClockOffset, rendezvous_times, to_driver_clock
 from worker.driver.usage import StepUsage, step_usage
+from worker.step_values import WorkerStep
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def record_step(
     step: int,
     meshes: Sequence[str],
     stage_names: Sequence[str],
-    results: Sequence[Mapping[str, Any]],
+    results: Sequence[WorkerStep],
     sizes: Sequence[int],
     offsets: Sequence[ClockOffset],
     step_s: float,
@@ -49,7 +50,7 @@ def record_step(
     """
     firsts = [sum(sizes[:i]) for i in range(len(meshes))]
     measured = {
-        mesh: to_driver_clock(results[first]["slots"], offsets[first])
+        mesh: to_driver_clock(results[first].slots, offsets[first])
         for mesh, first in zip(meshes, firsts, strict=True)
     }
     slots = [
@@ -62,8 +63,8 @@ def record_step(
         slot["start_s"] -= start
         slot["end_s"] -= start
     summary = summarise(slots)
-    losses = [loss for result in results for loss in result["losses"]]
-    length = _first(results, "tokens_per_sample")
+    losses = [loss for result in results for loss in result.losses]
+    length = _first(result.tokens_per_sample for result in results)
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
     return StepRecord(
@@ -76,11 +77,11 @@ def record_step(
             "bubble_ratio": summary.bubble_ratio,
             "exposed_transfer_s": summary.exposed_transfer_s,
             "overlap_ratio": summary.overlap_ratio,
-            "grad_norm": _first(results, "grad_norm"),
-            "learning_rate": _first(results, "learning_rate"),
+            "grad_norm": _first(result.grad_norm for result in results),
+            "learning_rate": _first(result.learning_rate for result in results),
             "started_at": started_at,
             "peak_memory_bytes": {
-                mesh: max(result["peak_memory_bytes"] for result in results[first : first + size])
+                mesh: max(result.peak_memory_bytes for result in results[first : first + size])
                 for mesh, first, size in zip(meshes, firsts, sizes, strict=True)
             },
         },
@@ -100,17 +101,17 @@ def record_step(
         ),
         scaling=step_scaling(results),
         gpus={
-            (mesh, worker): result["gpu"]
+            (mesh, worker): result.gpu
             for mesh, first, size in zip(meshes, firsts, sizes, strict=True)
             for worker, result in enumerate(results[first : first + size])
-            if result.get("gpu") is not None
+            if result.gpu is not None
         },
     )
 
 
-def _first(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
+def _first(told: Iterable[float | None]) -> float | None:
     """What all workers agree on; a mesh without trained parameters may have none of it."""
-    return next((r[name] for r in results if r.get(name) is not None), None)
+    return next((value for value in told if value is not None), None)
 
 
 def _slot(mesh: str, slot: Any, stage_names: Sequence[str]) -> dict[str, Any]:

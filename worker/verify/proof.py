@@ -251,21 +251,21 @@ class _Run:
         losses = {
             (worker.rows, microbatch): loss
             for worker, result in zip(self._gang.workers, results, strict=True)
-            for microbatch, loss in enumerate(result["losses"])
+            for microbatch, loss in enumerate(result.losses)
         }
-        norms = [result["grad_norm"] for result in results if result["grad_norm"] is not None]
+        norms = [result.grad_norm for result in results if result.grad_norm is not None]
         return PipelineStep(
             losses=losses,
             norm=norms[0] if norms else None,
             learning_rates={
-                str(holder): result["learning_rate"]
+                str(holder): result.learning_rate
                 for holder, result in zip(self.holders, results, strict=True)
-                if result["learning_rate"] is not None
+                if result.learning_rate is not None
             },
-            skipped=any(result["skipped"] for result in results),
+            skipped=any(result.skipped for result in results),
             gradients=self._of_shared_matrices(self._whole([given.gradients() for given in self._given])),
             record=record,
-            loss_scales=[result["loss_scale"] for result in results if result["loss_scale"] is not None],
+            loss_scales=[result.loss_scale for result in results if result.loss_scale is not None],
         )
 
     def _whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -26,6 +26,7 @@ from worker.failure import AttemptFailure, first_cause
 from worker.job import Job
 from worker.model import TracedModel
 from worker.model.evaluating import EvaluationEdge
+from worker.step_values import WorkerStep
 from worker.transport import topology_of
 from worker.transport.rendezvous import host_store
 
@@ -135,7 +136,7 @@ class LocalWorkers:
         edges = first.evaluation_edges(planned.begins) if evaluation else ()
         self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
 
-    def step(self, number: int) -> list[Mapping[str, Any]]:
+    def step(self, number: int) -> list[WorkerStep]:
         """What every worker's `run_step` returns."""
         return self.call(lambda worker: worker.run_step(number))
 

@@ -132,7 +132,7 @@ def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RandomCall], bool]:
     with LocalWorkers(workers, planned, look=lambda traced: calls.extend(random_calls(traced))) as gang:
         losses = []
         for step in range(1, STEPS + 1):
-            own = [loss for result in gang.step(step) for loss in result["losses"]]
+            own = [loss for result in gang.step(step) for loss in result.losses]
             losses.append(sum(own) / len(own))
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from service.orchestrator import shared_runs
 from service.orchestrator.clusters import named_clusters
 from service.orchestrator.exporting import JobExporter
 from service.orchestrator.planning import PlannerBusyError
-from service.orchestrator.shared_runs import RunFailedError, SharedRuns
+from service.orchestrator.shared_runs import SharedRuns
 from service.orchestrator.submission import Submitter
 from service.settings import Settings
 from service.store.database import Database, utc_now
@@ -48,7 +48,7 @@ class Work:
 async def pair(database: Database, database_url: str) -> AsyncIterator[tuple[SharedRuns, SharedRuns]]:
     other = Database(database_url)
     runs = [
-        SharedRuns(one, "test", at_once=1, in_line=1, busy=lambda n: f"{n} go on")
+        SharedRuns(one, "test", at_once=1, in_line=1, busy=lambda n: f"{n} go on", failed=RuntimeError)
         for one in (database, other)
     ]
     yield runs[0], runs[1]
@@ -99,7 +99,7 @@ async def test_why_there_is_no_answer_is_told_by_the_other_too(pair, work: Work)
     await first.answer("x", work, place="here")
     work.answer.set_exception(ValueError("no such model"))
     await until(lambda: not first._runs)
-    with pytest.raises(RunFailedError, match="no such model"):
+    with pytest.raises(RuntimeError, match="no such model"):
         await second.answer("x", work, place="here")
     assert await second.answer("x", Work(), place="here") is None
 

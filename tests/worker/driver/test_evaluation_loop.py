@@ -21,6 +21,7 @@ from worker.driver.saving import Checkpoints
 from worker.failure import AttemptFailure
 from worker.job import CheckpointPolicy, Data, Evaluation
 from worker.reasons import Reason
+from worker.step_values import EvaluatedBatch
 
 DATA = Data(f"{Numbers.__module__}:Numbers")
 
@@ -218,11 +219,11 @@ def test_what_is_better(mode, values, best, worse):
 
 def test_microbatches_count_by_their_weights_and_what_counts_nothing_is_left_out():
     results = [
-        {"losses": [1.0, math.nan], "metrics": {"a": [2.0, math.nan]}, "weights": [3.0, 0.0]},
-        {"losses": [], "metrics": {}, "weights": []},
-        {"losses": [5.0], "metrics": {"a": [6.0]}, "weights": [1.0]},
+        EvaluatedBatch([1.0, math.nan], {"a": [2.0, math.nan]}, weights=[3.0, 0.0]),
+        EvaluatedBatch([], {}, weights=[]),
+        EvaluatedBatch([5.0], {"a": [6.0]}, weights=[1.0]),
     ]
     assert combined(results) == Evaluated(2.0, {"a": 3.0})
     with pytest.raises(AttemptFailure, match="metrics a on one worker and b on another") as failed:
-        combined([results[0], {"losses": [1.0], "metrics": {"b": [1.0]}, "weights": [1.0]}])
+        combined([results[0], EvaluatedBatch([1.0], {"b": [1.0]}, weights=[1.0])])
     assert failed.value.reason is Reason.USER_CODE_RAISED

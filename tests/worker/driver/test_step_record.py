@@ -8,6 +8,7 @@ from worker.driver.step_record import record_step
 from worker.driver.timing import ClockOffset
 from worker.gpu_usage import GpuUsage
 from worker.slots import MeasuredSlot
+from worker.step_values import WorkerStep
 
 
 def slot(lane, action, start, end, stage=0, **fields):
@@ -18,8 +19,7 @@ def slot(lane, action, start, end, stage=0, **fields):
 
 
 def result(slots, losses=(), **fields):
-    absent = {"grad_norm": None, "learning_rate": None, "peak_memory_bytes": 0}
-    return {"slots": slots, "losses": list(losses), **absent, **fields}
+    return WorkerStep(slots, list(losses), **fields)
 
 
 def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
