@@ -13,6 +13,7 @@ from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.unlike import MeshShare, alike_profile, unlike_profile
 from service.scheduler.job_across import planned_across
+from service.scheduler.job_network import network_of_pairs
 from service.scheduler.job_reduces import planned_reduces
 from service.scheduler.joint import JobPlan, choose, longest
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, SpecError
@@ -120,7 +121,7 @@ def _choose(
         stages=stage_counts(job, len(next(iter(profiles.values())).layers)),
         meshes=[MeshSpec(name=name, memory_bytes=costs.memory_bytes.get(name, limit)) for name in names],
         cut="auto" if job.pipeline.cut == "auto" else list(job.pipeline.cut),
-        network=costs.network,
+        network=network_of_pairs(costs.network, _shares(job, costs)),
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
         optimizer=kept_by_optimizer(job, costs),
@@ -145,7 +146,8 @@ def _choose(
     profile = profiles[found.partition.spec.microbatches]
     found = planned_reduces(found, profile, costs.update, workers)
     sizes = dict(zip(names, job.mesh_sizes, strict=True))
-    return planned_across(found, profile, costs.network, sizes, alike=not job.unlike)
+    network = costs.network if job.unlike else network_of_pairs(costs.network, _shares(job, costs), sums=True)
+    return planned_across(found, profile, network, sizes, alike=not job.unlike)
 
 
 def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from service.scheduler.cut.layers import layer_ranges
-from service.scheduler.cut.unlike import profile_of_mesh
+from service.scheduler.cut.unlike import UnlikeProfile, profile_of_mesh
 from service.scheduler.joint import JobPlan, longest
 from service.scheduler.model.spec import NetworkSpec, link_costs
 from worker.model.profile import LayerProfile
@@ -28,7 +28,7 @@ def planned_across(
     if len(names) < 2 or not found.update:
         return found
     more = dict.fromkeys(names, across_s(network, names, 0, workers, alike=alike))
-    for holders, size_bytes in _tied(found, profile, names):
+    for holders, size_bytes in _tied(found, profile, names, whole=not alike):
         for mesh in holders:
             more[mesh] += across_s(network, holders, size_bytes, workers, alike=alike)
     update = tuple(replace(one, reduce_s=one.reduce_s + more[one.mesh]) for one in found.update)
@@ -48,8 +48,11 @@ def across_s(
     return latency_s + (0.0 if slowest is None else 2 * (count - 1) / count * size_bytes / slowest)
 
 
-def _tied(found: JobPlan, profile: LayerProfile, names: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
-    """Of each trained parameter that several meshes hold these, in their order, and its bytes."""
+def _tied(
+    found: JobPlan, profile: LayerProfile, names: Sequence[str], *, whole: bool
+) -> list[tuple[tuple[str, ...], int]]:
+    """Of each trained parameter that several meshes hold these, in their order, and the bytes that a worker sums: what it
+    has, or the `whole` where meshes share their matrices unlike."""
     layers = [layer.name for layer in profile.layers]
     begins = [layers.index(begin) for begin in found.partition.begins]
     holders: dict[str, set[str]] = {}
@@ -62,8 +65,16 @@ def _tied(found: JobPlan, profile: LayerProfile, names: Sequence[str]) -> list[t
     return [
         (
             tuple(mesh for mesh in names if mesh in held),
-            max(profile_of_mesh(profile, names.index(mesh)).parameter_sizes[parameter] for mesh in held),
+            max(_bytes_on(profile, names.index(mesh), parameter, whole) for mesh in held),
         )
         for parameter, held in sorted(holders.items())
         if len(held) > 1 and parameter not in profile.frozen_parameters
     ]
+
+
+def _bytes_on(profile: LayerProfile, mesh: int, parameter: str, whole: bool) -> int:
+    own = profile_of_mesh(profile, mesh)
+    parts = 1
+    if whole and isinstance(profile, UnlikeProfile) and parameter in own.split_parameters:
+        parts = profile.shares[mesh].tensor
+    return own.parameter_sizes[parameter] * parts

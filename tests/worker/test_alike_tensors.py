@@ -111,7 +111,7 @@ def test_workers_in_processes_of_their_own_train_as_a_plain_loop(monkeypatch):
     assert len(answers) == sum(Job.from_json(spec).mesh_sizes)
     expected, _ = plain(job(), range(1, 3))
     with Workers(spec, APART, pairs=True) as run:
-        in_pairs = [[one["losses"] for one in run.step(step)] for step in (1, 2)]
+        in_pairs = [[one.losses for one in run.step(step)] for step in (1, 2)]
     for step, loss in enumerate(expected):
         found = [answer["losses"][step] for answer in answers.values()]
         losses = [one for of in found for one in of]

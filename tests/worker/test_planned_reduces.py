@@ -71,10 +71,10 @@ def test_sums_of_shared_matrices_and_states_are_planned_as_measured_and_run_as_p
     with LocalWorkers(workers, planned) as run:
         for step in range(1, 4):
             results = run.step(step)
-            found = [loss for result in results for loss in result["losses"]]
+            found = [loss for result in results for loss in result.losses]
             losses.append(sum(found) / len(found))
         for worker, result in zip(run.workers, results, strict=True):
-            check_slots(worker, result["slots"], plan, number)
+            check_slots(worker, result.slots, plan, number)
     assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -127,10 +127,7 @@ def test_fp16_leaves_out_the_same_steps_and_all_workers_know_one_norm():
         with Workers(on(layout, spec)) as run:
             steps = [run.step(number) for number in range(1, 9)]
         told = [
-            {
-                (one["loss_scale"], one["skipped"], None if one["skipped"] else one["grad_norm"])
-                for one in step
-            }
+            {(one.loss_scale, one.skipped, None if one.skipped else one.grad_norm) for one in step}
             for step in steps
         ]
         assert all(len(one) == 1 for one in told)
