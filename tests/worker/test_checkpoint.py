@@ -18,7 +18,7 @@ from torch import nn
 from tests.reference import accumulate, dataset_batches
 from tests.worker.cuts import cut_evenly
 from worker import checkpoint
-from worker.checkpoint import CheckpointError, complete, finish, load, save_shard, step_uri
+from worker.checkpoint import CheckpointError, complete, finish, load, load_shard, save_shard, step_uri
 from worker.data.sampler import BatchSampler, collate
 from worker.model import gpt, trace
 
@@ -197,7 +197,12 @@ def test_a_bit_that_flipped_in_a_tensor_is_found_wherever_the_checkpoint_lies(ba
     files.pipe_file(f"{folder}/m1.pt", bytes(content))
     with pytest.raises(CheckpointError, match=r"m1\.pt has the SHA-256 .* it is damaged"):
         load(uri)
+    with pytest.raises(CheckpointError, match=r"m1\.pt has the SHA-256 .* it is damaged"):
+        load_shard(uri, "m1")
     assert set(load(uri, names={"p0"})[0]["parameters"]) == {"p0"}, "the other shard is whole"
+    assert set(load_shard(uri, "m0")["parameters"]) == {"p0"}
+    with pytest.raises(CheckpointError, match="has no shard 'm9'"):
+        load_shard(uri, "m9")
     manifest = json.loads(files.cat_file(f"{folder}/manifest.json"))
     del manifest["sha256"]  # as an older version wrote it
     files.pipe_file(f"{folder}/manifest.json", json.dumps(manifest).encode())
