@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.mutants.groups import GROUPS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_every_pattern_of_a_group_finds_files_and_its_tests_exist():
