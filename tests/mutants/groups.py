@@ -59,7 +59,7 @@ GROUPS = [
     ),
     Group(
         "gradients",
-        "worker/engine/buckets.py worker/engine/recompute.py worker/engine/optimizer_state.py worker/engine/sent.py",
+        "worker/buckets.py worker/engine/recompute.py worker/engine/optimizer_state.py worker/engine/sent.py",
         f"{_ENGINE}/test_optimizer_state.py {_ENGINE}/test_sent.py {_ENGINE}/test_reduction.py "
         f"{_ENGINE}/test_recompute.py -k 'not traced_models'",
     ),
