@@ -296,10 +296,12 @@ class _Search:
 
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
 
-        problem = self._tighter()
-        pace = min(1.0, _SOLVER_SIZE / exact_model.model_size(problem))
+        # with limited bytes one run counts buffers, and proves; the other leaves free what the incumbent's take
+        problems = (self.problem, self._tighter())
 
         def run(strong: bool) -> exact.Exact:
+            problem = problems[strong]
+            pace = min(1.0, _SOLVER_SIZE / exact_model.model_size(problem))
             return exact.solve(
                 problem,
                 incumbent,
@@ -311,9 +313,9 @@ class _Search:
 
         with ThreadPoolExecutor(2) as threads:
             answers = list(threads.map(run, (False, True)))
-        for answer in answers:
+        for problem, answer in zip(problems, answers, strict=True):
             self._offer_starts(answer.timeline)
-            if not self._limited:  # else it solved a tighter problem
+            if problem is self.problem:  # else it solved a tighter one
                 self._bounds[exact.NAME] = max(self._bounds.get(exact.NAME, 0.0), answer.lower_bound_s)
         self._settle()
         if not all(answer.finished for answer in answers):

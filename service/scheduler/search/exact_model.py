@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from ortools.sat.python import cp_model
 
-from service.scheduler.model.memory import receive_waits
+from service.scheduler.model.memory import holding_waits, posting_waits, receive_waits
 from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
 from service.scheduler.model.timeline import OrderError, Timeline, order_by_start, retime
 
@@ -23,6 +23,9 @@ def model_size(problem: Problem) -> int:
     if problem.inference:
         return size
     for mesh in range(problem.meshes):
+        if problem.memory_limit[mesh] >= 0:  # what is held, and for how long
+            at_mesh = (problem.sender_of_kind == mesh) | (problem.receiver_of_kind == mesh)
+            size += 2 * int(problem.exists[at_mesh].sum())
         limit = int(problem.activation_limit[mesh])
         here = np.flatnonzero(problem.mesh_of_stage == mesh)
         if limit < 0:
@@ -46,7 +49,8 @@ class ExactModel:
         self.model = cp_model.CpModel()
         self.start: dict[int, cp_model.IntVar] = {}
         self._limits_buffers = bool((problem.receive_limit >= 0).any())
-        self._models_transfers = problem.contended or self._limits_buffers
+        self._limits_bytes = bool((problem.memory_limit >= 0).any()) and not problem.inference
+        self._models_transfers = problem.contended or self._limits_buffers or self._limits_bytes
         self.horizon = math.floor(hint.makespan * scale * (1 + 1e-12) + 1e-6)
         self._hint = np.floor(hint.start * scale + 1e-6).astype(np.int64)
         self._literals: dict[tuple[int, int], cp_model.IntVar] = {}
@@ -56,6 +60,9 @@ class ExactModel:
             self._add_memory()
         if self._limits_buffers:
             self._add_receive_buffers()
+        if self._limits_bytes:
+            for mesh in np.flatnonzero(problem.memory_limit >= 0).tolist():
+                self._add_bytes(mesh)
         self._chain_literals()
         self._add_makespan(math.ceil(lower_bound_s * scale * (1 - 1e-12) - 1e-6))
 
@@ -225,6 +232,47 @@ class ExactModel:
             limit = int(problem.receive_limit[mesh])
             self.model.add_cumulative(buffers, [1] * len(buffers), limit)
 
+    def _add_bytes(self, mesh: int) -> None:
+        """Everything that a mesh holds at any time fits into memory_bytes: activations, stashes, tensors on their way."""
+        problem, microbatches = self.problem, self.problem.microbatches
+        spans: list[tuple[cp_model.LinearExprT, cp_model.LinearExprT, int]] = []
+        for stage in np.flatnonzero(problem.mesh_of_stage == mesh).tolist():
+            activation, again = int(problem.activation[stage]), int(problem.rematerialised[stage])
+            for m in range(microbatches):
+                forward, backward = (self.start[problem.task(stage, op, m)] for op in (FORWARD, BACKWARD))
+                end = self._task_end(problem.task(stage, BACKWARD, m))
+                spans += [(forward, end, activation), (backward, end, again)]
+                if not problem.fused[stage, m]:
+                    last = self._task_end(problem.task(stage, WEIGHT, m))
+                    spans.append((end, last, int(problem.whole_stash[stage])))
+        for kind in range(problem.compute_kinds, problem.kinds):
+            size = int(problem.size[kind])
+            for m in range(microbatches):
+                task = kind * microbatches + m
+                if problem.receiver_of_kind[kind] == mesh:
+                    used = [self._task_end(user * microbatches + m) for user in problem.dependents[kind]]
+                    spans.append((self.start[task], self._extreme(used, latest=True), size))
+                if problem.sender_of_kind[kind] == mesh:
+                    made = [self._task_end(maker * microbatches + m) for maker in problem.dependencies[kind]]
+                    spans.append((self._extreme(made, latest=False), self._task_end(task), size))
+        spans = [span for span in spans if span[2]]
+        intervals = [
+            self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon, ""), end, "")
+            for begin, end, _ in spans
+        ]
+        room = int(problem.memory_limit[mesh] - problem.static_bytes[mesh])
+        self.model.add_cumulative(intervals, [size for _, _, size in spans], room)
+
+    def _extreme(self, times: list[cp_model.LinearExpr], *, latest: bool) -> cp_model.LinearExprT:
+        if len(times) == 1:
+            return times[0]
+        result = self.model.new_int_var(0, self.horizon, "")
+        if latest:
+            self.model.add_max_equality(result, times)
+        else:
+            self.model.add_min_equality(result, times)
+        return result
+
     def _add_makespan(self, lower: int) -> None:
         makespan = self.model.new_int_var(min(lower, self.horizon), self.horizon, "makespan")
         for end in self._last_ends():
@@ -259,7 +307,10 @@ class ExactModel:
         if not self._models_transfers:
             self._place_transfers(start)
         sequence = order_by_start(self.problem, start)
-        waits = [receive_waits(Timeline(self.problem, start, sequence))] if self._limits_buffers else []
+        found = Timeline(self.problem, start, sequence)
+        waits = [receive_waits(found)] if self._limits_buffers else []
+        if self._limits_bytes:
+            waits = [posting_waits(found), holding_waits(found)]
         try:
             return retime(self.problem, sequence, *waits)
         except OrderError:

@@ -6,10 +6,12 @@ import random
 import pytest
 
 from service.scheduler import SpecError, load_spec, make_plan
+from service.scheduler.model.problem import build_problem
+from service.scheduler.search.bounds import lower_bounds
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.search.test_bounds import random_graph
 from tests.service.scheduler.solver import optimum
-from tests.service.scheduler.specs import chain
+from tests.service.scheduler.specs import chain, measured
 
 GRAPHS, PARTS = 120, 4
 
@@ -79,6 +81,15 @@ def test_a_forward_waits_until_what_was_sent_before_it_is_gone(microbatches, siz
     program = plan.programs["m0"]
     sends = {one["record"] for one in program if one["op"].startswith("SEND")}
     assert any(one["op"] == "F" and sends & set(one["wait"]) for one in program)
+
+
+def test_a_plan_within_memory_bytes_is_proven_by_a_solver_that_counts_them():
+    data = measured(4, 8, 17, memory=2.4)
+    plan = make_plan(load_spec(data), budget_s=3)
+    bounds = lower_bounds(build_problem(load_spec(data), split=True))
+    assert max(bounds.values()) < 0.99 * plan.makespan_s  # none of those that are known before any plan
+    assert plan.proven_optimal
+    check_plan(data, json.loads(plan.model_dump_json()))
 
 
 def test_the_peak_of_a_mesh_is_what_a_hand_count_says():
