@@ -72,7 +72,7 @@ async def change(job_id: JobId, body: JobChange, caller: Caller, service: Curren
         raise ProblemError(409, str(error), code=Code.JOB_BEGAN_ELSEWHERE) from None
     except NotWaitingError as error:
         raise ProblemError(
-            409, f"{error}: cancel it, and submit it anew", code=Code.JOB_NOT_WAITING
+            409, f"{error}: submit it anew (`slotline cancel` ends one that runs)", code=Code.JOB_NOT_WAITING
         ) from None
     service.wake()
     async with service.database.read() as session:

@@ -190,6 +190,8 @@ def _shown(found: JobPlanPreview, format: str) -> str:
 
 def job_plan_text(found: JobPlanPreview) -> str:
     """What was chosen and what it takes, as lines and a table of meshes."""
+    from service.scheduler.why.values import milliseconds
+
     spec, plan = found.spec, found.plan
     behind = {one.mesh: one for one in found.update}
     limits = {mesh["name"]: mesh.get("memory_bytes") for mesh in spec["meshes"]}
@@ -211,8 +213,8 @@ def job_plan_text(found: JobPlanPreview) -> str:
                 stage["name"],
                 stage["mesh"],
                 begin,
-                f"{stage['forward_s'] * 1e3:.3g} ms",
-                f"{backward_s * 1e3:.3g} ms",
+                milliseconds(stage["forward_s"]),
+                milliseconds(backward_s),
                 "recomputed" if stage["name"] in again else "",
             )
         )
@@ -225,9 +227,9 @@ def job_plan_text(found: JobPlanPreview) -> str:
                 mesh["name"],
                 _bytes(mesh["peak_memory_bytes"]),
                 _bytes(limits[mesh["name"]]),
-                f"{mesh['compute_s'] * 1e3:.3g} ms",
-                f"{update.reduce_s * 1e3:.3g} ms" if update else "",
-                f"{update.step_s * 1e3:.3g} ms" if update else "",
+                milliseconds(mesh["compute_s"]),
+                milliseconds(update.reduce_s) if update else "",
+                milliseconds(update.step_s) if update else "",
             )
         )
     return "\n".join([*lines, *_columns(rows)]) + "\n"

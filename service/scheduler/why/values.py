@@ -120,8 +120,10 @@ class Explanation:
 
 
 def milliseconds(seconds: float) -> str:
-    """For people: three figures."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"
+    """For people: three figures, and no powers of ten."""
+    if abs(seconds) < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
 
 
 def times(factor: float) -> str:

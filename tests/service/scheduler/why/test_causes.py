@@ -10,7 +10,7 @@ import pytest
 from service.scheduler import Plan, load_spec, make_plan
 from service.scheduler.model.spec import PipelineSpec, edge_costs
 from service.scheduler.why.explain import explain
-from service.scheduler.why.values import CauseKind, ChangeKind, Explanation
+from service.scheduler.why.values import CauseKind, ChangeKind, Explanation, milliseconds
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import RanSlot, World, makespan, planned_step, run
 
@@ -167,3 +167,19 @@ def test_a_memory_limit_is_named_first_with_what_it_would_need(seed: int):
 def test_a_memory_limit_that_holds_nothing_up_is_not_named():
     found = why("memory enough", World(noise=NOISE))
     assert all(cause.kind is not CauseKind.MEMORY for cause in found.causes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (9.61e-5, "0.0961 ms"),
+        (0.987, "987 ms"),
+        (0.99951, "1 s"),
+        (1.2576, "1.26 s"),
+        (12.5, "12.5 s"),
+        (4321.0, "4,321 s"),
+        (-1.5, "-1.5 s"),
+    ],
+)
+def test_times_are_told_without_powers_of_ten(seconds: float, told: str):
+    assert milliseconds(seconds) == told
