@@ -12,7 +12,8 @@ COLOURS = (
     *("#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#86bcb6"),
 )
 LARGEST = 20_000  # messages
-_LEFT, _TOP, _LANE, _GAP, _WIDTH = 150, 34, 12, 12, 900.0
+_LEFT, _TOP, _LANE, _GAP, _WIDTH, _RIGHT = 150, 34, 12, 12, 900.0, 50
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 Lane = tuple[str, str]
 """(host, what of it): "card 0 sends", "target/3 copies in", …"""
@@ -29,8 +30,8 @@ def picture(plan: ReshardingPlan) -> str:
     lanes = [_lanes(workers[message.sender], workers[message.receiver], message) for message in plan.messages]
     tops, bands, height = _layout(plan, {lane for pair in lanes for lane in pair})
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20:.0f} {height + 24}" '
-        f'width="{_LEFT + _WIDTH + 20:.0f}" height="{height + 24}" font-family="Helvetica, Arial, sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT:.0f} {height + 24}" '
+        f'width="{_LEFT + _WIDTH + _RIGHT:.0f}" height="{height + 24}" font-family="Helvetica, Arial, sans-serif" '
         'font-size="11">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="{_LEFT}" y="20" font-size="13">{escape(_title(plan))}</text>',
@@ -97,11 +98,12 @@ def _box(message: PlannedMessage, top: int, scale: float) -> str:
 
 
 def _axis(makespan_s: float, height: int) -> list[str]:
+    unit_s, unit = next((one for one in _UNITS if makespan_s >= one[0] / 10), _UNITS[0])
     parts = [f'<line x1="{_LEFT}" y1="{height}" x2="{_LEFT + _WIDTH:.2f}" y2="{height}" stroke="#333333"/>']
     for tick in range(11):
-        x = _LEFT + _WIDTH * tick / 10
+        x, told = _LEFT + _WIDTH * tick / 10, f"{makespan_s / unit_s * tick / 10:.4g}"
         parts.append(
             f'<line x1="{x:.2f}" y1="{height}" x2="{x:.2f}" y2="{height + 4}" stroke="#333333"/>'
-            f'<text x="{x:.2f}" y="{height + 16}" text-anchor="middle">{makespan_s * tick / 10:.4g}</text>'
+            f'<text x="{x:.2f}" y="{height + 16}" text-anchor="middle">{told}{f" {unit}" if tick == 10 else ""}</text>'
         )
     return parts

@@ -58,6 +58,22 @@ def test_a_picture_draws_each_message_at_both_ends(run: Run, spec: Path, tmp_pat
     assert len(titles) == 2 * len(run("reshard", spec, "--json").json["messages"])
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "last"),
+    [(1024 * 64.0, "1 s"), (7.77e5, "84.34 ms"), (7.77e8, "84.34 µs"), (1e25, "6.554e-21 s")],
+)
+def test_the_axis_of_a_picture_ends_inside_it_in_a_unit_that_fits(
+    run: Run, tmp_path: Path, bytes_per_s, last
+):
+    path, drawn = tmp_path / "layouts.json", tmp_path / "r.svg"
+    path.write_text(json.dumps({**CASE_6, "links": {"card_bytes_per_s": bytes_per_s}}))
+    assert run("reshard", path, "-o", drawn).code == 0
+    root = ElementTree.fromstring(drawn.read_text())
+    tick = root[-1]
+    assert tick.text == last
+    assert float(tick.get("x")) + 8 * len(last) / 2 <= float(root.get("width"))
+
+
 def test_the_links_of_a_specification_count(run: Run, tmp_path: Path):
     path = tmp_path / "layouts.json"
     links = {"card_bytes_per_s": 1024 * 64.0, "latency_s": 0.25}
