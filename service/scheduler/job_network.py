@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from service.scheduler.cut.unlike import MeshShare
+from service.scheduler.cut.unlike import MeshShare, card_bandwidth
 from service.scheduler.model.fields import LinkSpec
 from service.scheduler.model.spec import NetworkSpec, link_costs
 
@@ -18,29 +18,29 @@ from service.scheduler.model.spec import NetworkSpec, link_costs
 def network_of_pairs(network: NetworkSpec, shares: Sequence[MeshShare], *, sums: bool = False) -> NetworkSpec:
     """The network in which the bandwidth between two meshes is that of one pair of workers, where their tensors go in pairs;
     for `sums`, in which workers go in pairs too, between all. What is resharded shares the cards by its own plan."""
-    crowds = {
-        (one.name, other.name): _pairs_of_a_card(one, other) if sums or one.in_pairs(other) else 1
-        for one, other in itertools.permutations(shares, 2)
-    }
-    if max(crowds.values(), default=1) == 1:
-        return network
-    of_pair, links = link_costs(network), []
-    for (source, target), crowd in crowds.items():
-        bandwidth, latency_s = of_pair(source, target)
+    ways = list(itertools.permutations(shares, 2))
+    resharded = [not sums and not one.in_pairs(other) for one, other in ways]
+    links, same = [], True
+    for (one, other), by_plan in zip(ways, resharded, strict=True):
+        before, latency_s = link_costs(network)(one.name, other.name)
+        bandwidth = before if by_plan else _of_a_pair(network, one, other)
+        same = same and bandwidth == before
         links.append(
-            LinkSpec(
-                source=source,
-                target=target,
-                bandwidth_bytes_per_s=None if bandwidth is None else bandwidth / crowd,
-                latency_s=latency_s,
-            )
+            LinkSpec(source=one.name, target=other.name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
         )
-    slowest = min((link.bandwidth_bytes_per_s for link in links if link.bandwidth_bytes_per_s), default=None)
-    return network.model_copy(update={"bandwidth_bytes_per_s": slowest, "links": links})
+    if same:
+        return network
+    rest = network.bandwidth_bytes_per_s
+    if not any(resharded):
+        rest = min((link.bandwidth_bytes_per_s for link in links if link.bandwidth_bytes_per_s), default=None)
+    return network.model_copy(update={"bandwidth_bytes_per_s": rest, "links": links})
 
 
-def _pairs_of_a_card(one: MeshShare, other: MeshShare) -> int:
-    """Of the pairs of workers that are on two nodes, how many begin or end on the same one at most."""
-    pairs = [(here, there) for here, there in zip(one.nodes, other.nodes, strict=False) if here != there]
-    ends = [Counter(here for here, _ in pairs), Counter(there for _, there in pairs)]
-    return max((count for side in ends for count in side.values()), default=1)
+def _of_a_pair(network: NetworkSpec, one: MeshShare, other: MeshShare) -> float | None:
+    """Bytes a second of the worst pair: of those on two nodes, most begin or end on the fullest."""
+    away = [(here, there) for here, there in zip(one.nodes, other.nodes, strict=False) if here != there]
+    if not away:
+        return link_costs(network)(one.name, other.name)[0]
+    card = card_bandwidth(network, one, other)
+    fullest = max(count for side in zip(*away, strict=True) for count in Counter(side).values())
+    return None if card is None else card / fullest

@@ -101,6 +101,19 @@ def _with_shares(
     return UnlikeProfile(**own, of_mesh=tuple(of_mesh), shares=tuple(shares))
 
 
+def card_bandwidth(network: NetworkSpec, one: MeshShare, other: MeshShare) -> float | None:
+    """Bytes a second over the network cards between two meshes, by the link that was measured between their first workers.
+
+    Where these are on one node and others are not, that says nothing of cards: they are then taken to be as slow as the
+    slowest link that was measured."""
+    bandwidth, _ = link_costs(network)(one.name, other.name)
+    if one.nodes[0] != other.nodes[0] or len({*one.nodes, *other.nodes}) == 1:
+        return bandwidth
+    return min(
+        (known for known in (bandwidth, network.bandwidth_bytes_per_s) if known is not None), default=None
+    )
+
+
 def resharding_between(
     profile: UnlikeProfile, edge: int, meshes: tuple[int, int], network: NetworkSpec
 ) -> ReshardingPlan:
@@ -131,7 +144,7 @@ def resharding_of(
     one, other = sides
     along = _along(name, shapes, (one.data, other.data), differentiable)
     tensor = Tensor(whole_shape(shapes[0], along, one.data), element_bytes)
-    links = _links(network, (one.name, other.name), one.nodes[0] == other.nodes[0])
+    links = _links(network, one, other)
     return _planned(tensor, _side(one, along), _side(other, along), links)
 
 
@@ -163,13 +176,12 @@ def _side(share: MeshShare, along: int | None) -> Layout:
     return layout(share.name, mesh=(share.data, share.tensor), split=(along, None), hosts=share.nodes)
 
 
-def _links(network: NetworkSpec, names: tuple[str, str], near: bool) -> Links:
-    """By the link that was measured between the first workers of both, which are `near`: on one host."""
-    bandwidth, latency_s = link_costs(network)(*names)
-    bandwidth = bandwidth or _UNKNOWN_BYTES_PER_S
-    if near:
-        return Links(bandwidth, bandwidth, latency_s, latency_s)
-    return Links(bandwidth, latency_s=latency_s)
+def _links(network: NetworkSpec, one: MeshShare, other: MeshShare) -> Links:
+    bandwidth, latency_s = link_costs(network)(one.name, other.name)
+    if one.nodes[0] != other.nodes[0]:
+        return Links(bandwidth or _UNKNOWN_BYTES_PER_S, latency_s=latency_s)
+    card = card_bandwidth(network, one, other) or _UNKNOWN_BYTES_PER_S
+    return Links(card, bandwidth or _UNKNOWN_BYTES_PER_S, latency_s, latency_s)
 
 
 @functools.lru_cache(maxsize=_KEPT)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from service.scheduler.cut.unlike import MeshShare
+from service.scheduler.cut.unlike import MeshShare, resharding_of
 from service.scheduler.job_across import across_s
 from service.scheduler.job_network import network_of_pairs
 from service.scheduler.model.spec import NetworkSpec, link_costs
@@ -92,6 +92,31 @@ def test_what_workers_of_one_node_send_in_pairs_takes_as_long_as_all_of_it_over_
     ]
     dealt = plan_resharding(Tensor((ROWS, WIDTH), 4), *sides, Links(SLOW))
     assert dealt.makespan_s == pytest.approx(whole_s)
+
+
+def test_a_link_inside_a_node_says_nothing_of_the_cards_of_others():
+    """The first workers of m0 and m1 are neighbours; those of m2 are elsewhere, and their link is the slowest."""
+    network = NetworkSpec.model_validate(
+        {
+            "bandwidth_bytes_per_s": 1e6,
+            "latency_s": 1e-5,
+            "links": [
+                {"source": source, "target": target, "bandwidth_bytes_per_s": 1e10}
+                for source, target in (("m0", "m1"), ("m1", "m0"))
+            ],
+        }
+    )
+    apart, beside = (shares("ab", of, "cc") for of in ("ac", "ab"))
+    assert bandwidths(network_of_pairs(network, apart), 3)["m0", "m1"] == 1e6
+    assert bandwidths(network_of_pairs(network, beside), 3)["m0", "m1"] == 1e10
+    told = {
+        "".join(of): resharding_of(
+            "x", ((4, 8), (4, 8)), 4, tuple(shares("ab", of, tensor=2)), network, differentiable=True
+        ).makespan_s
+        for of in (("a", "c"), ("a", "a"))
+    }
+    assert told["ac"] == pytest.approx(4 * 8 * 4 / 1e6 + 1e-5, rel=0.01)
+    assert told["aa"] < 1e-3
 
 
 def test_sums_over_meshes_share_the_cards_too():
