@@ -12,7 +12,7 @@ from typing import Any
 from service.scheduler.cores import SharedCores, shared_cores
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.unlike import MeshShare, alike_profile, unlike_profile
-from service.scheduler.job_across import planned_across
+from service.scheduler.job_across import SumsAcross
 from service.scheduler.job_network import network_of_pairs
 from service.scheduler.job_reduces import planned_reduces
 from service.scheduler.joint import JobPlan, choose, longest
@@ -116,16 +116,20 @@ def _choose(
     given = job.resources.memory_per_worker  # for drivers that tell no memory
     limit = given if isinstance(given, int) else None
     names = [f"m{index}" for index in range(job.meshes)]
+    sizes, shares = dict(zip(names, job.mesh_sizes, strict=True)), _shares(job, costs)
+    between = costs.network if job.unlike else network_of_pairs(costs.network, shares, sums=True)
+    across = SumsAcross(between, sizes, alike=not job.unlike)
     found = choose(
         profiles,
         stages=stage_counts(job, len(next(iter(profiles.values())).layers)),
         meshes=[MeshSpec(name=name, memory_bytes=costs.memory_bytes.get(name, limit)) for name in names],
         cut="auto" if job.pipeline.cut == "auto" else list(job.pipeline.cut),
-        network=network_of_pairs(costs.network, _shares(job, costs)),
+        network=network_of_pairs(costs.network, shares),
         schedule=job.pipeline.schedule,
         overlap=job.pipeline.overlap,
         optimizer=kept_by_optimizer(job, costs),
         update=costs.update,
+        across=across,
         shared=costs.shared,
         action_s=costs.action_s,
         recompute=recompute_of(job),
@@ -134,7 +138,6 @@ def _choose(
     )
     if job.unlike or found.partition.reshardings:  # no message of a worker may wait for another in a circle
         programs = {name: found.plan.program(name) for name in found.plan.programs}
-        sizes = dict(zip(names, job.mesh_sizes, strict=True))
         reshardings = found.partition.reshardings
         forward_only = {
             index
@@ -143,11 +146,7 @@ def _choose(
         }
         check_messages(programs, reshardings, sizes, forward_only)
     workers = dict(zip(names, job.data_sizes, strict=True))
-    profile = profiles[found.partition.spec.microbatches]
-    found = planned_reduces(found, profile, costs.update, workers)
-    sizes = dict(zip(names, job.mesh_sizes, strict=True))
-    network = costs.network if job.unlike else network_of_pairs(costs.network, _shares(job, costs), sums=True)
-    return planned_across(found, profile, network, sizes, alike=not job.unlike)
+    return planned_reduces(found, profiles[found.partition.spec.microbatches], costs.update, workers, across)
 
 
 def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:

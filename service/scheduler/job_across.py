@@ -10,31 +10,53 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.cut.unlike import UnlikeProfile, profile_of_mesh
-from service.scheduler.joint import JobPlan, longest
 from service.scheduler.model.spec import NetworkSpec, link_costs
 from worker.model.profile import LayerProfile
+from worker.model.update_costs import MeshUpdate
 
 
-def planned_across(
-    found: JobPlan, profile: LayerProfile, network: NetworkSpec, workers: Mapping[str, int], *, alike: bool
-) -> JobPlan:
-    """`found` with what its meshes sum together in their REDUCE. Where meshes are `alike` equal workers of all of them sum;
-    else all `workers` of each."""
-    names = [mesh.name for mesh in found.partition.spec.meshes]
-    if len(names) < 2 or not found.update:
-        return found
-    more = dict.fromkeys(names, across_s(network, names, 0, workers, alike=alike))
-    for holders, size_bytes in _tied(found, profile, names, whole=not alike):
-        for mesh in holders:
-            more[mesh] += across_s(network, holders, size_bytes, workers, alike=alike)
-    update = tuple(replace(one, reduce_s=one.reduce_s + more[one.mesh]) for one in found.update)
-    longer_s = longest(update) - longest(found.update)
-    update_s = None if found.update_s is None else found.update_s + longer_s
-    return replace(found, update=update, update_s=update_s)
+@dataclass(frozen=True)
+class SumsAcross:
+    """Where meshes are `alike` equal workers of all of them sum, over the network of a pair; else all `workers` of each."""
+
+    network: NetworkSpec
+    workers: Mapping[str, int]
+    alike: bool
+
+    def added(
+        self, update: Sequence[MeshUpdate], profile: LayerProfile, layers: Sequence[Collection[int]]
+    ) -> tuple[MeshUpdate, ...]:
+        """`update` of all meshes, each of which holds `layers`, with what they sum together in their REDUCE."""
+        names = [one.mesh for one in update]
+        if len(names) < 2:
+            return tuple(update)
+        more = dict.fromkeys(names, self._sum_s(names, 0))
+        for holders, size_bytes in self._tied(profile, layers):
+            tied_s = self._sum_s([names[index] for index in holders], size_bytes)
+            for index in holders:
+                more[names[index]] += tied_s
+        return tuple(replace(one, reduce_s=one.reduce_s + more[one.mesh]) for one in update)
+
+    def _sum_s(self, meshes: Sequence[str], size_bytes: int) -> float:
+        return across_s(self.network, meshes, size_bytes, self.workers, alike=self.alike)
+
+    def _tied(
+        self, profile: LayerProfile, layers: Sequence[Collection[int]]
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Of each trained parameter that several meshes hold these, by number, and the bytes that a worker sums: what it
+        has, or the whole where meshes are unlike."""
+        holders: dict[str, list[int]] = {}
+        for mesh, held in enumerate(layers):
+            for name in {name for index in held for name in profile.layers[index].parameters}:
+                holders.setdefault(name, []).append(mesh)
+        return [
+            (tuple(held), max(_bytes_on(profile, mesh, name, whole=not self.alike) for mesh in held))
+            for name, held in sorted(holders.items())
+            if len(held) > 1 and name not in profile.frozen_parameters
+        ]
 
 
 def across_s(
@@ -48,31 +70,7 @@ def across_s(
     return latency_s + (0.0 if slowest is None else 2 * (count - 1) / count * size_bytes / slowest)
 
 
-def _tied(
-    found: JobPlan, profile: LayerProfile, names: Sequence[str], *, whole: bool
-) -> list[tuple[tuple[str, ...], int]]:
-    """Of each trained parameter that several meshes hold these, in their order, and the bytes that a worker sums: what it
-    has, or the `whole` where meshes share their matrices unlike."""
-    layers = [layer.name for layer in profile.layers]
-    begins = [layers.index(begin) for begin in found.partition.begins]
-    holders: dict[str, set[str]] = {}
-    for stage, (first, end) in zip(
-        found.partition.spec.stages, layer_ranges(begins, len(layers)), strict=True
-    ):
-        for layer in profile.layers[first:end]:
-            for parameter in layer.parameters:
-                holders.setdefault(parameter, set()).add(stage.mesh)
-    return [
-        (
-            tuple(mesh for mesh in names if mesh in held),
-            max(_bytes_on(profile, names.index(mesh), parameter, whole) for mesh in held),
-        )
-        for parameter, held in sorted(holders.items())
-        if len(held) > 1 and parameter not in profile.frozen_parameters
-    ]
-
-
-def _bytes_on(profile: LayerProfile, mesh: int, parameter: str, whole: bool) -> int:
+def _bytes_on(profile: LayerProfile, mesh: int, parameter: str, *, whole: bool) -> int:
     own = profile_of_mesh(profile, mesh)
     parts = 1
     if whole and isinstance(profile, UnlikeProfile) and parameter in own.split_parameters:

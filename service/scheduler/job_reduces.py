@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.cut.unlike import profile_of_mesh
+from service.scheduler.job_across import SumsAcross
 from service.scheduler.joint import JobPlan, longest
 from service.scheduler.reduces import Sums, reduces_end_s, with_reduces
 from worker.buckets import Gradient
@@ -15,11 +16,15 @@ from worker.model.update_costs import UpdateCosts, mesh_update
 
 
 def planned_reduces(
-    found: JobPlan, profile: LayerProfile, costs: UpdateCosts, workers: Mapping[str, int]
+    found: JobPlan,
+    profile: LayerProfile,
+    costs: UpdateCosts,
+    workers: Mapping[str, int],
+    across: SumsAcross | None = None,
 ) -> JobPlan:
     """`found` with the sums over the `workers` of each mesh as slots of its plan; as it is where nobody measured sums.
 
-    What several meshes hold is summed over them first, and stays behind the last backward.
+    What several meshes hold is summed over them first, as `across` tells, and stays behind the last backward.
     """
     spec = found.partition.spec
     names = [layer.name for layer in profile.layers]
@@ -60,5 +65,7 @@ def planned_reduces(
         )
         for mesh, of_mesh in layers.items()
     )
+    if across is not None:
+        update = across.added(update, profile, list(layers.values()))
     tail_s = max(0.0, reduces_end_s(plan) - plan.makespan_s)
     return replace(found, plan=plan, update=update, update_s=tail_s + longest(update))

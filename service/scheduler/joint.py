@@ -16,21 +16,20 @@ from typing import Literal
 
 import numpy as np
 
-from service.scheduler.automatic import constructive_makespan
 from service.scheduler.backwards import shorter_whole
 from service.scheduler.cores import SharedCores, least_step, processor_seconds, slowed
 from service.scheduler.cut.layers import layer_ranges
 from service.scheduler.cut.recompute import Recompute
 from service.scheduler.cut.starts import balanced, equal_layers, moved
 from service.scheduler.cut.unlike import profile_of_mesh
+from service.scheduler.job_across import SumsAcross
+from service.scheduler.judged import judged_makespan
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.least import least_makespan
 from service.scheduler.model.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
-from service.scheduler.named import named_timeline
 from service.scheduler.partition import PartitionResult, partition
 from service.scheduler.plan import Plan
 from service.scheduler.planner import make_plan
-from service.scheduler.recomputation import may_recompute, with_choice
 from service.scheduler.schedules import AUTO
 from worker.model.profile import LayerProfile, OptimizerState, check_stage_count
 from worker.model.update_costs import MeshUpdate, UpdateCosts, mesh_update
@@ -100,11 +99,13 @@ def choose(
     shared: Sequence[SharedCores] = (),
     recompute: Recompute = "none",
     update: UpdateCosts | None = None,
+    across: SumsAcross | None = None,
     action_s: float = 0.0,
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
-    A step is the makespan and the longest REDUCE and STEP behind it, which `update` tells (nothing where None).
+    A step is the makespan and the longest REDUCE and STEP behind it, which `update` tells, and `across` of what meshes sum
+    together (nothing where None).
     `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
     `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
     bytes, `shared` which workers share processor cores, `recompute` and `action_s` are those of `partition`. Raises
@@ -122,6 +123,7 @@ def choose(
         expired,
         optimizer,
         update,
+        across,
         shared,
         recompute,
         action_s,
@@ -167,6 +169,7 @@ class _Choice:
         expired: Callable[[], bool] | None,
         optimizer: OptimizerState | None,
         update: UpdateCosts | None,
+        across: SumsAcross | None,
         shared: Sequence[SharedCores],
         recompute: Recompute,
         action_s: float,
@@ -175,7 +178,7 @@ class _Choice:
         self._schedule, self._overlap = schedule, overlap
         self._budget_s, self._expired = budget_s, expired
         self._every_cut = int(_EVERY_CUT * budget_s)
-        self._optimizer, self._costs = optimizer, update or UpdateCosts()
+        self._optimizer, self._costs, self._across = optimizer, update or UpdateCosts(), across
         self._shared, self._recompute, self._action_s = shared, recompute, action_s
         self._seen: dict[tuple[_Shape, tuple[int, ...]], float] = {}
         self._failed: SpecError | None = None
@@ -328,7 +331,9 @@ class _Choice:
             try:
                 spec = self._cut(shape, begins).spec
                 update = self._update(shape, begins)
-                self._seen[key] = self._score(_constructive_makespan(spec), processor_seconds(spec), update)
+                self._seen[key] = self._score(
+                    judged_makespan(spec, _WINDOW * len(spec.meshes)), processor_seconds(spec), update
+                )
             except SpecError as error:
                 self._failed = error
                 self._seen[key] = math.inf
@@ -360,10 +365,11 @@ class _Choice:
         ranges = layer_ranges(begins, len(profile.layers))
         for mesh, (first, end) in zip(shape.placement, ranges, strict=True):
             layers_of[mesh].extend(range(first, end))
-        return tuple(
+        found = tuple(
             mesh_update(mesh.name, layers, profile_of_mesh(profile, index), self._costs)
             for index, (mesh, layers) in enumerate(zip(self._meshes, layers_of, strict=True))
         )
+        return found if self._across is None else self._across.added(found, profile, layers_of)
 
     def _late(self) -> bool:
         return self._expired is not None and self._expired()
@@ -372,29 +378,3 @@ class _Choice:
 def longest(update: Sequence[MeshUpdate]) -> float:
     """Seconds of the longest REDUCE and STEP of a mesh: what a step takes behind its makespan."""
     return max((one.whole_s for one in update), default=0.0)
-
-
-def _constructive_makespan(spec: PipelineSpec) -> float:
-    """By constructive schedules; of many microbatches by fewer, since what repeats takes as long each time."""
-    window = _WINDOW * len(spec.meshes)
-    if spec.microbatches <= 2 * window:
-        return _exact_constructive_makespan(spec)
-    whole, half = (
-        _exact_constructive_makespan(spec.model_copy(update={"microbatches": count}))
-        for count in (window, window // 2)
-    )
-    if not math.isfinite(whole) or not math.isfinite(half):
-        return math.inf
-    return whole + (spec.microbatches - window) * (whole - half) / (window - window // 2)
-
-
-def _exact_constructive_makespan(spec: PipelineSpec) -> float:
-    names = may_recompute(spec)
-    if spec.schedule != AUTO:
-        try:
-            return named_timeline(with_choice(spec, ()), spec.schedule).makespan
-        except SpecError:
-            if not names:
-                raise
-            return named_timeline(with_choice(spec, names), spec.schedule).makespan
-    return constructive_makespan(spec)

@@ -54,7 +54,10 @@ def test_microbatches_stages_placement_and_cut_of_a_job_are_those_of_brute_force
                         microbatches=count, network=NetworkSpec(**NETWORK), placement=placement, schedule=schedule,
                         optimizer=OptimizerState(),
                     )  # fmt: skip
-                    behind = longest_update(profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2)
+                    behind = longest_update(
+                        profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2, lambda size: 2e-4 + size / 1e6
+                    )  # fmt: skip
+                    behind += 2e-4  # the norm, over both meshes and back
                     best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s + behind)
     assert found.step_s == pytest.approx(best, rel=1e-6)
     answer = answer_json(found)

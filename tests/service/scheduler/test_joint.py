@@ -89,10 +89,12 @@ def trained(profile, seed):
     return replace(profile, layers=layers, parameter_sizes=sizes, frozen_parameters=("p3",))
 
 
-def longest_update(profile, placement, borders, update, mesh_count):
-    """REDUCE and STEP of the mesh where they take longest, counted anew."""
+def longest_update(profile, placement, borders, update, mesh_count, tied_s=lambda size: 0.0):
+    """REDUCE and STEP of the mesh where they take longest, counted anew; `tied_s` is what it takes two meshes to sum the
+    bytes of p0, which the first and the last layer have."""
     ends = [*borders, len(profile.layers)]
     found = []
+    tied = tied_s(profile.parameter_sizes["p0"]) if placement[0] != placement[-1] else 0.0
     for mesh in range(mesh_count):
         names = set()
         for stage, (first, end) in enumerate(zip((0, *borders), ends, strict=True)):
@@ -105,6 +107,7 @@ def longest_update(profile, placement, borders, update, mesh_count):
             if names
             else 0.0
         )
+        found[-1] += tied if "p0" in names else 0.0
     return max(found)
 
 
