@@ -142,7 +142,7 @@ def test_the_command_writes_a_file_and_takes_another_schedule(run, tmp_path):
 def test_the_command_fails_with_a_message(run, words, message):
     result = run(*words)
     assert result.exit_code == 1
-    assert message in result.stderr
+    assert message in str(result.exception)
 
 
 def test_the_command_reads_yaml_and_refuses_what_is_no_spec(tmp_path):
@@ -192,4 +192,4 @@ def test_the_command_reads_torchs_csv(run, tmp_path):
     assert result.output.splitlines()[1] == "1F0,1F1,1F2,1B0,1F3,1B1,1B2,1B3"
     assert run("--orders", str(path), "--schedule", "1f1b").exit_code == 1
     path.write_text("0F0\n")
-    assert "1 rows, the spec 3 meshes" in run("--orders", str(path)).stderr
+    assert "1 rows, the spec 3 meshes" in str(run("--orders", str(path)).exception)
