@@ -200,8 +200,8 @@ def test_what_fits_nowhere_is_refused_with_the_way_out():
 def test_a_search_that_is_told_to_end_judges_no_more_cuts(monkeypatch):
     """All cuts of a small model are judged one by one, for seconds: on a busy machine that was past every limit."""
     judged = []
-    whole = joint._constructive_makespan
-    monkeypatch.setattr(joint, "_constructive_makespan", lambda spec: (judged.append(spec), whole(spec))[1])
+    whole = joint.judged_makespan
+    monkeypatch.setattr(joint, "judged_makespan", lambda *spec: (judged.append(spec), whole(*spec))[1])
     arguments = dict(stages=[4], meshes=meshes(4), network=network(1e6), budget_s=10.0)
     late = choose({4: measured(9, 3)}, expired=lambda: True, **arguments)
     assert len(judged) <= 3 and late.plan.truncated
