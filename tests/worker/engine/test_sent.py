@@ -142,11 +142,8 @@ def test_a_send_is_released_as_late_as_the_peak_of_the_plan_allows():
 
 
 def test_an_nccl_send_leaves_the_tensor_to_who_holds_it():
-    class OnDevice:
-        is_cuda, nbytes, recorded = True, 8, False
-
-        def data_ptr(self):
-            return 1
+    class OnDevice(torch.Tensor):
+        is_cuda = True
 
         def record_stream(self, stream):
             raise AssertionError("the allocator would keep the tensor until the host sees the send end")
@@ -156,5 +153,6 @@ def test_an_nccl_send_leaves_the_tensor_to_who_holds_it():
     transport._state, transport._calls, transport._ender = threading.Condition(), 0, None
     transport._stream_pointer = lambda: 7
     transport._sends = {"m1": type("Link", (), {"send": lambda self, *arguments: sent.append(arguments)})()}
-    assert transport.send("m1", 0, OnDevice()) is None
-    assert sent == [(1, 8, 1, 1, 7)]
+    tensor = torch.zeros(2).as_subclass(OnDevice)
+    assert transport.send("m1", 0, tensor) is None
+    assert sent == [(tensor.data_ptr(), 8, 1, 1, 7)]
