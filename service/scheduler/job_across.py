@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from service.scheduler.cut.unlike import UnlikeProfile, profile_of_mesh
 from service.scheduler.model.spec import NetworkSpec, link_costs
@@ -25,6 +25,9 @@ class SumsAcross:
     network: NetworkSpec
     workers: Mapping[str, int]
     alike: bool
+    _links: dict[tuple[str, ...], tuple[float | None, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def added(
         self, update: Sequence[MeshUpdate], profile: LayerProfile, layers: Sequence[Collection[int]]
@@ -41,7 +44,9 @@ class SumsAcross:
         return tuple(replace(one, reduce_s=one.reduce_s + more[one.mesh]) for one in update)
 
     def _sum_s(self, meshes: Sequence[str], size_bytes: int) -> float:
-        return across_s(self.network, meshes, size_bytes, self.workers, alike=self.alike)
+        if (key := tuple(meshes)) not in self._links:  # the same for every cut that is judged
+            self._links[key] = _worst_link(self.network, key)
+        return _sum_s(self._links[key], key, size_bytes, self.workers, alike=self.alike)
 
     def _tied(
         self, profile: LayerProfile, layers: Sequence[Collection[int]]
@@ -63,11 +68,29 @@ def across_s(
     network: NetworkSpec, meshes: Collection[str], size_bytes: int, workers: Mapping[str, int], *, alike: bool
 ) -> float:
     """Seconds of one sum of so many bytes over these meshes; a link of unknown bandwidth takes its latency alone."""
-    costs = [link_costs(network)(*pair) for pair in itertools.permutations(meshes, 2)]
-    count = len(meshes) if alike else sum(workers[mesh] for mesh in meshes)
-    latency_s = 2 * math.ceil(math.log2(count)) * max(latency_s for _, latency_s in costs)
+    return _sum_s(_worst_link(network, meshes), meshes, size_bytes, workers, alike=alike)
+
+
+def _worst_link(network: NetworkSpec, meshes: Collection[str]) -> tuple[float | None, float]:
+    """The least bandwidth that is known, and the most latency, of all links between these."""
+    of_pair = link_costs(network)
+    costs = [of_pair(*pair) for pair in itertools.permutations(meshes, 2)]
     slowest = min((bandwidth for bandwidth, _ in costs if bandwidth is not None), default=None)
-    return latency_s + (0.0 if slowest is None else 2 * (count - 1) / count * size_bytes / slowest)
+    return slowest, max(latency_s for _, latency_s in costs)
+
+
+def _sum_s(
+    link: tuple[float | None, float],
+    meshes: Collection[str],
+    size_bytes: int,
+    workers: Mapping[str, int],
+    *,
+    alike: bool,
+) -> float:
+    slowest, latency_s = link
+    count = len(meshes) if alike else sum(workers[mesh] for mesh in meshes)
+    moving_s = 0.0 if slowest is None else 2 * (count - 1) / count * size_bytes / slowest
+    return 2 * math.ceil(math.log2(count)) * latency_s + moving_s
 
 
 def _bytes_on(profile: LayerProfile, mesh: int, parameter: str, *, whole: bool) -> int:

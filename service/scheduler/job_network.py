@@ -20,9 +20,9 @@ def network_of_pairs(network: NetworkSpec, shares: Sequence[MeshShare], *, sums:
     for `sums`, in which workers go in pairs too, between all. What is resharded shares the cards by its own plan."""
     ways = list(itertools.permutations(shares, 2))
     resharded = [not sums and not one.in_pairs(other) for one, other in ways]
-    links, same = [], True
+    of_pair, links, same = link_costs(network), [], True
     for (one, other), by_plan in zip(ways, resharded, strict=True):
-        before, latency_s = link_costs(network)(one.name, other.name)
+        before, latency_s = of_pair(one.name, other.name)
         bandwidth = before if by_plan else _of_a_pair(network, one, other)
         same = same and bandwidth == before
         links.append(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.worker.at_once import at_once
 from tests.worker.transport.fake_nccl import FakeNccl
 from worker.engine.groups import reduce_groups
 from worker.evaluation import Evaluator
@@ -39,35 +39,25 @@ def buffers(worker):
 def test_every_worker_has_the_buffers_of_the_first(kind, monkeypatch):
     monkeypatch.setattr("worker.transport.trial.LONG", 67)
     store, nccl, topology = host_store("127.0.0.1"), FakeNccl(), Topology(("m0",), 2)
-    found, errors = {}, []
+    found = {worker: buffers(worker) for worker in range(2)}
 
-    def run(worker):
+    def run(worker, mine):
         where = {"mesh": "m0", "worker": worker, "store_host": "127.0.0.1", "store_port": store.port}
-        try:
-            transport = (
-                GlooTransport(topology, host="127.0.0.1", **where)
-                if kind == "gloo"
-                else NcclTransport(
-                    topology, nccl=nccl, torch_version=(2, 28, 9), stream_pointer=lambda: 7, **where
-                )
+        transport = (
+            GlooTransport(topology, host="127.0.0.1", **where)
+            if kind == "gloo"
+            else NcclTransport(
+                topology, nccl=nccl, torch_version=(2, 28, 9), stream_pointer=lambda: 7, **where
             )
-            transport.connect(reduce_groups(topology, {}, ()), ())
-            evaluator = object.__new__(Evaluator)
-            found[worker] = buffers(worker)
-            evaluator._transport, evaluator._tensor, evaluator._device = transport, 1, "cpu"
-            evaluator._stages = SimpleNamespace(begin=lambda: found[worker])
-            evaluator._begin()
-            transport.close()
-        except BaseException as error:
-            errors.append(error)
+        )
+        transport.connect(reduce_groups(topology, {}, ()), ())
+        evaluator = object.__new__(Evaluator)
+        evaluator._transport, evaluator._tensor, evaluator._device = transport, 1, "cpu"
+        evaluator._stages = SimpleNamespace(begin=lambda: mine)
+        evaluator._begin()
+        transport.close()
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
+    at_once(found, run)
 
     def bits(tensor):
         return tensor.resolve_conj().reshape(-1).clone().view(torch.uint8)

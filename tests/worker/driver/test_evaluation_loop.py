@@ -83,7 +83,9 @@ def train(
                 evaluations=evaluations,
                 **shared,
             )
-        except BaseException:  # as the gang's processes are ended: one may wait for another that was not asked
+        except (
+            BaseException
+        ):  # as the gang's processes are ended: one may wait for another that was not asked
             for actor in gang.workers:
                 actor._worker.engine.abort("the loop has ended")
             raise

@@ -9,6 +9,7 @@ from engine_support import LocalPipeline, Plain, batch, chain, planned, serial_p
 from test_update import decaying, with_spare
 from torch import nn
 
+from tests.worker.odd_jobs import Rowwise
 from worker.engine.shards import Parts, check_elementwise, own_parts
 from worker.engine.split_check import check_split
 from worker.transport import Topology
@@ -241,19 +242,6 @@ def test_buckets_are_scattered_beside_the_backwards():
             assert lanes == {"reduce", "compute"}
             results.append(state_of(pipeline))
     assert_same(results[1], results[0], **EXACT)
-
-
-class Rowwise(torch.optim.Optimizer):
-    """Divides by the norm of the whole parameter."""
-
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from fake_nccl import FakeNccl
 
+from tests.worker.at_once import at_once
 from worker.transport.base import Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.nccl import NcclTransport
@@ -36,24 +35,6 @@ def pair(request, monkeypatch):
     for transport in made.values():
         transport.abort()
         transport.close()
-
-
-def at_once(made, each):
-    errors = []
-
-    def call(mesh, transport):
-        try:
-            each(mesh, transport)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=item) for item in made.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
 
 
 def summed(pair, of):
