@@ -174,6 +174,23 @@ def test_what_one_meets_otherwise_in_a_later_step_ends_it(monkeypatch):
         assert f"m0/{odd} has met the collectives of group all otherwise than in earlier steps" in raised[odd]
 
 
+def test_one_that_tells_late_has_as_long_as_the_slots_behind_the_last_sum_may_take(monkeypatch):
+    """The STEP of a large stage takes long the first time."""
+    monkeypatch.setattr("worker.engine.orders._LIMIT_S", 0.2)
+    first, second = orders(2)
+    second.limit_s += 60.0  # as the engine does, by its longest slot
+    first.begin()
+    for one in (first, second):
+        one.add("all", "all-reduce", torch.zeros(1))
+    told_late = threading.Timer(1.0, first.behind)
+    told_late.start()
+    second.behind()
+    told_late.join()
+    with LocalPipeline(chain(2), ["m0", "m1"], serial_programs(chain(2), ["m0", "m1"], 1), 1) as pipeline:
+        for engine in pipeline.engines.values():
+            assert engine._order.limit_s == 0.2 + max(engine._limits_s)
+
+
 def test_two_that_differ_in_unlike_ways_name_the_first_that_does():
     own = orders()
     assert together([lambda one=one: run(one, [1, 2, 3]) for one in own]) == [None] * 3
