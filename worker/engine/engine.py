@@ -127,9 +127,8 @@ class Engine:
                 found = release_sent(self._program, starts_s, planned_s, self._routes, self._sent_bytes)
                 self._program, releases = found.program, found.of
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
-        self._order.limit_s += max(
-            self._limits_s, default=0.0
-        )  # the slots behind the last sum take others longer
+        # The slots behind the last sum may take others longer.
+        self._order.limit_s += max(self._limits_s, default=0.0)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         self._settings = self._compute_settings(loss)
         self.stages = {
