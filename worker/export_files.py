@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 
 import fsspec
 
-from worker.checkpoint_files import CheckpointError, job_uri
-from worker.removal import ARTIFACT, is_artifact
+from worker.checkpoint_files import CheckpointError, folder_name, job_uri
+
+ARTIFACT = re.compile(r"(step|export|export-dcp|merged)(?:-step)?-(\d{10})")
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,12 @@ def exports_of(uri: str, job: str) -> list[FoundExport]:
         raise
     except Exception as error:  # of whatever storage
         raise CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def is_artifact(name: str) -> bool:
+    """Whether a folder of this name is one that checkpoints or exports make."""
+    found = ARTIFACT.fullmatch(name)
+    return found is not None and name in (
+        folder_name(int(found[2])),
+        *(f"{kind}-{folder_name(int(found[2]))}" for kind in ("export", "export-dcp", "merged")),
+    )

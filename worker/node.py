@@ -27,11 +27,6 @@ class WorkerAddress:
     device: str
 
 
-def group_name(attempt_id: str) -> str:
-    """What the placement group of an attempt is called in the whole cluster."""
-    return f"slotline-{attempt_id}"
-
-
 def processor_cores() -> float:
     """How many cores the processes of this node (or container) may use together."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -15,9 +15,9 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import fsspec
@@ -25,11 +25,15 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from worker.checkpoint_files import MANIFEST, FoundCheckpoint, folder_name, job_uri, look
-from worker.marked import marked_answer
+from worker.export_files import is_artifact
+from worker.removal_request import (
+    REMOVAL_MARK,
+    REMOVAL_VARIABLE,
+    RemovalRequest,
+    Removed,
+    removal_requests_from,
+)
 
-REQUEST_VARIABLE = "SLOTLINE_REMOVE"
-ANSWER_MARK = "SLOTLINE_REMOVED "
-ARTIFACT = re.compile(r"(step|export|export-dcp|merged)(?:-step)?-(\d{10})")
 _JOB = re.compile(r"[A-Za-z0-9-]{1,40}")
 _PLACES = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss", "memory")
 _FIRST = (MANIFEST, ".metadata")  # without these a folder is no checkpoint
@@ -37,30 +41,6 @@ _FIRST = (MANIFEST, ".metadata")  # without these a folder is no checkpoint
 
 class RemovalError(ValueError):
     """Nothing was deleted; the message says why."""
-
-
-@dataclass(frozen=True)
-class RemovalRequest:
-    """Folders of `job` below `uri`, by name; None: all that checkpoints and exports made. `in_use`: the job has not
-    ended, and keeps the checkpoint that an attempt would go on from, and what is newer."""
-
-    uri: str
-    job: str
-    folders: tuple[str, ...] | None = None
-    in_use: bool = False
-
-
-@dataclass(frozen=True)
-class Removed:
-    """The folders that are gone now and were there before, those that stay and why, the steps of the whole checkpoints
-    that are left, and bytes: how many were freed, and how many all checkpoints still hold."""
-
-    removed: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    left: tuple[int, ...] = ()
-    freed_bytes: int = 0
-    left_bytes: int = 0
-    failed: str | None = None
 
 
 def remove(request: RemovalRequest) -> Removed:
@@ -91,15 +71,6 @@ def remove(request: RemovalRequest) -> Removed:
         tuple(one.step for one in left if one.damage is None),
         freed,
         sum(one.size_bytes for one in left),
-    )
-
-
-def is_artifact(name: str) -> bool:
-    """Whether a folder of this name is one that checkpoints or exports make."""
-    found = ARTIFACT.fullmatch(name)
-    return found is not None and name in (
-        folder_name(int(found[2])),
-        *(f"{kind}-{folder_name(int(found[2]))}" for kind in ("export", "export-dcp", "merged")),
     )
 
 
@@ -216,44 +187,16 @@ def _opened(name: str, within: int | None, *, follow: bool = False) -> Iterator[
         os.close(descriptor)
 
 
-def requests_json(requests: Sequence[RemovalRequest]) -> str:
-    """For the variable of the environment."""
-    return json.dumps([asdict(one) for one in requests])
-
-
-def requests_from(text: str) -> list[RemovalRequest]:
-    """Inverse of `requests_json`."""
-    return [
-        RemovalRequest(
-            one["uri"], one["job"], None if one["folders"] is None else tuple(one["folders"]), one["in_use"]
-        )
-        for one in json.loads(text)
-    ]
-
-
-def read_answer(output: str) -> list[Removed] | None:
-    """What was deleted, one for each request; None where the process has not come to its end."""
-    answer = marked_answer(output, ANSWER_MARK)
-    if answer is None:
-        return None
-    return [removed_from(one) for one in answer["jobs"]]
-
-
-def removed_from(data: Mapping[str, Any]) -> Removed:
-    """A Removed from its JSON."""
-    return Removed(**{**data, "removed": tuple(data["removed"]), "left": tuple(data["left"])})
-
-
 def main() -> int:
     """Delete; 0 when nothing failed."""
     found: list[dict[str, Any]] = []
-    for request in requests_from(os.environ.get(REQUEST_VARIABLE) or sys.stdin.read()):
+    for request in removal_requests_from(os.environ.get(REMOVAL_VARIABLE) or sys.stdin.read()):
         try:
             found.append(asdict(remove(request)))
         except Exception as error:  # of whatever storage: credentials, names, packages that are not installed
             told = str(error) if isinstance(error, RemovalError) else f"{type(error).__name__}: {error}"
             found.append(asdict(Removed(failed=f"{told} (on {socket.gethostname()})")))
-    print(f"\n{ANSWER_MARK}{json.dumps({'jobs': found})}", flush=True)
+    print(f"\n{REMOVAL_MARK}{json.dumps({'jobs': found})}", flush=True)
     return 1 if any(one["failed"] for one in found) else 0
 
 

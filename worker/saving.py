@@ -19,6 +19,7 @@ from worker import checkpoint
 from worker.agreement import named_tensors
 from worker.background import Task
 from worker.engine import Engine
+from worker.engine.optimizer_state import without_implementation
 from worker.failure import AttemptFailure, attributed_to
 from worker.job import Job
 from worker.memory import PeakMemory, memory_limit
@@ -27,7 +28,6 @@ from worker.reading import StageReader
 from worker.reasons import Reason
 from worker.snapshot import Snapshots
 from worker.traced_model import JobModel
-from worker.training import without_implementation
 
 # How long a save waits for one before it of the same worker; the driver waits, and asks, before it begins another.
 _BEFORE_S = 600.0

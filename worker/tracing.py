@@ -51,7 +51,7 @@ class Tracing:
 
     def form(self, whole: bool) -> ModelForm:
         """Of the traced model, for the worker that traced; not `whole`: without its parameters."""
-        return ModelForm.of_traced(self._model.traced(self._batches.sample[0]), whole=whole)
+        return self._model.traced(self._batches.sample[0]).signature(whole=whole)
 
     def check_shares(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
         """Refuse a cut whose tensors would not arrive as they are meant, between meshes of unlike sizes."""

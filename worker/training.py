@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker.engine.optimizer_state import DEVICE_SETTINGS
 from worker.engine.shards import check_elementwise
 from worker.engine.split_check import check_split
 from worker.failure import attributed_to
@@ -29,7 +30,6 @@ from worker.reasons import Reason
 # Optimizers whose fused CUDA kernels skip a step by themselves when a norm is not finite, so that the host
 # need not look at it.
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 # Names under which schedules of the field take what an evaluation measured.
 _METRICS = {"metric", "metrics", "loss", "val_loss", "current", "score", "value"}
 # The parameters whose state is counted, beside one of a single element: a vector and a matrix.
@@ -165,12 +165,7 @@ def _implementation(
     target: Any, arguments: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[str, bool]:
     fits = all(p.is_cuda and p.is_floating_point() for p in parameters)
-    return {"fused": True} if fits and target in _FUSED and not arguments.keys() & {*_IMPLEMENTATION} else {}
-
-
-def without_implementation(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's saved groups without what depends on the device that they were saved on."""
-    return [{key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups]
+    return {"fused": True} if fits and target in _FUSED and not arguments.keys() & {*DEVICE_SETTINGS} else {}
 
 
 @attributed_to(Reason.USER_CODE_RAISED)

@@ -20,7 +20,7 @@ from service.cli.job_plan import checked_job, job_costs_here, plan_by_costs, pyt
 from service.cli.output import BudgetSeconds, CliError, Json, err
 from worker.last_action import forget, last_words
 from worker.marked import marked_answer
-from worker.verify import ANSWER_MARK
+from worker.proof_answer import PROOF_MARK
 
 app = typer.Typer()
 
@@ -119,7 +119,7 @@ def _run(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dic
         except BaseException:
             process.kill()
             raise
-    answer = marked_answer(output, ANSWER_MARK)
+    answer = marked_answer(output, PROOF_MARK)
     if answer is None:
         raise ValueError(_how_it_ended(process.pid, process.returncode))
     if "failed" in answer:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from service.orchestrator.decide import RESOURCES, Capacity
 from service.orchestrator.ray_jobs import Cluster, ClusterError, Held, Node
-from worker.node import group_name
+from worker.group_name import group_name
 
 logger = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.5

@@ -20,7 +20,7 @@ from service.store.database import Sessions, utc_now
 from service.store.removals import BegunRemoval, begin_removal, end_removal, jobs_to_empty
 from service.store.storage_uses import InUseError
 from service.store.uncut import uncut
-from worker.removal import Removed, read_answer, removed_from
+from worker.removal_request import Removed, read_removed, removed_from
 
 _RUNS = 16
 _SPARE_S = 60.0
@@ -123,7 +123,7 @@ class JobRemover:
         requests, cluster = [one.request for one in begun], self._clusters.of(begun[0].cluster)
         submission = self._submitter.removing(f"remove-{secrets.token_hex(8)}", requests, cluster)
         try:
-            found = await run_for_answer(cluster.ray, submission, read_answer, limit_s=self._limit_s)
+            found = await run_for_answer(cluster.ray, submission, read_removed, limit_s=self._limit_s)
         except RunTooLongError:
             raise RemovalFailedError(
                 f"it took more than {self._limit_s:g} s and was ended: ask again"

@@ -27,8 +27,7 @@ from service.store.tables import Attempt, Job
 from service.tracing import attempt_context, exporting
 from worker.costs import REQUEST_VARIABLE
 from worker.reasons import Reason
-from worker.removal import REQUEST_VARIABLE as REMOVAL_VARIABLE
-from worker.removal import RemovalRequest, requests_json
+from worker.removal_request import REMOVAL_VARIABLE, RemovalRequest, removal_requests_json
 from worker.weights.request import REQUEST_VARIABLE as EXPORT_VARIABLE
 from worker.weights.request import ExportRequest
 
@@ -120,7 +119,7 @@ class Submitter:
         return Submission(
             id=run_id,
             entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.removal",
-            env={REMOVAL_VARIABLE: requests_json(requests)},
+            env={REMOVAL_VARIABLE: removal_requests_json(requests)},
             metadata={"slotline_remove": requests[0].job},
         )
 

@@ -18,7 +18,7 @@ from service.store.states import add_event, lock_job
 from service.store.storage_uses import InUseError, Use, begin_use, end_use
 from service.store.tables import Job
 from worker.checkpoint_files import folder_name, step_uri
-from worker.removal import RemovalRequest, Removed
+from worker.removal_request import RemovalRequest, Removed
 
 _JOBS_AT_ONCE = 50
 

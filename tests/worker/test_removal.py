@@ -15,15 +15,9 @@ import pytest
 
 from worker import checkpoint, removal
 from worker.checkpoint_files import complete, folder_name, look, step_uri
-from worker.removal import (
-    REQUEST_VARIABLE,
-    RemovalError,
-    RemovalRequest,
-    is_artifact,
-    read_answer,
-    remove,
-    requests_json,
-)
+from worker.export_files import is_artifact
+from worker.removal import RemovalError, remove
+from worker.removal_request import REMOVAL_VARIABLE, RemovalRequest, read_removed, removal_requests_json
 
 JOB = "job-abc"
 
@@ -229,14 +223,14 @@ def test_a_process_answers_for_each_job_and_needs_no_torch(tmp_path: Path):
     asked = [RemovalRequest(str(tmp_path), JOB), RemovalRequest("http://h/x", JOB)]
     done = subprocess.run(
         [sys.executable, "-m", "worker.removal"],
-        env={**os.environ, REQUEST_VARIABLE: requests_json(asked)},
+        env={**os.environ, REMOVAL_VARIABLE: removal_requests_json(asked)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    first, second = read_answer(done.stdout)
+    first, second = read_removed(done.stdout)
     assert done.returncode == 1 and first.removed == (folder_name(2),) and first.failed is None
     assert "nothing is deleted below http://h/x" in second.failed
     code = "import sys, worker.removal; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert read_answer("nothing so far") is None and json.dumps(first.refused) == "{}"
+    assert read_removed("nothing so far") is None and json.dumps(first.refused) == "{}"

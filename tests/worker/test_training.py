@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from worker import training
+from worker.engine.optimizer_state import without_implementation
 from worker.engine.update import ModelUpdate, UpdateSettings
 from worker.failure import AttemptFailure
 from worker.job import Factory
@@ -23,7 +24,6 @@ from worker.training import (
     make_schedule,
     measure_optimizer_state,
     optimizer_state_bytes,
-    without_implementation,
 )
 from worker.transport import Topology
 from worker.transport.local import LocalTransport

@@ -48,3 +48,7 @@ def unigram_entropy_bits(corpus: np.ndarray) -> float:
     counts = np.bincount(corpus, minlength=256)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())
+
+
+if __name__ == "__main__":
+    print(unigram_entropy_bits(standard_library_corpus()))

@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from worker.driver.last_words import with_last_words
 from worker.failure import AttemptFailure, as_failure, first_cause
+from worker.group_name import group_name
 from worker.last_action import forget
-from worker.node import WorkerAddress, group_name
+from worker.node import WorkerAddress
 from worker.reasons import Reason
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,8 @@ NUMBER = "group"
 _PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 # What torch keeps of the names that an optimizer was made with; they are this cut's own.
 _OWN = (NAMES, SCHEDULE, "param_names")
+# Settings that choose an implementation for the device of the run that saved them.
+DEVICE_SETTINGS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def save_groups(
@@ -139,3 +141,8 @@ def _parts(state: Any) -> list[tuple[Any, Any]]:
     if isinstance(state, Mapping):
         return list(state.items())
     return list(enumerate(state)) if isinstance(state, list) else []
+
+
+def without_implementation(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's saved groups without what depends on the device that they were saved on."""
+    return [{key: value for key, value in group.items() if key not in DEVICE_SETTINGS} for group in groups]

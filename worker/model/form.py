@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from worker.model.profile import LayerProfile
-
-if TYPE_CHECKING:
-    from worker.model.tracing import TracedModel
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,6 @@ class ModelForm:
                 for layer in profile.layers
             ),
             tuple(EdgeForm(edge.source, edge.target, edge.tensor, edge.bytes) for edge in profile.edges),
-        )
-
-    @classmethod
-    def of_traced(cls, traced: TracedModel, *, whole: bool = True) -> ModelForm:
-        """That of a model as it was traced; `whole` as in `of_profile`."""
-        names, tensors = traced.placed.layers, traced.placed.tensors
-        builder = traced.builder(range(len(names)))
-        return cls(
-            tuple(
-                LayerForm(name, {key: tensors[key].nbytes for key in builder.parameters(index) if whole})
-                for index, name in enumerate(names)
-            ),
-            tuple(EdgeForm(edge.source, edge.target, edge.tensor, edge.bytes) for edge in builder.edges()),
         )
 
     def difference(self, wanted: ModelForm) -> str | None:

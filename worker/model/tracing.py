@@ -19,6 +19,7 @@ from worker.model.conversions import needless_left_out
 from worker.model.cuda_autocast import cuda_casts
 from worker.model.errors import CutError, TraceError
 from worker.model.fake_values import fake_values
+from worker.model.form import EdgeForm, LayerForm, ModelForm
 from worker.model.guards import FiniteAssumed
 from worker.model.inplace import isolate_changes
 from worker.model.kept_buffers import KeptBuffers
@@ -87,6 +88,18 @@ class TracedModel:
         """The original names of all parameters and persistent buffers that any stage uses."""
         builder = self.builder({0})
         return {*builder.parameters(0), *builder.buffers(0)}
+
+    def signature(self, *, whole: bool = True) -> ModelForm:
+        """Its layers, their parameters and the tensors between them; not `whole`: parameters are left out, as of workers
+        that share matrices."""
+        tensors, builder = self.placed.tensors, self.builder(range(len(self.placed.layers)))
+        return ModelForm(
+            tuple(
+                LayerForm(name, {key: tensors[key].nbytes for key in builder.parameters(index) if whole})
+                for index, name in enumerate(self.placed.layers)
+            ),
+            tuple(EdgeForm(edge.source, edge.target, edge.tensor, edge.bytes) for edge in builder.edges()),
+        )
 
     def builder(self, starts: Collection[int]) -> StageBuilder:
         """The cut before the layers with these indices (0 among them)."""

@@ -2,6 +2,3 @@
 
 `proof.prove` is the entry in Python, `python -m worker.verify` that of the command. Light here: no torch.
 """
-
-ANSWER_MARK = "SLOTLINE_PROOF "
-"""`python -m worker.verify` answers in a line of its output with this mark."""

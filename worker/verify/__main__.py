@@ -1,5 +1,5 @@
 """`python -m worker.verify` reads {"job": ..., "planned": a plan's answer, "steps": ...} as JSON from standard input, and
-ends with one line: ANSWER_MARK and {"proof": ...} or {"failed": a reason code, "message": ...}. Needs no Ray and no
+ends with one line: PROOF_MARK and {"proof": ...} or {"failed": a reason code, "message": ...}. Needs no Ray and no
 control plane."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from worker import last_action
 from worker.driver.planning import planned_job
 from worker.failure import AttemptFailure, as_failure
 from worker.job import Job
+from worker.proof_answer import PROOF_MARK
 from worker.reasons import Reason
-from worker.verify import ANSWER_MARK
 from worker.verify.proof import prove
 
 
@@ -31,7 +31,7 @@ def main() -> int:
         failure = error if isinstance(error, AttemptFailure) else as_failure(error, Reason.INTERNAL)
         print(failure.details, file=sys.stderr)
         answer = {"failed": failure.reason, "message": failure.message}
-    print(f"\n{ANSWER_MARK}{json.dumps(answer)}", flush=True)
+    print(f"\n{PROOF_MARK}{json.dumps(answer)}", flush=True)
     last_action.forget(os.getpid())
     return 1 if "failed" in answer else 0
 

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from worker import checkpoint
-from worker.engine.optimizer_state import NAMES, NUMBER, settings_of
-from worker.training import without_implementation
+from worker.engine.optimizer_state import NAMES, NUMBER, settings_of, without_implementation
 from worker.weights.record import SHARD, from_state
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -19,7 +19,8 @@ from tests.service.api.test_manage import problem
 from tests.service.api.test_people import token
 from tests.service.api.test_weights import exporting, lay
 from worker.checkpoint_files import folder_name, step_uri
-from worker.removal import ANSWER_MARK, REQUEST_VARIABLE, remove, requests_from
+from worker.removal import remove
+from worker.removal_request import REMOVAL_MARK, REMOVAL_VARIABLE, removal_requests_from
 
 
 async def saving_job(api: Api, base: Path, *steps: int, **changes: Any) -> str:
@@ -45,8 +46,8 @@ def works(api: Api, run_id: str) -> None:
     """Do what the process of the cluster would do."""
     submission = api.cluster.submissions[run_id]
     assert submission.entrypoint.endswith("-m worker.removal") and submission.resources == {}
-    found = [asdict(remove(one)) for one in requests_from(submission.env[REQUEST_VARIABLE])]
-    api.cluster.logs[run_id] = f"a warning\n{ANSWER_MARK}{json.dumps({'jobs': found})}\n"
+    found = [asdict(remove(one)) for one in removal_requests_from(submission.env[REMOVAL_VARIABLE])]
+    api.cluster.logs[run_id] = f"a warning\n{REMOVAL_MARK}{json.dumps({'jobs': found})}\n"
     api.cluster.states[run_id] = RayJob(RayState.SUCCEEDED)
 
 

@@ -12,7 +12,8 @@ from tests.service.cli.conftest import Run
 from tests.service.cli.test_weights import trained
 from tests.service.serving import Served, report, until
 from worker.checkpoint_files import step_uri, stored_bytes
-from worker.removal import ANSWER_MARK, REQUEST_VARIABLE, remove, requests_from
+from worker.removal import remove
+from worker.removal_request import REMOVAL_MARK, REMOVAL_VARIABLE, removal_requests_from
 
 
 def works(served: Served) -> threading.Thread:
@@ -22,9 +23,9 @@ def works(served: Served) -> threading.Thread:
     def work() -> None:
         until(lambda: bool(set(served.cluster.submissions) - before))
         (run_id,) = set(served.cluster.submissions) - before
-        asked = requests_from(served.cluster.submissions[run_id].env[REQUEST_VARIABLE])
+        asked = removal_requests_from(served.cluster.submissions[run_id].env[REMOVAL_VARIABLE])
         answer = {"jobs": [asdict(remove(one)) for one in asked]}
-        served.cluster.logs[run_id] = f"{ANSWER_MARK}{json.dumps(answer)}\n"
+        served.cluster.logs[run_id] = f"{REMOVAL_MARK}{json.dumps(answer)}\n"
         served.cluster.states[run_id] = RayJob(RayState.SUCCEEDED)
 
     thread = threading.Thread(target=work)

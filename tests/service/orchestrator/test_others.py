@@ -9,7 +9,7 @@ from service.orchestrator.cluster_view import ClusterWatcher
 from service.orchestrator.ray_jobs import Held, Node
 from tests.service.fake_cluster import FakeCluster
 from tests.service.orchestrator.test_loop import SETTINGS, World, world
-from worker.node import group_name
+from worker.group_name import group_name
 from worker.reasons import Cause, Reason
 
 __all__ = ["world"]

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from worker.node import group_name
+from worker.group_name import group_name
 
 AGAIN_S = 0.05
 SOON_S = 0.5

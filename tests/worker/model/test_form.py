@@ -31,12 +31,12 @@ def test_a_model_has_the_same_form_as_traced_and_as_measured(build):
     model, inputs = build()
     traced = trace(model, inputs)
     profile = measure_layers(traced, loss, torch.zeros(1), repeats=1)
-    form = ModelForm.of_traced(traced)
+    form = traced.signature()
     measured = ModelForm.of_profile(profile)
     assert form.difference(measured) is None and measured.difference(form) is None
     assert len(form.layers) > 3 and sum(len(layer.parameters) for layer in form.layers) > 5
     assert ModelForm.from_json(json.loads(json.dumps(form.to_json()))).difference(form) is None
-    without = ModelForm.of_traced(traced, whole=False)
+    without = traced.signature(whole=False)
     assert without.difference(ModelForm.of_profile(profile, whole=False)) is None
     assert all(layer.parameters == {} for layer in without.layers)
 
@@ -50,7 +50,7 @@ def test_a_model_has_the_same_form_as_traced_and_as_measured(build):
     ],
 )
 def test_another_model_is_told_by_what_differs(other, says):
-    forms = [ModelForm.of_traced(trace(*gpt_of(**changes))) for changes in ({}, other)]
+    forms = [trace(*gpt_of(**changes)).signature() for changes in ({}, other)]
     assert says in forms[1].difference(forms[0])
 
 
@@ -59,6 +59,6 @@ def test_another_parameter_inside_a_layer_is_told_though_its_tensors_are_the_sam
         block = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 4))
         return nn.Sequential(nn.ModuleDict({"block": block})["block"], nn.Linear(4, 4))
 
-    forms = [ModelForm.of_traced(trace(built(hidden), (torch.randn(2, 4),))) for hidden in (8, 12)]
+    forms = [trace(built(hidden), (torch.randn(2, 4),)).signature() for hidden in (8, 12)]
     different = forms[1].difference(forms[0])
     assert "bytes" in different and ("192" in different or "12" in different), different
