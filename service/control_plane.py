@@ -1,6 +1,7 @@
-"""One control plane in this process: its parts put together, started and ended in order.
+"""Assembles one control plane: the FastAPI application, the orchestrator and their parts, started in order.
 
-The only place that knows both the API and the orchestrator; either could run without the other.
+The only module that knows both the API and the orchestrator's loop; either could run without the other.
+Parts end in the reverse order: a round cut off in the middle of a query would leave a connection behind.
 """
 
 from __future__ import annotations
@@ -8,30 +9,110 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
-from service.api.app import create_app
-from service.api.context import Service
+from service.api import auth, errors, openapi, pages
+from service.api.dependencies import Service
+from service.api.middleware import BodyLimit, LocalOriginsOnly, RequestTiming, RequestTracing, allowed_hosts
 from service.api.oidc import IdentityProvider
-from service.cluster_settings import DEFAULT
-from service.orchestrator.clusters import Clusters, named_clusters, ray_cluster
-from service.orchestrator.exporting import JobExporter
-from service.orchestrator.local_ray import LocalRay
-from service.orchestrator.logs import LogReader
+from service.api.routers import (
+    activity,
+    admin,
+    artifacts,
+    clusters,
+    diagnose,
+    drivers,
+    jobs,
+    metrics,
+    plans,
+    system,
+)
+from service.observability.tracing import export_traces
 from service.orchestrator.loop import Orchestrator
-from service.orchestrator.notifying import Notifier
-from service.orchestrator.planning import Planner
-from service.orchestrator.profiling import JobProfiler
-from service.orchestrator.ray_jobs import Cluster, RayCluster
-from service.orchestrator.removing import JobRemover
-from service.settings import Settings
-from service.store.database import Database
-from service.store.sole_user import sole_user
-from service.trace_export import exported
+from service.orchestrator.notify.notifier import Notifier
+from service.orchestrator.planning.pool import Planner
+from service.orchestrator.ray.clusters import Clusters, build_clusters, ray_cluster
+from service.orchestrator.ray.jobs_api import Cluster, RayCluster
+from service.orchestrator.ray.local import LocalRay
+from service.orchestrator.ray.logs import LogReader
+from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
+from service.orchestrator.tasks.profile import JobProfiler
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.settings.settings import Settings
+from service.store.database import Database, exclusive_sqlite_lock
+
+
+def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextManager[Service]]) -> FastAPI:
+    """The API over what `serving` gives, which is entered at the start and left at the end."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                app.state.service = await stack.enter_async_context(serving())
+            except Exception as error:
+                app.state.start_error = error  # for the command, which tells it in one line
+                raise
+            yield
+
+    app = FastAPI(
+        title="Slotline",
+        summary="Pipeline-parallel training on Ray with communication as scheduled slots",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own loads its scripts from elsewhere
+        redoc_url=None,
+    )
+    app.add_middleware(
+        BodyLimit,
+        limit_bytes=settings.body_limit_bytes,
+        limits={
+            "/api/v1/packages": settings.package_limit_bytes + 65536,
+            "/api/v1/jobs": min(settings.job_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/plans/job": min(settings.job_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/plans": min(settings.plan_limit_bytes, settings.body_limit_bytes),
+        },
+        timeout_s=settings.body_timeout_s,
+    )
+    app.add_middleware(RequestTracing)
+    if (names := allowed_hosts(settings)) is not None:
+        app.add_middleware(LocalOriginsOnly, names=names)
+    app.add_middleware(RequestTiming)  # the outermost: what comes after it counts
+    errors.install_error_handlers(app)
+    for router in (
+        plans.job_plan_router,
+        jobs.router,
+        activity.router,
+        admin.notifications_router,
+        clusters.quotas_router,
+        plans.spec_plan_router,
+        plans.saved_plans_router,
+        artifacts.packages_router,
+        clusters.clusters_router,
+        admin.people_router,
+        admin.secrets_router,
+        diagnose.why_router,
+        diagnose.postmortem_router,
+        artifacts.weights_router,
+        artifacts.artifacts_router,
+        artifacts.usage_router,
+    ):
+        app.include_router(
+            router, dependencies=[Depends(auth.require_user)], responses=errors.responses(401, 403)
+        )
+    app.include_router(pages.router, dependencies=[Depends(auth.require_user)])
+    app.include_router(metrics.router)
+    app.include_router(drivers.router)
+    app.include_router(system.router)
+    app.include_router(openapi.docs_router)
+    openapi.install_openapi(app, authenticates=settings.authenticates)
+    return app
+
 
 _STOP_LIMIT_S = 10.0
 
@@ -58,13 +139,13 @@ async def run_control_plane(
 ) -> AsyncIterator[ControlPlane]:
     """A control plane that works until the context is left."""
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(exported())
+        await stack.enter_async_context(export_traces())
         database = Database(settings.sqlalchemy_url)
         stack.push_async_callback(database.close)
-        await stack.enter_async_context(sole_user(database))
+        await stack.enter_async_context(exclusive_sqlite_lock(database))
         await database.start()
         served_for_real = cluster is None
-        clusters = await _clusters(settings, cluster, others, stack)
+        clusters = await _connect_clusters(settings, cluster, others, stack)
         stack.push_async_callback(clusters.close)
         planner = Planner(
             processes=settings.plan_processes,
@@ -94,9 +175,9 @@ async def run_control_plane(
         stack.push_async_callback(clusters.stop)
         if settings.orchestrator:
             loop = asyncio.create_task(orchestrator.run())
-            stack.push_async_callback(_end, orchestrator, loop)
+            stack.push_async_callback(_stop_orchestrator, orchestrator, loop)
         else:
-            stack.push_async_callback(_cancelled, asyncio.create_task(orchestrator.pulse.beat_for_ever()))
+            stack.push_async_callback(_cancel, asyncio.create_task(orchestrator.pulse.beat_forever()))
         yield ControlPlane(
             settings=settings,
             database=database,
@@ -116,7 +197,7 @@ async def run_control_plane(
         )
 
 
-async def _clusters(
+async def _connect_clusters(
     settings: Settings,
     default: Cluster | None,
     others: Mapping[str, Cluster],
@@ -126,31 +207,33 @@ async def _clusters(
     python = "python" if default is not None or settings.ray_address is not None else sys.executable
     found = dict[str, Cluster]()
     if default is not None:
-        found[DEFAULT] = default
+        found[DEFAULT_CLUSTER] = default
     elif settings.has_default_cluster:
         given = settings.ray_address is not None
-        found[DEFAULT] = ray_cluster(settings, DEFAULT) if given else await _local(settings, stack)
+        found[DEFAULT_CLUSTER] = (
+            ray_cluster(settings, DEFAULT_CLUSTER) if given else await _start_local_ray(settings, stack)
+        )
     for name in settings.clusters:
         found[name] = others.get(name) or ray_cluster(settings, name)
-    return named_clusters(settings, found, refresh_s=settings.cluster_refresh_s, python=python)
+    return build_clusters(settings, found, refresh_s=settings.cluster_refresh_s, python=python)
 
 
-async def _local(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:
+async def _start_local_ray(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:
     local = LocalRay(settings)
     stack.push_async_callback(local.stop)
     await local.start()
     settings.driver_ray_address = local.gcs_address
     keeping = asyncio.create_task(local.keep())
-    stack.push_async_callback(_cancelled, keeping)
+    stack.push_async_callback(_cancel, keeping)
     return RayCluster(local.address, timeout_s=settings.ray_timeout_s, token=local.token)
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _end(orchestrator: Orchestrator, running: asyncio.Task[None]) -> None:
+async def _stop_orchestrator(orchestrator: Orchestrator, running: asyncio.Task[None]) -> None:
     """In order: a round that is cut off in the middle of a query leaves a connection behind."""
     orchestrator.stop()
     with contextlib.suppress(TimeoutError):

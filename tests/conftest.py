@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.leaks import leaked, state
-from worker import reasons
+from worker.contract import reasons
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ _OWN = "PYTEST_CURRENT_TEST"
 _NEW = "SLOTLINE_"
 """What is new in the environment and a leak: NCCL, CUDA and libraries are told theirs by the product, for good."""
 _KEPT = {
-    ("service.tracing", "_exporter"),
-    ("service.orchestrator.planning", "_given_up"),
-    ("worker.last_action", "_file"),
+    ("service.observability.tracing", "_exporter"),
+    ("service.orchestrator.planning.pool", "_given_up"),
+    ("worker.contract.failures", "_file"),
 }
 """Variables of modules that work changes."""
 _PLACE = {

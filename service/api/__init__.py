@@ -1,5 +1,5 @@
-"""The REST API: routers of short functions, schemas, authentication, errors, web pages.
+"""The REST API: authentication, errors, middleware, OpenAPI, routers and web pages.
 
-Knows the store, and of the orchestrator what reads, plans and applies reports, never its rounds; routes
-never plan in the event loop. schemas.py is light: service/client.py shares it.
+Knows the store, and of the orchestrator what reads, plans and applies reports, never its rounds.
+Must not import service.control_plane; routes never plan in the event loop.
 """

@@ -1,8 +1,11 @@
-"""Who may call: users with an API token (when one is asked for), drivers with their attempt's token.
+"""Authentication of users and drivers by token, and the table of the least role that each route requires.
 
-A token comes as `Authorization: Bearer`, or as the password of HTTP Basic, which browsers ask for;
-Basic may change nothing unless the page that asks is our own (browsers send it with any request).
-What a user may call is said by roles.py; what is whose, by the routes themselves.
+Users send an API token, a JWT of the identity provider (oidc.py), or the token of a setting; drivers send the token
+of their attempt. A token comes as `Authorization: Bearer`, or as the password of HTTP Basic, which browsers ask for.
+Browsers send Basic with any request, so it may change nothing unless the page that asks is our own.
+
+A route that LEAST_ROLE does not list is for admins; a test finds it. Ownership of single jobs, plans and secrets is
+checked by the routes themselves.
 """
 
 from __future__ import annotations
@@ -14,31 +17,105 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.api.context import Current, Service
+from service.api.dependencies import CurrentService, Service
 from service.api.errors import ProblemError
 from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, NoRoleError
-from service.api.roles import least_role
-from service.principals import EVERYBODY, ROOT, SCRAPER, Principal, Role
+from service.spec.states import (
+    API_TOKEN_PRINCIPAL,
+    METRICS_TOKEN_PRINCIPAL,
+    OPEN_ACCESS_PRINCIPAL,
+    Principal,
+    Role,
+)
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
+from service.store.secrets import find_token, token_digest
 from service.store.tables import Attempt
-from service.store.tokens import find_token, token_digest
+
+_VIEWER_ROUTES = (
+    ("GET", "/"),
+    ("GET", "/cluster"),
+    ("GET", "/jobs/{job_id}"),
+    ("GET", "/jobs/{job_id}/choice"),
+    ("GET", "/jobs/{job_id}/gaps"),
+    ("GET", "/jobs/{job_id}/memory"),
+    ("GET", "/jobs/{job_id}/profiled-steps"),
+    ("GET", "/static/{name}"),
+    ("GET", "/api/v1/cluster"),
+    ("GET", "/api/v1/jobs"),
+    ("GET", "/api/v1/jobs/{job_id}"),
+    ("GET", "/api/v1/jobs/{job_id}/artifacts"),
+    ("GET", "/api/v1/jobs/{job_id}/checkpoints"),
+    ("GET", "/api/v1/jobs/{job_id}/evaluations"),
+    ("GET", "/api/v1/jobs/{job_id}/events"),
+    ("GET", "/api/v1/jobs/{job_id}/logs"),
+    ("GET", "/api/v1/jobs/{job_id}/notifications"),
+    ("GET", "/api/v1/jobs/{job_id}/plan"),
+    ("GET", "/api/v1/jobs/{job_id}/postmortem"),
+    ("GET", "/api/v1/jobs/{job_id}/steps"),
+    ("GET", "/api/v1/jobs/{job_id}/timeline"),
+    ("GET", "/api/v1/jobs/{job_id}/why"),
+    ("GET", "/api/v1/plans/named"),
+    ("GET", "/api/v1/plans/named/{name}"),
+    ("GET", "/api/v1/queues"),
+    ("GET", "/api/v1/usage"),
+    ("GET", "/api/v1/whoami"),
+)
+_SUBMITTER_ROUTES = (
+    ("POST", "/api/v1/jobs"),
+    ("PATCH", "/api/v1/jobs/{job_id}"),  # their own, as the next ones
+    ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators those of all
+    ("POST", "/api/v1/jobs/{job_id}/export"),  # it runs on the cluster
+    ("POST", "/api/v1/jobs/{job_id}/retry"),
+    ("DELETE", "/api/v1/jobs/{job_id}/checkpoints/{step}"),
+    ("DELETE", "/api/v1/jobs/{job_id}/exports/{name}"),
+    ("POST", "/api/v1/packages"),
+    ("POST", "/api/v1/plans"),  # it computes
+    ("POST", "/api/v1/plans/job"),  # it runs the job's code
+    ("DELETE", "/api/v1/plans/named/{name}"),  # their own; operators those of all
+    ("GET", "/api/v1/secrets"),  # their own, as all of these
+    ("PUT", "/api/v1/secrets/{name}"),
+    ("DELETE", "/api/v1/secrets/{name}"),
+)
+_OPERATOR_ROUTES = (
+    ("PUT", "/api/v1/queues/{name}/quota"),
+    ("DELETE", "/api/v1/queues/{name}/quota"),
+)
+_ADMIN_ROUTES = (
+    ("GET", "/api/v1/audit"),
+    ("GET", "/api/v1/tokens"),
+    ("POST", "/api/v1/tokens"),
+    ("DELETE", "/api/v1/tokens/{name}"),
+)
+LEAST_ROLE: dict[tuple[str, str], Role] = {
+    ("GET", "/api/v1/prometheus/targets"): Role.METRICS,
+    **dict.fromkeys(_VIEWER_ROUTES, Role.VIEWER),
+    **dict.fromkeys(_SUBMITTER_ROUTES, Role.SUBMITTER),
+    **dict.fromkeys(_OPERATOR_ROUTES, Role.OPERATOR),
+    **dict.fromkeys(_ADMIN_ROUTES, Role.ADMIN),
+}
+
+
+def least_role(method: str, path: str) -> Role:
+    """What a caller of the route with this template of a path must at least be."""
+    return LEAST_ROLE.get(("GET" if method == "HEAD" else method, path), Role.ADMIN)
+
 
 _ADMITTED = "slotline.admitted"
 """In the scope of a request that was let through: its route asks before the body is read, its dependencies again."""
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
 
-async def user(request: Request, service: Current) -> Principal:
+async def require_user(request: Request, service: CurrentService) -> Principal:
     """Who calls; 401 for nobody that is known, 403 for somebody who may not call this route."""
     if not service.settings.authenticates:
-        return EVERYBODY
+        return OPEN_ACCESS_PRINCIPAL
     if (admitted := request.scope.get(_ADMITTED)) is not None:
         return admitted
-    token = _bearer(request) or _basic(request)
+    token = _bearer_token(request) or _basic_token(request)
     if token is None:
         raise ProblemError(401, "a token is needed: send Authorization: Bearer <token>", headers=_CHALLENGE)
-    caller = await _principal(service, token)
+    caller = await _find_principal(service, token)
     if caller is None:
         raise ProblemError(
             401, "the token is not valid: ask for one made by `slotline token`", headers=_CHALLENGE
@@ -55,17 +132,17 @@ async def user(request: Request, service: Current) -> Principal:
     return caller
 
 
-Caller = Annotated[Principal, Depends(user)]
+Caller = Annotated[Principal, Depends(require_user)]
 
 
-async def driver(attempt_id: str, request: Request, service: Current) -> Attempt:
+async def require_driver(attempt_id: str, request: Request, service: CurrentService) -> Attempt:
     """The attempt whose token the call carries; 401 for any other token, also of an unknown attempt."""
     if (admitted := request.scope.get(_ADMITTED)) is not None:
         return admitted
     async with service.database.read() as session:
         attempt = await find_attempt(session, attempt_id) if attempt_id.isprintable() else None
-    token = _bearer(request)
-    if token is None or attempt is None or not _same(token, attempt.token):
+    token = _bearer_token(request)
+    if token is None or attempt is None or not _same_secret(token, attempt.token):
         raise ProblemError(
             401, "the attempt's token is needed: send the SLOTLINE_ATTEMPT_TOKEN that the driver was given"
         )
@@ -73,25 +150,25 @@ async def driver(attempt_id: str, request: Request, service: Current) -> Attempt
     return attempt
 
 
-DriverAttempt = Annotated[Attempt, Depends(driver)]
+DriverAttempt = Annotated[Attempt, Depends(require_driver)]
 
 
-async def _principal(service: Service, token: str) -> Principal | None:
+async def _find_principal(service: Service, token: str) -> Principal | None:
     """Whose token it is: a setting's, else one of the store."""
     settings = service.settings
     for secret, owner in (
-        (settings.api_token, Principal(ROOT, Role.ADMIN)),
-        (settings.metrics_token, Principal(SCRAPER, Role.METRICS)),
+        (settings.api_token, Principal(API_TOKEN_PRINCIPAL, Role.ADMIN)),
+        (settings.metrics_token, Principal(METRICS_TOKEN_PRINCIPAL, Role.METRICS)),
     ):
-        if secret is not None and _same(token, secret.get_secret_value()):
+        if secret is not None and _same_secret(token, secret.get_secret_value()):
             return owner
     if service.identity is not None and token.count(".") == 2:  # a JWT: no token of ours has a dot
-        return await _said_by(service.identity, token)
+        return await _oidc_principal(service.identity, token)
     async with service.database.read() as session:
         return await find_token(session, token_digest(token), at=utc_now())
 
 
-async def _said_by(identity: IdentityProvider, token: str) -> Principal:
+async def _oidc_principal(identity: IdentityProvider, token: str) -> Principal:
     try:
         return await identity.principal(token)
     except InvalidTokenError as error:
@@ -106,12 +183,12 @@ async def _said_by(identity: IdentityProvider, token: str) -> Principal:
         ) from None
 
 
-def _bearer(request: Request) -> str | None:
+def _bearer_token(request: Request) -> str | None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
-def _basic(request: Request) -> str | None:
+def _basic_token(request: Request) -> str | None:
     scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
     own_page = request.headers.get("sec-fetch-site") == "same-origin"
     if scheme.lower() != "basic" or not (request.method in ("GET", "HEAD") or own_page):
@@ -122,5 +199,5 @@ def _basic(request: Request) -> str | None:
         return None
 
 
-def _same(one: str, other: str) -> bool:
+def _same_secret(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())

@@ -1,4 +1,8 @@
-"""Every error as `application/problem+json` (RFC 9457): what is wrong, with which value, what to change."""
+"""Maps every exception to `application/problem+json` (RFC 9457): field, value, cause and remedy.
+
+`ProblemError` is what routes raise. `ProblemCode` is what programs read where people read `detail`; codes are part of
+the API and are never renamed. Text that is no valid Unicode is escaped, not refused.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, get_args
 
@@ -18,20 +23,74 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
-from service.api.problem_codes import Code, code_of
-from service.jobspec import JobSpec
-from service.orchestrator.outcome import StaleAttemptError
-from service.orchestrator.planning import PlannerBusyError, PlanRefusedError, PlanTimeoutError
-from service.orchestrator.ray_jobs import ClusterError
-from service.store.states import TransitionError
+from service.orchestrator.attempts.outcome import StaleAttemptError
+from service.orchestrator.planning.pool import PlannerBusyError, PlanRefusedError, PlanTimeoutError
+from service.orchestrator.ray.jobs_api import ClusterError
+from service.spec.job import JobSpec
+from service.store.transitions import TransitionError
+from worker.contract.reasons import Reason
+
+
+class ProblemCode(StrEnum):
+    """Those of one HTTP status first, which stand where no other says more."""
+
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    FORBIDDEN = "FORBIDDEN"
+    NOT_FOUND = "NOT_FOUND"
+    METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
+    TIMED_OUT = "TIMED_OUT"
+    CONFLICT = "CONFLICT"
+    TOO_LARGE = "TOO_LARGE"
+    INVALID = "INVALID"
+    INTERNAL_ERROR = "INTERNAL_ERROR"
+    UNAVAILABLE = "UNAVAILABLE"
+    REFUSED = "REFUSED"
+
+    IDEMPOTENCY_KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
+    JOB_NOT_WAITING = "JOB_NOT_WAITING"
+    JOB_BEGAN_ELSEWHERE = "JOB_BEGAN_ELSEWHERE"
+    QUEUE_NOT_YOURS = "QUEUE_NOT_YOURS"
+    STATE_FORBIDS = "STATE_FORBIDS"
+    ATTEMPT_OVER = "ATTEMPT_OVER"
+    VERSION_MISMATCH = Reason.VERSION_MISMATCH.value
+    PLAN_REFUSED = "PLAN_REFUSED"
+    PLAN_MISMATCH = "PLAN_MISMATCH"
+    PLAN_NAME_TAKEN = "PLAN_NAME_TAKEN"
+    TOO_MANY_PLANS = "TOO_MANY_PLANS"
+    CHECKPOINT_IN_USE = "CHECKPOINT_IN_USE"
+    PLANNER_BUSY = "PLANNER_BUSY"
+    PLAN_TOO_SLOW = "PLAN_TOO_SLOW"
+    CLUSTER_AWAY = "CLUSTER_AWAY"
+    DATABASE_AWAY = "DATABASE_AWAY"
+    DATABASE_BUSY = "DATABASE_BUSY"
+
+
+_CODE_OF_STATUS = {
+    401: ProblemCode.UNAUTHENTICATED,
+    403: ProblemCode.FORBIDDEN,
+    404: ProblemCode.NOT_FOUND,
+    405: ProblemCode.METHOD_NOT_ALLOWED,
+    408: ProblemCode.TIMED_OUT,
+    409: ProblemCode.CONFLICT,
+    413: ProblemCode.TOO_LARGE,
+    422: ProblemCode.INVALID,
+    500: ProblemCode.INTERNAL_ERROR,
+    503: ProblemCode.UNAVAILABLE,
+}
+
+
+def code_of(status: int) -> ProblemCode:
+    """The code of a problem of which no more is known than its status."""
+    return _CODE_OF_STATUS.get(status, ProblemCode.INTERNAL_ERROR if status >= 500 else ProblemCode.REFUSED)
+
 
 logger = logging.getLogger(__name__)
 
-MEDIA_TYPE = "application/problem+json"
+PROBLEM_MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
-_VALUE_TOLD = 80  # longer ones stand in `errors` only
+_INLINE_VALUE_LIMIT = 80  # longer ones stand in `errors` only
 _ERRORS_SHOWN = 50  # looking for the name that was meant takes its time
-_FORM = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged-\w+)\[.*\]", re.DOTALL)
+_UNION_TAG = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged-\w+)\[.*\]", re.DOTALL)
 """In the place of an error where a field may have several forms: which of these is meant. No name of ours has brackets."""
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
@@ -46,7 +105,7 @@ class ProblemError(Exception):
         *,
         errors: Sequence[Mapping[str, Any]] | None = None,
         headers: Mapping[str, str] | None = None,
-        code: Code | None = None,
+        code: ProblemCode | None = None,
     ) -> None:
         super().__init__(detail)
         self.status, self.detail, self.code = status, detail, code
@@ -59,7 +118,7 @@ def problem_response(
     *,
     errors: Sequence[Mapping[str, Any]] | None = None,
     headers: Mapping[str, str] | None = None,
-    code: Code | None = None,
+    code: ProblemCode | None = None,
 ) -> Response:
     """A problem as a response; text that is no valid Unicode is escaped, not refused."""
     body: dict[str, Any] = {
@@ -72,7 +131,7 @@ def problem_response(
     if errors:
         body["errors"] = errors
     content = json.dumps(body, default=str).encode("ascii")
-    return Response(content, status_code=status, media_type=MEDIA_TYPE, headers=dict(headers or {}))
+    return Response(content, status_code=status, media_type=PROBLEM_MEDIA_TYPE, headers=dict(headers or {}))
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -80,13 +139,13 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {
         status: {
             "description": HTTPStatus(status).phrase,
-            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            "content": {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
         for status in statuses
     }
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception with a problem."""
 
     async def problem(_: Request, error: ProblemError) -> Response:
@@ -112,35 +171,37 @@ def install(app: FastAPI) -> None:
         return problem_response(422, detail, errors=errors)
 
     async def transition(_: Request, error: TransitionError) -> Response:
-        return problem_response(409, f"{error}; read the job to see its state", code=Code.STATE_FORBIDS)
+        return problem_response(
+            409, f"{error}; read the job to see its state", code=ProblemCode.STATE_FORBIDS
+        )
 
     async def stale(_: Request, error: StaleAttemptError) -> Response:
-        return problem_response(409, str(error), code=Code.ATTEMPT_OVER)
+        return problem_response(409, str(error), code=ProblemCode.ATTEMPT_OVER)
 
     async def refused(_: Request, error: PlanRefusedError) -> Response:
-        return problem_response(422, str(error), code=Code.PLAN_REFUSED)
+        return problem_response(422, str(error), code=ProblemCode.PLAN_REFUSED)
 
     async def busy(_: Request, error: PlannerBusyError) -> Response:
         return problem_response(
-            503, f"{error}: try again", headers={"Retry-After": "5"}, code=Code.PLANNER_BUSY
+            503, f"{error}: try again", headers={"Retry-After": "5"}, code=ProblemCode.PLANNER_BUSY
         )
 
     async def too_slow(_: Request, error: PlanTimeoutError) -> Response:
         detail = f"{error}: lower the budget, choose a named schedule, or shrink the spec"
-        return problem_response(503, detail, headers={"Retry-After": "30"}, code=Code.PLAN_TOO_SLOW)
+        return problem_response(503, detail, headers={"Retry-After": "30"}, code=ProblemCode.PLAN_TOO_SLOW)
 
     async def no_cluster(_: Request, error: ClusterError) -> Response:
-        return problem_response(503, str(error), headers={"Retry-After": "5"}, code=Code.CLUSTER_AWAY)
+        return problem_response(503, str(error), headers={"Retry-After": "5"}, code=ProblemCode.CLUSTER_AWAY)
 
     async def no_database(request: Request, error: DBAPIError) -> Response:
         request.app.state.service.database.outage.away(error.orig or error)
         detail = "the database does not answer: try again"
-        return problem_response(503, detail, headers={"Retry-After": "5"}, code=Code.DATABASE_AWAY)
+        return problem_response(503, detail, headers={"Retry-After": "5"}, code=ProblemCode.DATABASE_AWAY)
 
     async def no_connection(request: Request, _: PoolTimeoutError) -> Response:
         logger.warning("%s %s: no connection to the database was free", request.method, request.url.path)
         detail = "all connections to the database are in use: try again"
-        return problem_response(503, detail, headers={"Retry-After": "5"}, code=Code.DATABASE_BUSY)
+        return problem_response(503, detail, headers={"Retry-After": "5"}, code=ProblemCode.DATABASE_BUSY)
 
     async def too_deep(_: Request, __: RecursionError) -> Response:
         return problem_response(422, "the body is nested too deeply: flatten it")
@@ -190,7 +251,7 @@ def _allowed_methods(request: Request, named: str | None) -> list[str]:
 
 def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
     where, *path = error["loc"] or ("body",)
-    path = [part for part in path if not _FORM.fullmatch(str(part))]
+    path = [part for part in path if not _UNION_TAG.fullmatch(str(part))]
     field = ".".join(str(part) for part in path) or str(where)
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
@@ -205,10 +266,14 @@ def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
         message = "is no name: begin with a letter or digit, go on with letters, digits, '.', '_' and '-'"
     elif error["type"] == "json_invalid":
         field, message = "body", f"is not JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
-    return {"field": field, "value": _shown(error.get("input")), "message": message + _not_that(error)}
+    return {
+        "field": field,
+        "value": _json_value(error.get("input")),
+        "message": message + _refused_value(error),
+    }
 
 
-def _not_that(error: Mapping[str, Any]) -> str:
+def _refused_value(error: Mapping[str, Any]) -> str:
     """The value that a rule of a type refused, where it is short; our own rules name what they refuse themselves."""
     if error["type"] in (
         "value_error",
@@ -219,7 +284,7 @@ def _not_that(error: Mapping[str, Any]) -> str:
     ):
         return ""
     shown = json.dumps(error.get("input"), default=str, ensure_ascii=False)
-    return f", not {shown}" if len(shown) <= _VALUE_TOLD else ""
+    return f", not {shown}" if len(shown) <= _INLINE_VALUE_LIMIT else ""
 
 
 def _unknown_field(path: Sequence[Any]) -> str:
@@ -247,7 +312,7 @@ def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
     return set(model.model_fields)
 
 
-def _shown(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no such number
     if value is None or isinstance(value, bool | int | float):

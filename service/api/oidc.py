@@ -1,7 +1,7 @@
-"""Who somebody is by the word of an identity provider: JWTs of one issuer, checked with the keys that it publishes.
+"""Verifies JWTs of one OpenID Connect issuer with its published keys (JWKS), and maps claims to a Principal.
 
-Nothing in a token says how it is to be checked: issuer, audience, algorithms and the address of the keys are
-settings. Keys are asked for rarely, whatever callers send.
+Nothing in a token says how it is checked: issuer, audience, algorithms and the address of the keys are settings.
+Keys are fetched rarely, whatever key ids callers send.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import httpx
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
-from service.jobspec import OWNER_PATTERN
-from service.principals import Principal, Role
-from service.settings import Settings
+from service.settings.settings import Settings
+from service.spec.job import OWNER_PATTERN
+from service.spec.states import Principal, Role
 
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """With a public key only: never `none`, and no HS..., for which the public key would be the secret."""
 _LEEWAY_S = 30
-_TOKEN_LIMIT = 16_384
-_RSA_BITS = 2048
-_FRESH_S = 600.0
+_TOKEN_MAX_CHARS = 16_384
+_RSA_MIN_BITS = 2048
+_REFRESH_AFTER_S = 600.0
 """So old may keys be before they are asked for again."""
-_STALE_S = 3600.0
+_KEYS_EXPIRE_AFTER_S = 3600.0
 """So old may keys be at all: an identity provider that is away is borne with for so long."""
-_AGAIN_S = 30.0
+_MIN_FETCH_INTERVAL_S = 30.0
 """So long after one question the next is asked, whatever key ids callers make up."""
-_FETCH_S = 5.0
-_KEYS_BYTES = 262_144
-_KEYS = 100
+_FETCH_TIMEOUT_S = 5.0
+_JWKS_LIMIT_BYTES = 262_144
+_MAX_KEYS = 100
 
 
 class InvalidTokenError(Exception):
@@ -73,8 +73,8 @@ class IdentityProvider:
 
     async def principal(self, token: str) -> Principal:
         """Whose token it is. Raises InvalidTokenError, NoRoleError or KeysUnavailableError."""
-        if len(token) > _TOKEN_LIMIT:
-            raise InvalidTokenError(f"it has more than {_TOKEN_LIMIT} characters")
+        if len(token) > _TOKEN_MAX_CHARS:
+            raise InvalidTokenError(f"it has more than {_TOKEN_MAX_CHARS} characters")
         try:
             header = jwt.get_unverified_header(token)
         except jwt.PyJWTError as error:
@@ -138,12 +138,12 @@ class KeySet:
 
         Raises KeysUnavailableError where no keys are known, or too old ones.
         """
-        if self._age() > _STALE_S or self._look_up(key_id) is None:
+        if self._age() > _KEYS_EXPIRE_AFTER_S or self._look_up(key_id) is None:
             if (asking := self._ask()) is not None:
                 await asyncio.shield(asking)
-            if self._age() > _STALE_S:
+            if self._age() > _KEYS_EXPIRE_AFTER_S:
                 raise KeysUnavailableError(f"the keys at {self._url} cannot be read")
-        elif self._age() > _FRESH_S:
+        elif self._age() > _REFRESH_AFTER_S:
             self._ask()  # nobody waits for it: the key at hand is still good
         return self._look_up(key_id)
 
@@ -164,7 +164,7 @@ class KeySet:
         """The question that is being asked, begun now unless the last one was a moment ago."""
         if self._asking is not None and not self._asking.done():
             return self._asking
-        if self._clock() - self._asked_at < _AGAIN_S:
+        if self._clock() - self._asked_at < _MIN_FETCH_INTERVAL_S:
             return None
         self._asked_at = self._clock()
         self._asking = asyncio.create_task(self._read())
@@ -172,7 +172,7 @@ class KeySet:
 
     async def _read(self) -> None:
         try:
-            async with asyncio.timeout(_FETCH_S):
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 keys = usable_keys(json.loads(await self._fetch()))
         except (httpx.HTTPError, OSError, TimeoutError, ValueError, RecursionError) as error:
             reason = str(error) or type(error).__name__
@@ -182,7 +182,7 @@ class KeySet:
 
     async def _fetch(self) -> bytes:
         async with (
-            httpx.AsyncClient(timeout=_FETCH_S, follow_redirects=False) as client,
+            httpx.AsyncClient(timeout=_FETCH_TIMEOUT_S, follow_redirects=False) as client,
             client.stream("GET", self._url, headers={"Accept": "application/json"}) as response,
         ):
             if response.status_code != 200:
@@ -190,16 +190,16 @@ class KeySet:
             content = bytearray()
             async for piece in response.aiter_bytes():
                 content += piece
-                if len(content) > _KEYS_BYTES:
-                    raise ValueError(f"the answer is longer than {_KEYS_BYTES} bytes")
+                if len(content) > _JWKS_LIMIT_BYTES:
+                    raise ValueError(f"the answer is longer than {_JWKS_LIMIT_BYTES} bytes")
             return bytes(content)
 
 
 def usable_keys(document: Any) -> dict[str | None, SigningKey]:
     """The public keys for signatures in a JWK set, by id; others are left out. ValueError where there are none."""
     entries = document.get("keys") if isinstance(document, dict) else None
-    if not isinstance(entries, list) or len(entries) > _KEYS:
-        raise ValueError(f"it is no JWK set with a list `keys` of at most {_KEYS}")
+    if not isinstance(entries, list) or len(entries) > _MAX_KEYS:
+        raise ValueError(f"it is no JWK set with a list `keys` of at most {_MAX_KEYS}")
     found = {}
     for entry in entries:
         if isinstance(entry, dict) and (key := _signing_key(entry)) is not None:
@@ -218,7 +218,7 @@ def _signing_key(entry: Mapping[str, Any]) -> SigningKey | None:
         read = jwt.PyJWK.from_dict({name: value for name, value in entry.items() if name != "d"})
     except (jwt.PyJWTError, ValueError, TypeError, KeyError):
         return None
-    if isinstance(read.key, RSAPublicKey) and read.key.key_size < _RSA_BITS:
+    if isinstance(read.key, RSAPublicKey) and read.key.key_size < _RSA_MIN_BITS:
         return None
     said = entry.get("alg")
     if said is None and entry["kty"] == "RSA":

@@ -1,10 +1,10 @@
-"""Rows of the store as the API shows them."""
+"""Converts rows of the store to the response models of the API."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from service.api.schemas import (
+from service.schemas.jobs import (
     AttemptView,
     CheckpointView,
     EvaluationView,
@@ -18,12 +18,12 @@ from service.store.tables import Attempt, Evaluation, Event, Job, Step
 
 
 def job_summary(job: Job) -> JobSummary:
-    return JobSummary(**_summary(job))
+    return JobSummary(**_summary_fields(job))
 
 
 def job_view(job: Job, attempts: list[Attempt]) -> JobView:
     return JobView(
-        **_summary(job),
+        **_summary_fields(job),
         spec=job.spec,
         attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
         checkpoint=checkpoint_view(job),
@@ -38,7 +38,7 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
     return CheckpointView(step=job.checkpoint_step, uri=job.checkpoint_uri)
 
 
-def _summary(job: Job) -> dict[str, Any]:
+def _summary_fields(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress", "labels"}
     per_s = job.step_flops / job.step_s if job.step_flops is not None and job.step_s else None
     progress = Progress(

@@ -1,5 +1,5 @@
-"""`python -m service.cli` is `slotline`."""
+"""Runs the `slotline` command as `python -m service.cli`."""
 
-from service.cli import main
+from service.cli.main import main
 
 main()

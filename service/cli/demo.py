@@ -1,7 +1,7 @@
-"""`slotline demo`: a local Slotline, two training jobs over REST, and where their time went.
+"""`slotline demo`: trains two small models on a local server over REST and prints planned beside measured times.
 
-A client like any other: it starts `slotline serve` as a process of its own, talks REST to it and
-ends it again. Knows nothing of the inside of the control plane.
+A client like any other: it starts `slotline serve` as a subprocess, calls its REST API and stops it again, also
+when interrupted. Imports nothing of the control plane's inside.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from service.cli.local_server import LocalServer, ServerFailed
-from service.cli.output import CliError, Json, err, out
-from service.client import ApiError, Client
-from service.job_states import JobState
-from service.ports import free_ports
+from service.cli.output import CliError, JsonOption, err, out
+from service.cli.serve import LocalServer, ServerFailedError
+from service.client.client import ApiError, Client
+from service.orchestrator.ray.local import free_ports
+from service.spec.states import JobState
 
 JOBS_LIMIT_S = 600.0
 ENTROPY_LIMIT_S = 60.0
@@ -33,10 +33,10 @@ app = typer.Typer()
 GPT_JOB: dict[str, Any] = {
     "name": "gpt-stdlib",
     "model": {
-        "factory": "worker.model.gpt:build",
+        "factory": "worker.examples.gpt:build",
         "args": {"layers": 6, "width": 96, "heads": 4, "length": 64},
     },
-    "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 64}},
+    "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 64}},
     "loss": {"factory": "torch.nn.functional:cross_entropy"},
     "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1.0e-3}},
     "training": {"steps": 160, "global_batch": 32, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
@@ -46,8 +46,8 @@ GPT_JOB: dict[str, Any] = {
 
 UNET_JOB: dict[str, Any] = {
     "name": "unet-digits",
-    "model": {"factory": "worker.model.unet:build", "args": {}},
-    "data": {"factory": "worker.data.digits:NoisyDigits", "args": {}},
+    "model": {"factory": "worker.examples.unet:build", "args": {}},
+    "data": {"factory": "worker.examples.digits:NoisyDigits", "args": {}},
     "loss": {"factory": "torch.nn.functional:mse_loss"},
     "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 2.0e-3}},
     "training": {"steps": 60, "global_batch": 64, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
@@ -56,19 +56,19 @@ UNET_JOB: dict[str, Any] = {
 }
 
 
-class DemoFailed(RuntimeError):
+class DemoFailedError(RuntimeError):
     """The demo could not show what it is for; the message says what happened and where to look."""
 
 
 @app.command()
 def demo(
     directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = Path(".slotline"),
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train two small models on this machine and show where the time went."""
     try:
         rows = run_demo(directory=directory, console=err if as_json else out)
-    except (DemoFailed, ServerFailed) as failure:
+    except (DemoFailedError, ServerFailedError) as failure:
         raise CliError(str(failure)) from None
     if as_json:
         print(json.dumps(rows))
@@ -89,35 +89,35 @@ def run_demo(
     log.unlink(missing_ok=True)
     with LocalServer(
         directory=directory.resolve(),
-        port=port or _usable_port(),
+        port=port or _pick_port(),
         log=log,
         environment={"SLOTLINE_PLAN_BUDGET_S": "3"},
     ) as server:
-        console.print(f"Slotline runs at [bold]{server.url}[/bold] (its log: {_shown(server.log)})")
+        console.print(f"Slotline runs at [bold]{server.url}[/bold] (its log: {_relative_path(server.log)})")
         with Client(server.url) as client:
-            jobs = {spec["name"]: _submit(client, spec) for spec in (GPT_JOB, UNET_JOB)}
-            _follow(client, jobs, console, server)
-            rows = {name: _result(client, job_id, folder) for name, job_id in jobs.items()}
+            jobs = {spec["name"]: _submit_job(client, spec) for spec in (GPT_JOB, UNET_JOB)}
+            _follow_jobs(client, jobs, console, server)
+            rows = {name: _job_row(client, job_id, folder) for name, job_id in jobs.items()}
         baseline = _unigram_entropy_bits()
-        _print_table(console, rows, server.url)
-        return _judge(console, rows, baseline, directory)
+        _print_results(console, rows, server.url)
+        return _check_learning(console, rows, baseline, directory)
 
 
 def _unigram_entropy_bits() -> float:
     """Bits per byte of the demo's corpus for a model that knows only how often each byte occurs; the worker measures."""
-    command = [sys.executable, "-m", "worker.data.corpus"]
+    command = [sys.executable, "-m", "worker.examples.text"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENTROPY_LIMIT_S, check=True)
     return float(done.stdout)
 
 
-def _submit(client: Client, spec: dict[str, Any]) -> str:
+def _submit_job(client: Client, spec: dict[str, Any]) -> str:
     try:
         return client.submit(spec).id
     except ApiError as problem:
-        raise DemoFailed(f"job {spec['name']} was refused: {problem}") from None
+        raise DemoFailedError(f"job {spec['name']} was refused: {problem}") from None
 
 
-def _follow(client: Client, jobs: dict[str, str], console: Console, server: LocalServer) -> None:
+def _follow_jobs(client: Client, jobs: dict[str, str], console: Console, server: LocalServer) -> None:
     """Progress bars until both jobs are final."""
     columns = (
         TextColumn("{task.fields[name]:12}"),
@@ -132,7 +132,7 @@ def _follow(client: Client, jobs: dict[str, str], console: Console, server: Loca
         deadline = time.monotonic() + JOBS_LIMIT_S
         while open_jobs:
             if time.monotonic() > deadline:
-                raise DemoFailed(f"not finished within {JOBS_LIMIT_S:.0f} s: {', '.join(open_jobs)}")
+                raise DemoFailedError(f"not finished within {JOBS_LIMIT_S:.0f} s: {', '.join(open_jobs)}")
             server.check()
             for name, job_id in list(open_jobs.items()):
                 job = client.job(job_id)
@@ -144,11 +144,11 @@ def _follow(client: Client, jobs: dict[str, str], console: Console, server: Loca
                 if job.state.final:
                     del open_jobs[name]
                     if job.state is not JobState.SUCCEEDED:
-                        raise DemoFailed(f"job {name} {job.state}: {job.reason}: {job.message}")
+                        raise DemoFailedError(f"job {name} {job.state}: {job.reason}: {job.message}")
             time.sleep(0.3)
 
 
-def _result(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
+def _job_row(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
     """The row of one finished job; its Chrome trace is written below `folder`."""
     job, plan = client.job(job_id), client.plan(job_id).plan
     steps = list(client.steps(job_id))
@@ -169,7 +169,7 @@ def _result(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _print_table(console: Console, rows: dict[str, dict[str, Any]], url: str) -> None:
+def _print_results(console: Console, rows: dict[str, dict[str, Any]], url: str) -> None:
     table = Table(title="What was trained, and how the plan held")
     table.add_column("")
     for name in rows:
@@ -188,10 +188,12 @@ def _print_table(console: Console, rows: dict[str, dict[str, Any]], url: str) ->
     console.print(table)
     for name, row in rows.items():
         console.print(f"{name}: timeline {url}/jobs/{row['id']}", soft_wrap=True)
-        console.print(f"{name}: trace    {_shown(Path(row['trace']))} (open it in Perfetto)", soft_wrap=True)
+        console.print(
+            f"{name}: trace    {_relative_path(Path(row['trace']))} (open it in Perfetto)", soft_wrap=True
+        )
 
 
-def _judge(
+def _check_learning(
     console: Console, rows: dict[str, dict[str, Any]], baseline: float, directory: Path
 ) -> dict[str, dict[str, Any]]:
     """Say whether the text model learned more than byte frequencies; DemoFailed when it did not."""
@@ -202,22 +204,22 @@ def _judge(
         f"the corpus's single-byte frequencies alone give {baseline:.3f}"
     )
     console.print(
-        f"The pages stay readable: `{Path(sys.prefix).name}/bin/slotline serve` (data below {_shown(directory)}) "
+        f"The pages stay readable: `{Path(sys.prefix).name}/bin/slotline serve` (data below {_relative_path(directory)}) "
         "serves them again at the same address."
     )
     if not bits < 0.9 * baseline:
-        raise DemoFailed(
+        raise DemoFailedError(
             f"the text model ended at {bits:.3f} bits per byte, not clearly below {baseline:.3f}"
         )
     unet = rows[UNET_JOB["name"]]
     if not unet["last_loss"] < 0.8 * unet["first_loss"]:
-        raise DemoFailed(
+        raise DemoFailedError(
             f"the denoiser did not learn: loss {unet['first_loss']:.3f} → {unet['last_loss']:.3f}"
         )
     return rows
 
 
-def _usable_port() -> int:
+def _pick_port() -> int:
     """8000 when it is free, else any free port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -228,7 +230,7 @@ def _usable_port() -> int:
     return 8000
 
 
-def _shown(path: Path) -> str:
+def _relative_path(path: Path) -> str:
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

@@ -1,9 +1,15 @@
-"""A job as a user keeps it in a file: read as YAML or JSON, its folder of code uploaded."""
+"""Reads job.yaml (YAML or JSON) strictly and uploads its code folder as a reproducible zip.
+
+Refused with file and line: a key that stands twice, a value that JSON cannot hold, a file that is neither format.
+The zip has the same bytes for the same content (fixed order, fixed times), so that the server stores it once.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +17,42 @@ import typer
 import yaml
 
 from service.cli.output import CliError
-from service.cli.packing import zip_folder
-from service.client import Client
-from service.jobspec import PACKAGE_PREFIX, REMOTE_CODE
+from service.client.client import Client
+from service.spec.job import PACKAGE_PREFIX, REMOTE_CODE_PREFIXES
+
+_SKIPPED_NAMES = {
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    "node_modules",
+}
+_ZIP_TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 
 
-class _Refused(Exception):
+def zip_folder(folder: Path) -> bytes:
+    """Files of `folder` in a fixed order with a fixed time; caches, links and .git stay out."""
+    if not folder.is_dir():
+        raise CliError(f"code.working_dir {folder} is no folder: give the folder that holds your modules")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*")):
+            path = file.relative_to(folder)
+            if _SKIPPED_NAMES.isdisjoint(path.parts) and file.is_file() and not file.is_symlink():
+                entry = zipfile.ZipInfo(path.as_posix(), _ZIP_TIMESTAMP)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                entry.external_attr = (0o100755 if file.stat().st_mode & 0o100 else 0o100644) << 16
+                archive.writestr(entry, file.read_bytes())
+    return buffer.getvalue()
+
+
+class _AmbiguousFileError(Exception):
     """The text can be read, and says two things at once."""
 
 
-class SpecLoader(yaml.SafeLoader):
+class StrictYamlLoader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-3 for text, and people write learning rates so: a number, as in YAML 1.2 and JSON.
 
     A name that stands twice is refused: of two `training:` the first would be forgotten without a word.
@@ -34,33 +66,35 @@ class SpecLoader(yaml.SafeLoader):
                 continue
             line = key.start_mark.line + 1
             if key.value in lines:
-                raise _Refused(f"{key.value} stands twice, in lines {lines[key.value]} and {line}: keep one")
+                raise _AmbiguousFileError(
+                    f"{key.value} stands twice, in lines {lines[key.value]} and {line}: keep one"
+                )
             lines[key.value] = line
         return node
 
 
-SpecLoader.add_implicit_resolver(
+StrictYamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
-_NO_JOB = "holds no job: give model, data, loss, ... as the README shows"
+_NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as the README shows"
 
 
-def read_spec(file: Path, otherwise: str = _NO_JOB) -> dict[str, Any]:
+def read_spec(file: Path, otherwise: str = _NO_JOB_MESSAGE) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; CliError when there is none, which says `otherwise` of a file without."""
     try:
         text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text("utf-8-sig")
-        spec = _parsed(text)
+        spec = _parse_text(text)
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CliError(f"{file} is no text in UTF-8: {error}") from None
     except yaml.YAMLError as error:
-        raise CliError(f"{file} is neither YAML nor JSON: {_where(error)}") from None
+        raise CliError(f"{file} is neither YAML nor JSON: {_yaml_error_text(error)}") from None
     except RecursionError:
         raise CliError(f"{file} is nested too deeply: flatten it") from None
-    except _Refused as error:
+    except _AmbiguousFileError as error:
         raise CliError(f"{file}: {error}") from None
     if not isinstance(spec, dict):
         raise CliError(f"{file} {otherwise}")
@@ -73,24 +107,24 @@ def read_spec(file: Path, otherwise: str = _NO_JOB) -> dict[str, Any]:
     return spec
 
 
-def _parsed(text: str) -> Any:
+def _parse_text(text: str) -> Any:
     """JSON first: indented by tabs it is no YAML."""
     try:
-        return json.loads(text, object_pairs_hook=_each_once)
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except json.JSONDecodeError:
-        return yaml.load(text, SpecLoader)
+        return yaml.load(text, StrictYamlLoader)
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise _Refused(f"{name} stands twice in one object: keep one")
+            raise _AmbiguousFileError(f"{name} stands twice in one object: keep one")
         found[name] = value
     return found
 
 
-def _where(error: yaml.YAMLError) -> str:
+def _yaml_error_text(error: yaml.YAMLError) -> str:
     """What is wrong in which line, in one line; for tabs, which look like blanks, what to do."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
@@ -103,7 +137,7 @@ def upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, A
     """A folder of this machine in code.working_dir becomes the URI of an uploaded package."""
     code = spec.get("code")
     place = code.get("working_dir") if isinstance(code, dict) else None
-    if not isinstance(place, str) or place.startswith((PACKAGE_PREFIX, *REMOTE_CODE)):
+    if not isinstance(place, str) or place.startswith((PACKAGE_PREFIX, *REMOTE_CODE_PREFIXES)):
         return spec
     folder = Path(place).expanduser()
     if not folder.is_absolute() and str(file) != "-":

@@ -1,4 +1,8 @@
-"""What the verbs share: where they print, how they refuse, output as JSON or for eyes."""
+"""Shared pieces of the commands: consoles, CliError, JSON output, common typer options, shell completions.
+
+Imports the client only inside a completion, so that the module stays cheap. `CliError` is printed by main and ends
+the command with exit code 1.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from service.jobspec import JOB_ID_PATTERN
+from service.spec.job import JOB_ID_PATTERN
 
 if TYPE_CHECKING:
-    from service.client import Client
+    from service.client.client import Client
 
-_TAB_JOBS = 50
-_TAB_LIMIT_S = 2.0
+
+_COMPLETED_JOBS = 50
+_COMPLETION_TIMEOUT_S = 2.0
 out = Console()
 err = Console(stderr=True)
 
@@ -27,7 +32,7 @@ class CliError(Exception):
     """Something that the user must hear; the command ends with exit code 1."""
 
 
-def checked(pattern: str, what: str) -> Callable[[str | None], str | None]:
+def pattern_callback(pattern: str, what: str) -> Callable[[str | None], str | None]:
     """A typer callback that lets through what the server would: text of `pattern`, or nothing."""
 
     def check(value: str | None) -> str | None:
@@ -38,26 +43,28 @@ def checked(pattern: str, what: str) -> Callable[[str | None], str | None]:
     return check
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
-ProfiledStep = Annotated[int | None, typer.Option(min=0, help="A profiled step; the last one if absent")]
-BudgetSeconds = Annotated[float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")]
-OutputFile = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+ProfiledStepOption = Annotated[
+    int | None, typer.Option(min=0, help="A profiled step; the last one if absent")
+]
+BudgetOption = Annotated[float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")]
+OutputFileOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
 ]
 
 
-Offers = Iterable[tuple[str, str]]
+Completions = Iterable[tuple[str, str]]
 """What the shell's Tab key may complete to, each with a word about it."""
 
 
-def offering(ask: Callable[[Client], Offers]) -> Callable[[str], list[tuple[str, str]]]:
+def complete_from(ask: Callable[[Client], Completions]) -> Callable[[str], list[tuple[str, str]]]:
     """Completes to what `ask` has of the server; to nothing where no server answers soon."""
 
     def complete(incomplete: str) -> list[tuple[str, str]]:
-        from service.client import Client, ClientError
+        from service.client.client import Client, ClientError
 
         try:
-            with Client(timeout_s=_TAB_LIMIT_S) as client:
+            with Client(timeout_s=_COMPLETION_TIMEOUT_S) as client:
                 return [one for one in ask(client) if one[0].startswith(incomplete)]
         except ClientError:
             return []
@@ -65,17 +72,17 @@ def offering(ask: Callable[[Client], Offers]) -> Callable[[str], list[tuple[str,
     return complete
 
 
-def _newest_jobs(client: Client) -> Offers:
-    return [(job.id, f"{job.name} {job.state}") for job in client.jobs(limit=_TAB_JOBS)]
+def _newest_job_completions(client: Client) -> Completions:
+    return [(job.id, f"{job.name} {job.state}") for job in client.jobs(limit=_COMPLETED_JOBS)]
 
 
 JobArgument = Annotated[
     str,
     typer.Argument(
         metavar="JOB",
-        callback=checked(JOB_ID_PATTERN, "a job's id"),
+        callback=pattern_callback(JOB_ID_PATTERN, "a job's id"),
         help="A job's id",
-        autocompletion=offering(_newest_jobs),
+        autocompletion=complete_from(_newest_job_completions),
     ),
 ]
 
@@ -85,6 +92,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def to_json(models: Iterable[BaseModel]) -> list[Any]:
+def models_to_json(models: Iterable[BaseModel]) -> list[Any]:
     """Answers of the API as the values that JSON has."""
     return [model.model_dump(mode="json") for model in models]

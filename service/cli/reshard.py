@@ -1,4 +1,7 @@
-"""`slotline reshard`: two layouts of a tensor in, the plan that takes it from one to the other out; needs no server."""
+"""`slotline reshard`: plans the messages that move a tensor between two mesh layouts.
+
+Needs no server. Imports the scheduler inside functions only: it takes a second.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Annotated
 import typer
 
 from service.cli.job_file import read_spec
-from service.cli.output import CliError, Json, OutputFile
+from service.cli.output import CliError, JsonOption, OutputFileOption
 
 FORMATS = ("text", "json", "svg")
 
@@ -22,12 +25,12 @@ def reshard(
         Path,
         typer.Argument(help="tensor, source, target and links, as JSON or YAML; - reads standard input."),
     ],
-    output: OutputFile = None,
+    output: OutputFileOption = None,
     format: Annotated[
         str | None,
         typer.Option(help="text, json or svg (default: text, or svg with -o FILE.svg, else json)."),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
     messages: Annotated[
         int, typer.Option(min=1, help="Cut tiles no finer than into so many messages in all.")
     ] = 1024,
@@ -36,10 +39,10 @@ def reshard(
 
     Prints the plan's makespan, a lower bound that no plan can beat, what naive transfers take, and a picture.
     """
-    form = _format(format, as_json, output)
+    form = _output_format(format, as_json, output)
     data = read_spec(spec, "holds no resharding: give tensor, source and target as the README shows")
     try:
-        text = _planned(data, form, messages)
+        text = _plan_text(data, form, messages)
         if output is not None:
             output.write_text(text)
     except OSError as error:
@@ -50,7 +53,7 @@ def reshard(
         typer.echo(text, nl=False)
 
 
-def _format(format: str | None, as_json: bool, output: Path | None) -> str:
+def _output_format(format: str | None, as_json: bool, output: Path | None) -> str:
     if as_json and format not in (None, "json"):
         raise CliError(f"--json and --format {format} contradict each other: give one of them")
     form = "json" if as_json else format
@@ -61,18 +64,21 @@ def _format(format: str | None, as_json: bool, output: Path | None) -> str:
     return form or "text"
 
 
-def _planned(data: dict, form: str, messages: int) -> str:
+def _plan_text(data: dict, form: str, messages: int) -> str:
     # the scheduler takes a second to import: only this command pays for it
-    from service.scheduler.resharding import plan_gather_then_send, plan_resharding, plan_send_and_receive
-    from service.scheduler.resharding.picture import picture
+    from service.scheduler.resharding.resharding import (
+        plan_gather_then_send,
+        plan_resharding,
+        plan_send_and_receive,
+    )
+    from service.scheduler.resharding.show import resharding_summary, resharding_svg
     from service.scheduler.resharding.spec import load_resharding
-    from service.scheduler.resharding.text import summary
 
     given = load_resharding(data)
     values = (given.tensor, given.source, given.target, given.links)
     plan = plan_resharding(*values, messages=messages)
     if form == "svg":
-        return picture(plan)
+        return resharding_svg(plan)
     if form == "json":
         return json.dumps(plan.to_json(), indent=1) + "\n"
-    return summary(plan, [plan_send_and_receive(*values), plan_gather_then_send(*values)])
+    return resharding_summary(plan, [plan_send_and_receive(*values), plan_gather_then_send(*values)])

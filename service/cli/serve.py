@@ -1,35 +1,200 @@
-"""`slotline serve`: the control plane in this process, until Ctrl-C."""
+"""`slotline serve` and `slotline migrate`, and LocalServer, which runs `serve` as a child process.
+
+`serve` runs the control plane in this process until Ctrl-C; it binds the port first, so that no other server can
+take it. `migrate` brings the database to this version's tables before control planes start (the chart's hook).
+LocalServer is for the demo and the end-to-end tests: it knows the command and /readyz, nothing of the control
+plane's inside. Settings that are wrong are named one by one; values of tokens, keys and URLs with a password are
+not printed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
 import json
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from sqlalchemy.exc import OperationalError
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from service.cli.environment import settings_or_fail
-from service.cli.output import CliError, Json, out
-from service.settings import Settings, misspelt_settings
-from worker.logs import set_up
+from service.cli.output import CliError, JsonOption, out
+from service.client.client import Client
+from service.settings.settings import Settings, load_settings, misspelt_settings
+from service.store.database import Database, NewerTablesError, NoSuchRevisionError
+from worker.contract.logs import set_up_logging
 
-_HEAD_LIMIT_BYTES = 65536
-"""Of a request's line and headers together."""
+
+def settings_or_fail(**values: object) -> Settings:
+    """Settings from the environment and `values`; CliError names each wrong variable."""
+    try:
+        return load_settings(**values)
+    except ValidationError as error:
+        raise CliError("; ".join(_setting_error_text(one) for one in error.errors())) from None
+    except SettingsError as error:
+        raise CliError(f"{error}: give JSON in it, as in SLOTLINE_QUEUES='{{\"default\": null}}'") from None
+
+
+def _setting_error_text(error: Mapping[str, Any]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    name = ".".join(str(part) for part in error["loc"])
+    if not name:
+        return message
+    value = str(error["input"])
+    secret = (
+        "@" in value or name.startswith("clusters") or name.upper().endswith(("TOKEN", "KEY"))
+    )  # with @: the password of a database's URL
+    shown = "..." if secret else repr(value)
+    return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"
+
+
+_READY_LIMIT_S = 240.0
+_STOP_LIMIT_S = 60.0
+
+
+class ServerFailedError(RuntimeError):
+    """The server ended or never became ready; the message holds the end of its log."""
+
+
+class LocalServer:
+    """On 127.0.0.1 at `port`, with its data in `directory`, in a session of its own; a context that ends it.
+
+    Port and data stay the same when it is started again.
+    """
+
+    def __init__(
+        self, *, directory: Path, port: int, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._environment = {
+            **os.environ,
+            "SLOTLINE_HOST": "127.0.0.1",
+            "SLOTLINE_PORT": str(port),
+            "SLOTLINE_DATA_DIR": str(directory),
+            **(environment or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it is ready. Raises ServerFailed."""
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "serve"],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def check(self) -> None:
+        """Raise ServerFailed when it has ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise ServerFailedError(
+                f"`slotline serve` ended with code {code}; the end of its log:\n{self.tail()}"
+            )
+
+    def tail(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End it in order; by force when that takes too long."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._process = None
+
+    def kill(self) -> None:
+        """As a crash would: no goodbye."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> LocalServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _READY_LIMIT_S
+        with Client(self.url, timeout_s=5.0) as client:
+            while time.monotonic() < deadline:
+                self.check()
+                if client.ready():
+                    return
+                time.sleep(0.2)
+        raise ServerFailedError(
+            f"no answer from {self.url}/readyz in {_READY_LIMIT_S:.0f} s; its log:\n{self.tail()}"
+        )
+
 
 app = typer.Typer()
+
+
+@app.command()
+def migrate(
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="REVISION",
+            help="Another revision than this version's: an older one, before an older Slotline is started. "
+            "What was added since is dropped",
+        ),
+    ] = "head",
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the database that the settings name to this version's tables; `slotline serve` does it, too."""
+    database = Database(settings_or_fail().sqlalchemy_url)
+    shown = database.url.render_as_string(hide_password=True)
+    try:
+        asyncio.run(_start_and_close(database, to))
+    except (SQLAlchemyError, OSError, NewerTablesError, NoSuchRevisionError) as error:
+        why = str(getattr(error, "orig", None) or error).strip().splitlines()
+        raise CliError(f"{shown} was not migrated: {why[0] if why else type(error).__name__}") from None
+    print(json.dumps({"migrated": shown}) if as_json else f"migrated {shown}")
+
+
+async def _start_and_close(database: Database, to: str) -> None:
+    try:
+        await database.start(to=to)
+    finally:
+        await database.close()
+
+
+_REQUEST_HEAD_LIMIT_BYTES = 65536
+"""Of a request's line and headers together."""
 
 
 @app.command()
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (SLOTLINE_HOST)")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (SLOTLINE_PORT)")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the control plane; with no RAY_ADDRESS it starts a local Ray too. Ctrl-C ends both."""
     import uvicorn
@@ -37,7 +202,7 @@ def serve(
     from service.control_plane import control_plane_app
 
     settings = settings_or_fail(host=host, port=port)
-    set_up(
+    set_up_logging(
         level=settings.log_level.upper(),
         form=settings.log_format,
         text="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -58,10 +223,10 @@ def serve(
         log_config=None,
         # httptools, the default, takes a header without end, and copies what it has with every piece
         http="h11",
-        h11_max_incomplete_event_size=_HEAD_LIMIT_BYTES,
+        h11_max_incomplete_event_size=_REQUEST_HEAD_LIMIT_BYTES,
     )
     logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_expected_traceback(record, app.state))
-    listener = _listen(settings)
+    listener = _bind_listener(settings)
     if settings.port == 0:
         settings.port = listener.getsockname()[1]
 
@@ -78,7 +243,7 @@ def serve(
     with contextlib.suppress(SystemExit):  # uvicorn's way to say that it did not start
         server.run(sockets=[listener])
     if not server.started:
-        raise CliError(f"the server did not start: {_why(app.state)}")
+        raise CliError(f"the server did not start: {_start_error_text(app.state)}")
 
 
 def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
@@ -87,14 +252,14 @@ def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
     return expected and record.getMessage().startswith("Traceback")
 
 
-def _why(state: Any) -> str:
+def _start_error_text(state: Any) -> str:
     """What stopped the start, in one line."""
     error = getattr(state, "start_error", None)
     lines = str(getattr(error, "orig", None) or error or "its log above says why").strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def _listen(settings: Settings) -> socket.socket:
+def _bind_listener(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

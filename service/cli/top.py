@@ -1,4 +1,7 @@
-"""`slotline top`: the clusters, their queues and its jobs at a glance, renewed until Ctrl-C."""
+"""`slotline top`: a live overview of clusters, queues, jobs and nodes, redrawn every second until Ctrl-C.
+
+Reads by service.client.client only; an unreachable server leaves the last overview on the screen, and is asked again.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from service.api.cluster_schemas import AcceleratorsView, ClusterView
-from service.api.schemas import JobSummary, QueueView
-from service.cli.output import Json, out, print_json, to_json
-from service.cli.tables import state_text
-from service.client import Client, ClientError
-from service.job_states import JobState
+from service.cli.jobs import state_text
+from service.cli.output import JsonOption, models_to_json, out, print_json
+from service.client.client import Client, ClientError
+from service.schemas.clusters import AcceleratorsView, ClusterView
+from service.schemas.jobs import JobSummary, QueueView
+from service.spec.states import JobState
 
-_JOBS = 20
-_EVERY_S = 1.0
-_ACTIVE = (JobState.RUNNING, JobState.STARTING, JobState.CANCELLING, JobState.RECOVERING)
+_MAX_JOBS = 20
+_REFRESH_EVERY_S = 1.0
+_ACTIVE_STATES = (JobState.RUNNING, JobState.STARTING, JobState.CANCELLING, JobState.RECOVERING)
 app = typer.Typer()
 
 
@@ -40,85 +43,86 @@ class Overview:
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False, as_json: Json = False
+    once: Annotated[bool, typer.Option("--once", help="Print once and end")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Accelerators, queues, jobs and their steps a second, nodes; renewed every second, Ctrl-C ends it."""
     client = Client()
     if as_json:
-        print_json(_as_json(_read(client)))
+        print_json(_overview_json(_read_overview(client)))
     elif once or not sys.stdout.isatty():
-        out.print(overview(_read(client)))
+        out.print(render_overview(_read_overview(client)))
     else:
-        _keep_showing(client)
+        _show_live(client)
 
 
-def _keep_showing(client: Client) -> None:
-    seen = _read(client)
-    with Live(overview(seen), console=out, screen=True, auto_refresh=False) as live:
+def _show_live(client: Client) -> None:
+    seen = _read_overview(client)
+    with Live(render_overview(seen), console=out, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                time.sleep(_EVERY_S)
+                time.sleep(_REFRESH_EVERY_S)
                 try:
-                    seen = _read(client)
-                    live.update(overview(seen), refresh=True)
+                    seen = _read_overview(client)
+                    live.update(render_overview(seen), refresh=True)
                 except ClientError as error:
                     if not error.temporary:
                         raise
                     told = Text(f"{error}; trying again", style="red")
-                    live.update(Group(told, overview(seen)), refresh=True)
+                    live.update(Group(told, render_overview(seen)), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def _read(client: Client) -> Overview:
+def _read_overview(client: Client) -> Overview:
     """Jobs that hold accelerators or recover first; then the newest of all, ended ones too."""
-    active = list(client.jobs(state=_ACTIVE, limit=_JOBS))
+    active = list(client.jobs(state=_ACTIVE_STATES, limit=_MAX_JOBS))
     known = {job.id for job in active}
-    newest = [job for job in client.jobs(limit=_JOBS) if job.id not in known]
-    return Overview(client.cluster(), client.queues(), [*active, *newest][:_JOBS])
+    newest = [job for job in client.jobs(limit=_MAX_JOBS) if job.id not in known]
+    return Overview(client.cluster(), client.queues(), [*active, *newest][:_MAX_JOBS])
 
 
-def _as_json(seen: Overview) -> dict[str, Any]:
+def _overview_json(seen: Overview) -> dict[str, Any]:
     return {
         "cluster": seen.cluster.model_dump(mode="json"),
-        "queues": to_json(seen.queues),
-        "jobs": to_json(seen.jobs),
+        "queues": models_to_json(seen.queues),
+        "jobs": models_to_json(seen.jobs),
     }
 
 
-def overview(seen: Overview) -> RenderableType:
+def render_overview(seen: Overview) -> RenderableType:
     """Tables of accelerators, queues, jobs and nodes, for eyes."""
     several = len(seen.cluster.clusters) > 1
     return Group(
-        _accelerators(seen.cluster),
-        _queues(seen.queues, several=several),
-        _jobs(seen.jobs),
-        _nodes(seen.cluster, several=several),
+        _accelerators_table(seen.cluster),
+        _queues_table(seen.queues, several=several),
+        _jobs_table(seen.jobs),
+        _nodes_table(seen.cluster, several=several),
     )
 
 
-def _accelerators(cluster: ClusterView) -> RenderableType:
+def _accelerators_table(cluster: ClusterView) -> RenderableType:
     if len(cluster.clusters) < 2:
         away = None if cluster.available else cluster.error or "the cluster has not been seen yet"
-        return _free(cluster.accelerators, away)
-    table = _table(("cluster", "accelerators"), numbers=())
+        return _free_accelerators_text(cluster.accelerators, away)
+    table = _new_table(("cluster", "accelerators"), numbers=())
     for one in cluster.clusters:
         there = [row for row in cluster.accelerators if row.cluster == one.name]
         away = None if one.available else one.error or "it has not been seen yet"
-        table.add_row(escape(one.name), _free(there, away))
+        table.add_row(escape(one.name), _free_accelerators_text(there, away))
     return table
 
 
-def _free(accelerators: Sequence[AcceleratorsView], away: str | None) -> Text:
+def _free_accelerators_text(accelerators: Sequence[AcceleratorsView], away: str | None) -> Text:
     if away is not None:
         return Text(away, style="red")
     parts = [f"{one.free} of {one.total} {one.resource} free" for one in accelerators if one.total]
     return Text(", ".join(parts) or "no accelerators", style="bold")
 
 
-def _queues(queues: Sequence[QueueView], *, several: bool) -> Table:
+def _queues_table(queues: Sequence[QueueView], *, several: bool) -> Table:
     where = ("cluster",) if several else ()
-    table = _table(
+    table = _new_table(
         ("queue", *where, "used", "quota", "waiting", "next in line"), numbers=("used", "quota", "waiting")
     )
     for queue in queues:
@@ -132,9 +136,9 @@ def _queues(queues: Sequence[QueueView], *, several: bool) -> Table:
     return table
 
 
-def _jobs(jobs: Sequence[JobSummary]) -> Table:
+def _jobs_table(jobs: Sequence[JobSummary]) -> Table:
     titles = ("job", "name", "owner", "queue", "state", "step", "steps/s", "loss")
-    table = _table(titles, numbers=("step", "steps/s", "loss"))
+    table = _new_table(titles, numbers=("step", "steps/s", "loss"))
     for job in jobs:
         done = job.progress
         moves = job.state is JobState.RUNNING and done.step_s
@@ -151,9 +155,9 @@ def _jobs(jobs: Sequence[JobSummary]) -> Table:
     return table
 
 
-def _nodes(cluster: ClusterView, *, several: bool) -> Table:
+def _nodes_table(cluster: ClusterView, *, several: bool) -> Table:
     where = ("cluster",) if several else ()
-    table = _table(("node", *where, "address", "offers"), numbers=())
+    table = _new_table(("node", *where, "address", "offers"), numbers=())
     for node in cluster.nodes:
         shown = [
             f"{amount:g} {name}"
@@ -165,7 +169,7 @@ def _nodes(cluster: ClusterView, *, several: bool) -> Table:
     return table
 
 
-def _table(titles: Sequence[str], *, numbers: Sequence[str]) -> Table:
+def _new_table(titles: Sequence[str], *, numbers: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in titles:
         whole = title in ("job", "state", "step")  # an id in two lines is none that can be copied

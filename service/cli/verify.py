@@ -1,6 +1,8 @@
-"""`slotline verify`: a job's pipeline beside its plain model, on this machine; needs no server and no GPU.
+"""`slotline verify`: proves on this machine that a job's pipeline computes what its plain model does.
 
-Measures and plans as `slotline plan --local` does, then has a process of worker/verify run both and compare.
+Runs the parity check. Needs no server and no GPU: it measures and plans as `slotline plan --local` does, then runs
+both in a subprocess and prints the proof. A subprocess that dies in native code is reported with the action that it
+was in.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from service.cli.job_file import read_spec
-from service.cli.job_plan import checked_job, job_costs_here, plan_by_costs, python_path
-from service.cli.output import BudgetSeconds, CliError, Json, err
-from worker.last_action import forget, last_words
-from worker.marked import marked_answer
-from worker.proof_answer import PROOF_MARK
+from service.cli.output import BudgetOption, CliError, JsonOption, err
+from service.cli.plan import local_job_costs, plan_from_costs, python_path, validated_job
+from worker.contract.failures import read_crash_report, remove_crash_report
+from worker.contract.tasks import PROOF_RESULT_MARK, task_result
 
 app = typer.Typer()
 
@@ -29,11 +30,11 @@ app = typer.Typer()
 def verify(
     file: Annotated[Path, typer.Argument(help="The job, as YAML or JSON; - reads standard input.")],
     steps: Annotated[int, typer.Option(min=1, help="Compare so many steps.")] = 3,
-    budget_s: BudgetSeconds = 3.0,
+    budget_s: BudgetOption = 3.0,
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="So long the comparison may take, in seconds.")
     ] = 3600.0,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Prove on this job's own model that its pipeline computes what plain training on one worker does.
 
@@ -65,9 +66,9 @@ def verify_job(
     """
     resources = spec.get("resources") or {}
     on_cpu = {**resources, "device": "cpu"} if isinstance(resources, Mapping) else resources
-    checked, folder = checked_job({**spec, "resources": on_cpu}, file)
-    planned = plan_by_costs(checked, job_costs_here(checked, folder), budget_s)
-    proof = _run({"job": checked, "planned": planned, "steps": steps}, folder, limit_s)
+    checked, folder = validated_job({**spec, "resources": on_cpu}, file)
+    planned = plan_from_costs(checked, local_job_costs(checked, folder), budget_s)
+    proof = _run_verification({"job": checked, "planned": planned, "steps": steps}, folder, limit_s)
     pipeline = planned["spec"]
     return {
         **proof,
@@ -98,9 +99,9 @@ def proof_text(proof: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"not covered: {text}" for text in proof["not_covered"])])
 
 
-def _run(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dict[str, Any]:
+def _run_verification(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dict[str, Any]:
     with subprocess.Popen(
-        [sys.executable, "-m", "worker.verify"],
+        [sys.executable, "-m", "worker.tasks", "verify"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -112,24 +113,24 @@ def _run(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dic
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            forget(process.pid)
+            remove_crash_report(process.pid)
             raise ValueError(
                 f"verifying took more than {limit_s:g} s and was ended: raise --limit-s, or take fewer --steps"
             ) from None
         except BaseException:
             process.kill()
             raise
-    answer = marked_answer(output, PROOF_MARK)
+    answer = task_result(output, PROOF_RESULT_MARK)
     if answer is None:
-        raise ValueError(_how_it_ended(process.pid, process.returncode))
+        raise ValueError(_exit_text(process.pid, process.returncode))
     if "failed" in answer:
         raise ValueError(f"{answer['failed']}: {answer['message']}")
     return answer["proof"]
 
 
-def _how_it_ended(process_id: int, code: int) -> str:
-    words = last_words(process_id)
-    forget(process_id)
+def _exit_text(process_id: int, code: int) -> str:
+    words = read_crash_report(process_id)
+    remove_crash_report(process_id)
     where = f" in {words.action}" if words and words.action else ""
     if words is not None and words.signal is not None:
         print(words.stack, file=sys.stderr)

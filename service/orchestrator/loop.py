@@ -1,8 +1,9 @@
-"""The loop: read the queue, decide (decide.py), do it; of several control planes one at a time does, by a lease.
+"""The orchestrator's loop: read the queue, decide, apply; one control plane at a time, by a fenced lease.
 
-Fetch, decide, apply: Ray is called with no database session open. All state is in the store, so a
-restart, or another control plane, goes on here. What a round does is in rooms of its own: admission, watching, logs,
-tidying. They write through `fenced`: what a control plane that was replaced had in hand is refused.
+Fetch, decide, apply: Ray is called with no database session open. All state is in the store, so that a restart, or
+another control plane, goes on from it. Work of a round is in attempts/, ray/logs.py and retention.py, which write
+through `fenced`: writes of a control plane that was replaced are refused. The lease is taken anew only when all work
+of the earlier term has ended; a loop that is stuck stops renewing it.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from service.instruments import ROUND_SECONDS
-from service.orchestrator.admission import Admission
-from service.orchestrator.clusters import Clusters
-from service.orchestrator.logs import LogKeeper
-from service.orchestrator.pulse import Pulse
-from service.orchestrator.removing import JobRemover
-from service.orchestrator.submission import Submitter
-from service.orchestrator.tidying import Tidier
-from service.orchestrator.watching import AttemptWatcher
-from service.settings import Settings
+from service.observability.instruments import ROUND_SECONDS
+from service.orchestrator.attempts.admit import Admission
+from service.orchestrator.attempts.liveness import Heartbeat
+from service.orchestrator.attempts.submit import Submitter
+from service.orchestrator.attempts.watch import AttemptWatcher
+from service.orchestrator.ray.clusters import Clusters
+from service.orchestrator.ray.logs import LogKeeper
+from service.orchestrator.retention import RetentionSweeper
+from service.orchestrator.tasks.artifacts import JobRemover
+from service.settings.settings import Settings
 from service.store.attempts import active_attempts
-from service.store.database import AWAY, Database
+from service.store.database import DATABASE_UNAVAILABLE, Database
 from service.store.jobs import waiting_jobs
-from service.store.leases import FencedDatabase, Lease, LeaseLostError, process_name
+from service.store.leases import FencedDatabase, Lease, LeaseLostError, unique_process_name
 
 logger = logging.getLogger(__name__)
 _STOP_LIMIT_S = 2.0
 _RENEWALS_A_LEASE = 4
-_WEDGED_S = 120.0
+_STUCK_AFTER_S = 120.0
 """A loop that has not come round for so long gives the lease away: another's may."""
-_REST = 3.0
+_REST_FACTOR = 3.0
 """A round is followed by a rest of so many times its length, of a tick at most."""
 
 
@@ -48,14 +49,14 @@ class Orchestrator:
         clusters: Clusters,
     ) -> None:
         self._settings, self._database = settings, database
-        name = process_name()
+        name = unique_process_name()
         self.lease = Lease(database, lease_s=settings.lease_s, holder=name)
         self.fenced = FencedDatabase(database, self.lease)
-        self.pulse = Pulse(database, tick_s=settings.tick_s, name=name)
+        self.pulse = Heartbeat(database, tick_s=settings.tick_s, name=name)
         self._wake = asyncio.Event()
         self._stopping, self._stopped = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._heartbeat: set[asyncio.Task[None]] = set()
+        self._heartbeat_tasks: set[asyncio.Task[None]] = set()
         self.logs = LogKeeper(self.fenced, clusters, limit_bytes=settings.log_limit_bytes)
         self.submitter = Submitter(settings, self.fenced, clusters)
         self.attempts = AttemptWatcher(
@@ -68,7 +69,7 @@ class Orchestrator:
             ended=self.wake,
         )
         self._admission = Admission(settings, self.fenced, clusters, changed=self.wake)
-        self._tidier = Tidier(
+        self._tidier = RetentionSweeper(
             settings,
             self.fenced,
             JobRemover(self.fenced, clusters, self.submitter, limit_s=settings.removal_timeout_s),
@@ -93,22 +94,22 @@ class Orchestrator:
                 begun_at = time.monotonic()
                 try:
                     await self.round()
-                    self.pulse.turned()
+                    self.pulse.round_finished()
                 except LeaseLostError:
-                    self.pulse.turned()  # the lease has said it; the next round serves
-                except AWAY as error:
+                    self.pulse.round_finished()  # the lease has said it; the next round serves
+                except DATABASE_UNAVAILABLE as error:
                     self._database.outage.away(error)  # one line an outage, not one a round
                 except Exception:
                     logger.exception("a round of the orchestrator failed; the next one tries again")
-                await self._rest(_REST * (time.monotonic() - begun_at))
+                await self._rest(_REST_FACTOR * (time.monotonic() - begun_at))
                 if self._stopping:
                     break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._settings.tick_s)
-            if last := {*self._tasks, *self._heartbeat}:
+            if last := {*self._tasks, *self._heartbeat_tasks}:
                 await asyncio.wait(last, timeout=_STOP_LIMIT_S)
         finally:
-            last = [renewing, *self._tasks, *self._heartbeat]
+            last = [renewing, *self._tasks, *self._heartbeat_tasks]
             for task in last:
                 task.cancel()
             await asyncio.gather(*last, return_exceptions=True)
@@ -123,18 +124,18 @@ class Orchestrator:
         """One pass over active attempts and waiting jobs, where this control plane has the lease; slow calls go on
         in tasks of their own."""
         self._beat()
-        if await self._leads():
+        if await self._holds_lease():
             with ROUND_SECONDS.time():
                 await self._round()
 
-    async def _leads(self) -> bool:
+    async def _holds_lease(self) -> bool:
         """Whether the lease is ours. It is taken only when all that was begun under an earlier one has ended."""
         if self.lease.token is not None:
-            return await self.lease.held()
-        if self._tasks or not await self.lease.held():
+            return await self.lease.acquire()
+        if self._tasks or not await self.lease.acquire():
             return False
         # as after a restart: drivers may have talked to the one before, which may have been frozen
-        self.attempts.forget_all_but([])
+        self.attempts.retain_only([])
         self.pulse.hearing.begin(time.time())
         return True
 
@@ -143,11 +144,11 @@ class Orchestrator:
         while True:
             await asyncio.sleep(self._settings.lease_s / _RENEWALS_A_LEASE)
             try:
-                if self.pulse.lag_s < _WEDGED_S:
+                if self.pulse.lag_s < _STUCK_AFTER_S:
                     await self.lease.renew()
             except LeaseLostError:
                 self.wake()
-            except AWAY as error:
+            except DATABASE_UNAVAILABLE as error:
                 self._database.outage.away(error)
             except Exception:
                 logger.exception("the lease was not renewed; it is tried again")
@@ -157,7 +158,7 @@ class Orchestrator:
         async with self.fenced.read() as session:
             active = await active_attempts(session)
             waiting = await waiting_jobs(session)
-        self.attempts.forget_all_but([attempt.id for attempt, _ in active])
+        self.attempts.retain_only([attempt.id for attempt, _ in active])
         for attempt, job in active:
             self._spawn(self.attempts.look_after(attempt, job, now))
         if waiting:
@@ -165,17 +166,17 @@ class Orchestrator:
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
         if self._tidier.due:
-            self._spawn(self._tidier.tidy())
+            self._spawn(self._tidier.sweep())
 
     def _beat(self) -> None:
         if self.pulse.due:
             task = asyncio.create_task(self.pulse.beat())  # of this process, whoever has the lease
-            self._heartbeat.add(task)
-            task.add_done_callback(self._heartbeat.discard)
+            self._heartbeat_tasks.add(task)
+            task.add_done_callback(self._heartbeat_tasks.discard)
 
     async def settle(self) -> None:
         """Wait for the calls that rounds have begun (tests)."""
-        while waits := [*self._tasks, *self._heartbeat]:
+        while waits := [*self._tasks, *self._heartbeat_tasks]:
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -189,7 +190,7 @@ class Orchestrator:
             return
         if isinstance(error, LeaseLostError):
             self.wake()
-        elif isinstance(error, AWAY):
+        elif isinstance(error, DATABASE_UNAVAILABLE):
             self._database.outage.away(error)
         else:
             logger.error("a task of the orchestrator failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""All schedules on one spec, beside two baselines of the past that the field started from."""
+"""Compares all schedules on one spec, beside two baselines: ONNX Runtime's lockstep and Alpa's definition order."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from service.scheduler.model.memory import peak_activation
-from service.scheduler.model.problem import BACKWARD, FORWARD, Problem, build_problem
-from service.scheduler.model.shapes import one_stage_a_mesh
-from service.scheduler.model.spec import PipelineSpec, SpecError
-from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges, order_by_start, retime
-from service.scheduler.named import check_limits
-from service.scheduler.plan import plan_metrics
+from service.scheduler.auto.named import check_order_limits
+from service.scheduler.kernels import BACKWARD, FORWARD
 from service.scheduler.planner import find_timeline
-from service.scheduler.schedules import AUTO, SCHEDULES, eager
-from service.scheduler.views.text import columns
+from service.scheduler.problem.memory import peak_activation
+from service.scheduler.problem.problem import Problem, build_problem
+from service.scheduler.problem.spec import PipelineSpec, SpecError, one_stage_per_mesh
+from service.scheduler.problem.timeline import Timeline, earliest_times, lane_edges, order_by_start, retime
+from service.scheduler.programs.plan import plan_metrics
+from service.scheduler.schedules import named
+from service.scheduler.schedules.registry import AUTO, SCHEDULES
+from service.scheduler.views.text import aligned_columns
 
 _BASELINES = {
     "onnxruntime": "eager-1f1b with max_in_flight = stages, compute and communication rows in lockstep",
@@ -25,7 +26,7 @@ _BASELINES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One schedule on the spec; numbers are None where `refused` says why it cannot run."""
 
     schedule: str
@@ -39,20 +40,20 @@ class Row:
         return asdict(self)
 
 
-def compare(spec: PipelineSpec, *, budget_s: float = 10.0) -> list[Row]:
+def compare_schedules(spec: PipelineSpec, *, budget_s: float = 10.0) -> list[ComparisonRow]:
     """Every named training schedule, `auto` with this budget, and the two baselines."""
     rows = []
     for name in [*SCHEDULES, AUTO]:
         if name in ("inference", "csv"):
             continue
         changed = spec.model_copy(update={"schedule": name})
-        rows.append(_row(name, lambda changed=changed: find_timeline(changed, budget_s=budget_s)))
-    rows.append(_row("onnxruntime", lambda: lockstep_timeline(spec)))
-    rows.append(_row("alpa", lambda: definition_order_timeline(spec)))
+        rows.append(_comparison_row(name, lambda changed=changed: find_timeline(changed, budget_s=budget_s)))
+    rows.append(_comparison_row("onnxruntime", lambda: lockstep_timeline(spec)))
+    rows.append(_comparison_row("alpa", lambda: definition_order_timeline(spec)))
     return rows
 
 
-def comparison_text(rows: list[Row]) -> str:
+def comparison_text(rows: list[ComparisonRow]) -> str:
     """The rows as a table, what the baselines are, and why schedules were refused."""
     table: list[tuple[str, ...]] = [("schedule", "makespan s", "span s", "bubble", "peak activations")]
     for row in rows:
@@ -68,26 +69,26 @@ def comparison_text(rows: list[Row]) -> str:
             )
         else:
             table.append((row.schedule, "-", "-", "-", "-"))
-    lines = columns(table)
+    lines = aligned_columns(table)
     lines += ["", *(f"{name}: {what}" for name, what in _BASELINES.items())]
     lines += [f"{row.schedule} cannot run: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, timeline: Callable[[], Timeline]) -> Row:
+def _comparison_row(name: str, timeline: Callable[[], Timeline]) -> ComparisonRow:
     try:
         found = timeline()
     except SpecError as error:
-        return Row(name, refused=str(error))
+        return ComparisonRow(name, refused=str(error))
     metrics = plan_metrics(found)
     peak = max(peak_activation(found.problem, lane)[0] for lane in found.lanes)
-    return Row(name, found.makespan, metrics.span_s, metrics.bubble_ratio, peak)
+    return ComparisonRow(name, found.makespan, metrics.span_s, metrics.bubble_ratio, peak)
 
 
 def lockstep_timeline(spec: PipelineSpec) -> Timeline:
     """ONNX Runtime's: rows of computation and rows of communication, each as long as its longest task."""
-    problem, lanes, clock = _eager(spec, cap=len(spec.stages))
-    check_limits(problem, lanes, "onnxruntime")
+    problem, lanes, clock = _eager_1f1b(spec, cap=len(spec.stages))
+    check_order_limits(problem, lanes, "onnxruntime")
     duration, exists = problem.duration.reshape(-1), problem.exists.reshape(-1)
     row = _transfer_clocks(problem, 2 * clock, consumer=True)
     rows = int(row[exists].max()) + 1
@@ -101,8 +102,8 @@ def lockstep_timeline(spec: PipelineSpec) -> Timeline:
 
 def definition_order_timeline(spec: PipelineSpec) -> Timeline:
     """Alpa's: each mesh sends and receives tick by tick of the producers, within a tick in the order of the edges."""
-    problem, lanes, clock = _eager(spec, cap=None)
-    check_limits(problem, lanes, "alpa")
+    problem, lanes, clock = _eager_1f1b(spec, cap=None)
+    check_order_limits(problem, lanes, "alpa")
     key = _transfer_clocks(problem, 2 * clock, consumer=False).astype(float)
     first = problem.compute_tasks
     edges = np.repeat([t.edge for t in problem.transfers for _ in range(2)], problem.microbatches)
@@ -110,12 +111,12 @@ def definition_order_timeline(spec: PipelineSpec) -> Timeline:
     return retime(problem, order_by_start(problem, key))
 
 
-def _eager(spec: PipelineSpec, cap: int | None) -> tuple[Problem, list[np.ndarray], np.ndarray]:
+def _eager_1f1b(spec: PipelineSpec, cap: int | None) -> tuple[Problem, list[np.ndarray], np.ndarray]:
     """Problem, compute orders and unit clock of each compute task of eager-1f1b with a cap of its own."""
-    if not one_stage_a_mesh(spec):
+    if not one_stage_per_mesh(spec):
         raise SpecError("this baseline wants one stage a mesh")
     problem = build_problem(spec.model_copy(update={"max_in_flight": cap}), split=False, inference=False)
-    lanes = eager.lanes(problem)
+    lanes = named.eager_lanes(problem)
     unit = np.zeros(problem.tasks)
     unit[: problem.compute_tasks] = 1.0
     times = earliest_times(problem, problem.dependency_edges, lane_edges(lanes), durations=unit)

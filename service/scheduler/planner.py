@@ -1,4 +1,8 @@
-"""From a spec to a proven plan: picks the schedule, simulates, compiles, verifies."""
+"""Makes a proven plan from a spec: picks the schedule, simulates it, compiles and verifies its programs.
+
+`make_plan` is the scheduler's entry point; where a plan's proof fails, the next best timeline is taken and the
+plan's notes say so. `compile_kernels` compiles the numba kernels before anybody waits for a plan.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from service.scheduler.automatic import plan_auto
-from service.scheduler.backwards import problem_with_whole
-from service.scheduler.model.defects import defect
-from service.scheduler.model.spec import PipelineSpec, check_spec
-from service.scheduler.model.timeline import Timeline
-from service.scheduler.named import named_timeline, plan_named
-from service.scheduler.plan import MadeWith, Plan, make_plan_from
+from service.scheduler.auto.auto import plan_auto
+from service.scheduler.auto.backward_split import problem_with_whole_backwards
+from service.scheduler.auto.named import named_timeline, plan_named
+from service.scheduler.auto.recomputation import (
+    cheapest_choice,
+    may_recompute,
+    must_recompute,
+    with_recomputation,
+)
+from service.scheduler.problem.defects import defect
+from service.scheduler.problem.spec import PipelineSpec, check_spec
+from service.scheduler.problem.timeline import Timeline
 from service.scheduler.programs.compile import compile_programs
+from service.scheduler.programs.plan import Plan, PlanOrigin, build_plan
 from service.scheduler.programs.replay import Replay
 from service.scheduler.programs.verify import check_slots, verify
-from service.scheduler.recomputation import cheapest, may_recompute, must_recompute, with_choice
-from service.scheduler.schedules import AUTO
-from service.scheduler.search.auto import Found, attains
-from service.scheduler.search.late import late_transfers
+from service.scheduler.schedules.registry import AUTO
+from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.origin import SEEDS, versions
+from service.scheduler.search.search import SearchResult, reaches_bound
 from service.scheduler.search.tabu import tabu_search
-from worker.program import Instruction
+from worker.contract.program import Instruction
 
 
 def make_plan(
@@ -37,52 +46,54 @@ def make_plan(
     plan; 0 gives the best constructive plan. `expired` is a wall-clock deadline: once it returns
     True the search ends and the plan says `truncated`.
     """
-    with _collector_paused():
-        found = _find(spec, budget_s, expired)
-        found, programs, played = _verified(spec, found)
-        return make_plan_from(
+    with _gc_paused():
+        found = _find_timeline(spec, budget_s, expired)
+        found, programs, played = _first_verified(spec, found)
+        return build_plan(
             found.timeline,
             chosen=found.chosen,
             lower_bound_s=min(found.lower_bound_s, found.timeline.makespan),
             # of a timeline that the programs do not keep (contention none), nothing is proven
             proven_optimal=found.proven_optimal
-            and attains(played.serialised_makespan_s, found.timeline.makespan),
+            and reaches_bound(played.serialised_makespan_s, found.timeline.makespan),
             recomputed=found.recomputed,
             programs_makespan_s=played.serialised_makespan_s,
             truncated=found.truncated,
-            made_with=MadeWith(budget_s=budget_s, seeds=SEEDS, versions=versions()),
+            made_with=PlanOrigin(budget_s=budget_s, seeds=SEEDS, versions=versions()),
             notes=found.notes,
             programs=programs,
         )
 
 
-def _verified(spec: PipelineSpec, found: Found) -> tuple[Found, dict[str, list[Instruction]], Replay]:
+def _first_verified(
+    spec: PipelineSpec, found: SearchResult
+) -> tuple[SearchResult, dict[str, list[Instruction]], Replay]:
     """The found timeline with its proven programs; where the proof fails, the best of the others that pass."""
     while True:
         try:
             programs = compile_programs(found.timeline)
-            played = verify(with_choice(spec, found.recomputed), programs)
+            played = verify(with_recomputation(spec, found.recomputed), programs)
             check_slots(found.timeline, played)
             return found, programs, played
         except Exception as error:
-            if not found.others:
+            if not found.alternatives:
                 raise
             note = defect(
                 f"a plan did not pass: {type(error).__name__}: {error}; another one was taken", error
             )
-            (chosen, timeline), *others = found.others
+            (chosen, timeline), *others = found.alternatives
             found = replace(
                 found,
                 timeline=timeline,
                 chosen=chosen,
-                proven_optimal=attains(timeline.makespan, found.lower_bound_s),
+                proven_optimal=reaches_bound(timeline.makespan, found.lower_bound_s),
                 notes=(*found.notes, note),
-                others=tuple(others),
+                alternatives=tuple(others),
             )
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def _gc_paused() -> Iterator[None]:
     """A plan is up to a million small objects without cycles: walking them again and again doubles the time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -119,23 +130,23 @@ def compile_kernels() -> None:
     make_plan(spec, budget_s=0.05)
     timeline = find_timeline(spec.model_copy(update={"schedule": "1f1b"}), budget_s=0.0)
     tabu_search(timeline.problem, timeline, goal_s=0.0, iterations=5, seed=1, stop=lambda: False)
-    late_transfers(timeline, np.ones(timeline.problem.meshes, dtype=bool))  # where bytes are limited
+    alap_transfers(timeline, np.ones(timeline.problem.meshes, dtype=bool))  # where bytes are limited
 
 
 def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
     """The timeline of the plan of a spec, without programs."""
-    return _find(spec, budget_s, None).timeline
+    return _find_timeline(spec, budget_s, None).timeline
 
 
-def _find(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> Found:
+def _find_timeline(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> SearchResult:
     check_spec(spec)
     if spec.schedule == AUTO:
         return plan_auto(spec, budget_s, expired)
     names = may_recompute(spec)
-    choice = cheapest(
+    choice = cheapest_choice(
         names,
-        lambda some: named_timeline(with_choice(spec, some), spec.schedule).makespan,
-        tasks=problem_with_whole(spec).tasks,
+        lambda some: named_timeline(with_recomputation(spec, some), spec.schedule).makespan,
+        tasks=problem_with_whole_backwards(spec).tasks,
     )
-    found = plan_named(with_choice(spec, choice), budget_s, expired)
+    found = plan_named(with_recomputation(spec, choice), budget_s, expired)
     return replace(found, recomputed=tuple(sorted(must_recompute(spec).union(choice))))

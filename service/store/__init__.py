@@ -1,4 +1,5 @@
-"""What Slotline remembers: jobs, attempts, events, steps, plans, timelines, packages, tokens.
+"""The store: SQLAlchemy tables and one module of queries a concern (jobs, attempts, leases, measurements, ...).
 
-Knows SQL and the values of service.jobspec; never Ray, HTTP or the scheduler.
+Knows SQL, service.spec and service.settings.settings; never Ray, HTTP, the orchestrator or the scheduler. No network call
+inside a session.
 """

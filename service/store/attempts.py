@@ -1,4 +1,10 @@
-"""Attempts in the store: made with their token, found, listed by what is still to be done about them."""
+"""Rows of `attempts`: created with their token, locked with their job, listed by what is still to do about them.
+
+Creating an attempt of a locked, waiting job moves the job to STARTING. A job's first attempt fixes its device and
+its cluster: later ones go on from its checkpoints, which lie there. `lock_attempt` locks the job and re-reads the
+attempt.
+Lists leave out logs and specifications, which are long.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +16,14 @@ from typing import NamedTuple
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.cluster_settings import DEFAULT
-from service.job_states import AttemptState, JobState
-from service.store.spans import note_wait
-from service.store.states import lock_job, move_job
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.states import AttemptState, JobState
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
+from service.store.transitions import add_wait_span, lock_job, move_job
 
 
 async def create_attempt(
-    session: AsyncSession, job: Job, *, device: str, at: datetime, cluster: str = DEFAULT
+    session: AsyncSession, job: Job, *, device: str, at: datetime, cluster: str = DEFAULT_CLUSTER
 ) -> Attempt:
     """The next attempt of a locked job that waits: the job is STARTING afterwards.
 
@@ -44,14 +49,14 @@ async def create_attempt(
     )
     session.add(attempt)
     job.current_attempt, job.not_before = attempt.id, None
-    await note_wait(session, job, until=at)
+    await add_wait_span(session, job, until=at)
     move_job(
         session,
         job,
         JobState.STARTING,
         at=at,
         message=f"attempt {attempt.number} takes {job.accelerators} accelerators ({device})"
-        + ("" if cluster == DEFAULT else f" of cluster {cluster}"),
+        + ("" if cluster == DEFAULT_CLUSTER else f" of cluster {cluster}"),
         attempt=attempt.number,
     )
     return attempt
@@ -89,7 +94,7 @@ async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
     return [(attempt, job) for attempt, job in (await session.execute(query)).all()]
 
 
-class LogPlace(NamedTuple):
+class LogLocation(NamedTuple):
     """Where the log of an attempt is: in the store where it is `kept`, else with Ray where it was `submitted`."""
 
     attempt_id: str
@@ -97,11 +102,11 @@ class LogPlace(NamedTuple):
     created_at: datetime
     ended: bool
     submitted: bool
-    kept: bool
-    cluster: str = DEFAULT
+    stored: bool
+    cluster: str = DEFAULT_CLUSTER
 
 
-async def log_places(session: AsyncSession, job_id: str) -> list[LogPlace]:
+async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]:
     """Of all attempts of a job, first to last, without the logs themselves."""
     query = select(
         Attempt.id,
@@ -114,7 +119,7 @@ async def log_places(session: AsyncSession, job_id: str) -> list[LogPlace]:
     )
     rows = await session.execute(query.where(Attempt.job_id == job_id).order_by(Attempt.number))
     return [
-        LogPlace(id_, number, made, AttemptState(state).final, submitted is not None, kept, cluster)
+        LogLocation(id_, number, made, AttemptState(state).final, submitted is not None, kept, cluster)
         for id_, number, made, state, submitted, kept, cluster in rows
     ]
 
@@ -134,7 +139,7 @@ async def attempts_without_log(session: AsyncSession, *, ended_before: datetime)
     return list((await session.execute(query)).scalars())
 
 
-async def measured_attempts(session: AsyncSession, *, ended_after: datetime) -> list[tuple[Attempt, Job]]:
+async def attempts_with_metrics(session: AsyncSession, *, ended_after: datetime) -> list[tuple[Attempt, Job]]:
     """Attempts whose driver serves metrics: they run, or ended after `ended_after`."""
     query = (
         select(Attempt, Job)

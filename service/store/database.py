@@ -1,40 +1,133 @@
-"""The database: engine, read and write sessions, migrations at start.
+"""The database: engine, read and write sessions, upserts, its clock, and migrations at start.
 
-Sessions are asynchronous, so that a request waits for the database without holding a thread, on
-SQLite (a thread inside aiosqlite) as on PostgreSQL (psycopg). No network call inside a session.
+Sessions are asynchronous, so that a request waits for the database without holding a thread: SQLite through
+aiosqlite's thread, PostgreSQL through psycopg. No network call inside a session; every wait has a limit.
+SQLite: writes take their turn first come, first served, with BEGIN IMMEDIATE; the file belongs to one control plane,
+by a lock on a file beside it that goes with the process. A cancelled query leaves its connection and SQLite's lock
+behind: `run_to_completion` finishes it first.
+Migrations expand, then contract: a release only adds, so that the release before it runs beside it; what nothing
+uses is dropped later, and `compatibility` then names the oldest revision whose code still works.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tenacity
-from sqlalchemy import Connection, event, make_url, text
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Double, event, inspect, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.expression import FunctionElement
 
-from service.instruments import DATABASE_SECONDS
-from service.outage import Outage
-from service.store.schema import migrate
-from service.store.spans import record_noted
+from service.observability.instruments import DATABASE_SECONDS, Outage
+from service.store.tables import Base
+from service.store.transitions import record_pending_spans
+
+
+class database_now(FunctionElement[float]):
+    """Unix seconds by the database's clock, at the moment of the statement rather than of its transaction."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(database_now)
+def _compile_now_postgresql(*_: Any, **__: Any) -> str:
+    return "CAST(EXTRACT(epoch FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+@compiles(database_now, "sqlite")
+def _compile_now_sqlite(*_: Any, **__: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
 
 logger = logging.getLogger(__name__)
-AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
+MIGRATIONS_DIR = Path(__file__).parent / "migrations"
+
+
+class NewerTablesError(RuntimeError):
+    """The tables are a newer Slotline's, which have no room for this one."""
+
+
+class NoSuchRevisionError(ValueError):
+    """There is no such state of the tables in this version, or no way to it."""
+
+
+def migrate(connection: Connection, to: str = "head") -> None:
+    """Bring the tables to a revision, up or down; newer tables that this code works with stay as they are."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS_DIR).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    scripts = ScriptDirectory.from_config(config)
+    known = [script.revision for script in scripts.walk_revisions()]  # from the newest to the first
+    present = MigrationContext.configure(connection).get_current_revision()
+    if present is not None and present not in known:
+        _check_newer_revision(connection, present, known)
+        return
+    wanted = known[0] if to == "head" else to
+    if wanted not in known:
+        raise NoSuchRevisionError(
+            f"there is no revision {to} of the tables: this Slotline knows {', '.join(reversed(known))}"
+        )
+    if present == wanted:
+        return
+    try:
+        if present is not None and known.index(wanted) > known.index(present):
+            command.downgrade(config, wanted)
+        else:
+            command.upgrade(config, wanted)
+    except CommandError as error:
+        raise NoSuchRevisionError(f"the tables cannot go from {present} to {wanted}: {error}") from error
+    if present is not None:
+        logger.info(
+            "the database's tables were those of revision %s and are now those of %s", present, wanted
+        )
+
+
+def _check_newer_revision(connection: Connection, present: str, known: list[str]) -> None:
+    """Say that the tables are newer. Raises NewerTablesError where what this code uses may be gone."""
+    oldest = None
+    if inspect(connection).has_table("compatibility"):
+        oldest = connection.execute(text("SELECT oldest_code FROM compatibility")).scalar_one_or_none()
+    if oldest is None or oldest not in known:
+        raise NewerTablesError(
+            f"the database has the tables of a newer Slotline (revision {present}, for code from {oldest or present} on), "
+            f"and this one knows them up to {known[0]}: start the newer version, or go back with its "
+            f"`slotline migrate --to {known[0]}`, which drops what was added since"
+        )
+    logger.warning(
+        "the database has the tables of a newer Slotline (revision %s); this one, of %s, works with them: "
+        "an upgrade is under way, or start the newer version",
+        present,
+        known[0],
+    )
+
+
+DATABASE_UNAVAILABLE = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 """What a database that is away, full or too busy raises."""
-_MIGRATION_LOCK = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
+_MIGRATION_LOCK_KEY = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
 _BUSY_TIMEOUT_S = 30
 _POOL_TIMEOUT_S = 10
 """So long a session waits for one of the connections, which others hold: the caller may ask again."""
-_POSTGRES_CLIENT = {
+_LIBPQ_OPTIONS = {
     "connect_timeout": 5,
     "keepalives": 1,
     "keepalives_idle": 10,
@@ -43,7 +136,7 @@ _POSTGRES_CLIENT = {
     "tcp_user_timeout": 20_000,
 }
 """As libpq names them: seconds, the last in milliseconds."""
-_POSTGRES_SERVER = {
+_POSTGRES_SESSION_SETTINGS = {
     "statement_timeout": "30s",
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": 10,
@@ -79,7 +172,7 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.outage = Outage("the database", logger)
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
-        self._writing = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self.session_info: dict[str, Any] = {}
         """What every write session carries in its `info`: see notifications.EVERY_JOB."""
         _time_statements(self.engine)
@@ -92,7 +185,7 @@ class Database:
         if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
             Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
         if self.is_sqlite:
-            await self._keep_a_write_ahead_log()
+            await self._enable_wal()
         async with self.engine.connect() as connection:
             connection = await connection.execution_options(slotline_write=True)
             async with connection.begin():
@@ -100,11 +193,11 @@ class Database:
                     # a migration takes as long as it takes, and so does waiting for somebody else's
                     await connection.execute(text("SET LOCAL statement_timeout = 0"))
                     await connection.execute(
-                        text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
+                        text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK_KEY}
                     )
                 await connection.run_sync(migrate, to)
 
-    async def _keep_a_write_ahead_log(self) -> None:
+    async def _enable_wal(self) -> None:
         """The file remembers it. SQLite does not wait for a lock when the journal changes, so we do."""
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(sqlite3.OperationalError),
@@ -133,15 +226,15 @@ class Database:
         On SQLite it takes the write lock at once (BEGIN IMMEDIATE): a read that becomes a write
         later would fail with "database is locked" without waiting.
         """
-        async with self._turn(), self.engine.connect() as connection:
+        async with self._hold_sqlite_write_lock(), self.engine.connect() as connection:
             connection = await connection.execution_options(slotline_write=True)
             async with AsyncSession(connection, expire_on_commit=False, info=self.session_info) as session:
                 async with session.begin():
                     yield session
-                record_noted(session)
+                record_pending_spans(session)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _hold_sqlite_write_lock(self) -> AsyncIterator[None]:
         """On SQLite, whose file one process has: who came first writes first.
 
         SQLite itself lets those that wait sleep for longer and longer, and whoever comes at the right moment goes
@@ -152,13 +245,13 @@ class Database:
             return
         try:
             async with asyncio.timeout(_BUSY_TIMEOUT_S):
-                await self._writing.acquire()
+                await self._write_lock.acquire()
         except TimeoutError:
             raise PoolTimeoutError(f"other writes have held the database for {_BUSY_TIMEOUT_S} s") from None
         try:
             yield
         finally:
-            self._writing.release()
+            self._write_lock.release()
 
 
 def _postgres_engine(url: str) -> AsyncEngine:
@@ -178,10 +271,10 @@ def _postgres_engine(url: str) -> AsyncEngine:
 
 
 def _postgres_arguments(url: str) -> dict[str, Any]:
-    options = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SERVER.items())
+    options = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SESSION_SETTINGS.items())
     given = make_url(url).query
     return {
-        name: value for name, value in {**_POSTGRES_CLIENT, "options": options}.items() if name not in given
+        name: value for name, value in {**_LIBPQ_OPTIONS, "options": options}.items() if name not in given
     }
 
 
@@ -196,10 +289,10 @@ def _time_statements(engine: AsyncEngine) -> None:
     def _end(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
         seconds = time.perf_counter() - connection.info["slotline_began"]
         word = statement.split(None, 1)[0].upper() if statement.strip() else ""
-        DATABASE_SECONDS.labels(word if word in _OPERATIONS else "OTHER").observe(seconds)
+        DATABASE_SECONDS.labels(word if word in _TIMED_STATEMENTS else "OTHER").observe(seconds)
 
 
-_OPERATIONS = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE", "BEGIN"})
+_TIMED_STATEMENTS = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE", "BEGIN"})
 
 
 def _sqlite_engine(url: str) -> AsyncEngine:
@@ -219,3 +312,85 @@ def _sqlite_engine(url: str) -> AsyncEngine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+_SQLITE_LOCK_WAIT_S = 10.0
+
+
+class DatabaseInUseError(RuntimeError):
+    """Another control plane serves this SQLite file."""
+
+
+@contextlib.asynccontextmanager
+async def exclusive_sqlite_lock(database: Database) -> AsyncIterator[None]:
+    """Hold a SQLite database alone, waiting a little for one that is just ending. Raises DatabaseInUseError.
+
+    Two orchestrators on one file would each take the other's drivers for lost: each has a Ray of its own.
+    """
+    path = database.url.database
+    if not database.is_sqlite or path in (None, "", ":memory:"):
+        yield
+        return
+    file = Path(f"{path}.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as handle:
+        deadline = time.monotonic() + _SQLITE_LOCK_WAIT_S
+        while not _try_flock(handle.fileno()):
+            if time.monotonic() >= deadline:
+                raise DatabaseInUseError(
+                    f"another Slotline serves {path}: end it, or give this one its own SLOTLINE_DATA_DIR"
+                )
+            await asyncio.sleep(0.1)
+        yield
+
+
+def _try_flock(descriptor: int) -> bool:
+    """Whether the lock is ours now; it goes with the process, however that ends."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("no lock on the database (%s): start only one Slotline on it", error)
+    return True
+
+
+ResultT = TypeVar("Found")
+
+
+async def run_to_completion(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """What `work` returns; a cancellation is raised when it has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # nobody else asks, and asyncio would say so
+        raise
+
+
+async def upsert(session: AsyncSession, table: type[Base], rows: list[dict[str, Any]]) -> None:
+    """Insert `rows` (all with the same columns), or update those whose key is there."""
+    if not rows:
+        return
+    statement, key = _dialect_insert(session, table)
+    others = {name: statement.excluded[name] for name in rows[0] if name not in key}
+    if not others:
+        await session.execute(statement.on_conflict_do_nothing(index_elements=key), rows)
+        return
+    await session.execute(statement.on_conflict_do_update(index_elements=key, set_=others), rows)
+
+
+async def insert_missing(session: AsyncSession, table: type[Base], row: dict[str, Any]) -> None:
+    """Insert `row` unless one of the same primary key is there."""
+    statement, key = _dialect_insert(session, table)
+    await session.execute(statement.on_conflict_do_nothing(index_elements=key), row)
+
+
+def _dialect_insert(
+    session: AsyncSession, table: type[Base]
+) -> tuple[sqlite.Insert | postgresql.Insert, list[str]]:
+    """An insert of the session's kind of database, and the columns of the primary key."""
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    return dialect.insert(table), [column.name for column in table.__table__.primary_key]

@@ -1,10 +1,16 @@
-"""Jobs in the store: submit, find, list in pages, cancel, retry.
+"""Jobs: submitted in batches, found and filtered in pages, changed while they wait, cancelled, retried.
 
-Functions take the caller's session; those that change something need a write session.
+Functions take the caller's session; changes need a write session. Lists leave out specifications, which are long;
+each filter narrows the query over an index of its own.
+`SubmissionBatcher` stores the jobs that arrive during one commit in the next transaction, so nobody waits for others
+to come; where a batch is refused each job is stored alone, so that none fails for another.
+Idempotency keys are unique per owner. A retry goes on from the last checkpoint; a waiting job keeps its age when
+moved.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import string
@@ -15,17 +21,108 @@ from datetime import datetime
 from sqlalchemy import Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.job_states import WAITING_STATES, JobState
-from service.jobspec import JobSpec
-from service.principals import NOBODY, by_whom
-from service.store.audit import add_audit
-from service.store.job_filters import JobFilter, narrowed
-from service.store.notifications import tell
-from service.store.states import lock_job, move_job, new_event
+from service.spec.job import JobSpec
+from service.spec.states import ANONYMOUS, WAITING_STATES, JobState, principal_text
+from service.store.database import DATABASE_UNAVAILABLE, Database
+from service.store.events import add_audit
+from service.store.notifications import enqueue_deliveries
 from service.store.tables import WITHOUT_SPEC, Attempt, Job, JobLabel
-from worker.reasons import Reason
+from service.store.transitions import add_event, lock_job, move_job, new_event
+from worker.contract.reasons import Reason
 
-_ALPHABET = string.ascii_lowercase + string.digits
+
+class OtherClusterError(ValueError):
+    """The job has begun on a cluster that the queue does not belong to."""
+
+    def __init__(self, job: Job, queue: str, cluster: str) -> None:
+        super().__init__(
+            f"job {job.id} began on cluster {job.began_on}, where its checkpoints and its device are, and queue {queue} "
+            f"belongs to cluster {cluster}: move it to a queue of {job.began_on}, or cancel it and submit it anew"
+        )
+
+
+class NotWaitingError(ValueError):
+    """The job is not in a queue any more, or was not put back."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(
+            f"job {job.id} is {job.state}, and only a job that waits can change its queue or priority"
+        )
+
+
+async def change_waiting_job(
+    session: AsyncSession,
+    job_id: str,
+    *,
+    queue: str | None,
+    priority: int | None,
+    at: datetime,
+    by: str = ANONYMOUS,
+    cluster: str | None = None,
+) -> Job | None:
+    """Move a waiting job to another queue or priority; it keeps its age. None: no such job. Raises NotWaitingError, and
+    OtherClusterError for one that has begun elsewhere than on the new queue's `cluster` (None: wherever).
+
+    `by` asks.
+    """
+    job = await lock_job(session, job_id)
+    if job is None:
+        return None
+    if job.job_state not in WAITING_STATES:
+        raise NotWaitingError(job)
+    if queue is not None and cluster is not None and job.began_on not in (None, cluster):
+        raise OtherClusterError(job, queue, cluster)
+    changes = []
+    if queue is not None and queue != job.queue:
+        changes.append(f"queue {job.queue} becomes {queue}")
+        job.queue = queue
+    if priority is not None and priority != job.priority:
+        changes.append(f"priority {job.priority} becomes {priority}")
+        job.priority = priority
+    if changes:
+        add_event(session, job, "changed", ", ".join(changes), at=at, by=by)
+        add_audit(session, by, "job.change", job.id, at=at, detail=", ".join(changes))
+    return job
+
+
+@dataclass(frozen=True)
+class LabelFilter:
+    """Jobs with this label; with any value where none is given."""
+
+    name: str
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class JobFilter:
+    """What jobs must be to be listed: all of it. `since` and `until` bound the time of submission."""
+
+    states: Sequence[JobState] = ()
+    name: str | None = None
+    labels: Sequence[LabelFilter] = ()
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+def apply_job_filter(query: Select[tuple[Job]], wanted: JobFilter) -> Select[tuple[Job]]:
+    """The query for those jobs only that are wanted."""
+    if wanted.states:
+        query = query.where(Job.state.in_(wanted.states))
+    if wanted.name is not None:
+        query = query.where(Job.name == wanted.name)
+    for label in wanted.labels:
+        having = select(JobLabel.job_id).where(JobLabel.name == label.name)
+        if label.value is not None:
+            having = having.where(JobLabel.value == label.value)
+        query = query.where(Job.id.in_(having))
+    if wanted.since is not None:
+        query = query.where(Job.created_at >= wanted.since)
+    if wanted.until is not None:
+        query = query.where(Job.created_at < wanted.until)
+    return query
+
+
+_JOB_ID_ALPHABET = string.ascii_lowercase + string.digits
 
 
 @dataclass(frozen=True)
@@ -42,7 +139,7 @@ class NewJob:
 
     spec: JobSpec
     at: datetime
-    owner: str = NOBODY
+    owner: str = ANONYMOUS
     idempotency_key: str | None = None
     request_digest: str | None = None
     traceparent: str | None = None
@@ -52,16 +149,16 @@ class NewJob:
 async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]:
     """Store jobs as QUEUED, with as many statements for all as for one. An idempotency key that its owner has used refuses
     all: sqlalchemy's IntegrityError."""
-    jobs = [_queued(one) for one in new]
+    jobs = [_queued_job(one) for one in new]
     events = [
-        new_event(job, "state", f"QUEUED: {_submitted(one.owner)}", at=one.at, by=one.owner)
+        new_event(job, "state", f"QUEUED: {_submitted_message(one.owner)}", at=one.at, by=one.owner)
         for job, one in zip(jobs, new, strict=True)
     ]
     session.add_all(jobs)
     await session.flush()
     session.add_all(events)
     for job, event in zip(jobs, events, strict=True):
-        tell(session, job, event)
+        enqueue_deliveries(session, job, event)
     for job, one in zip(jobs, new, strict=True):
         session.add_all(
             JobLabel(job_id=job.id, name=name, value=value) for name, value in one.spec.labels.items()
@@ -70,14 +167,14 @@ async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]
     return jobs
 
 
-def _submitted(owner: str) -> str:
+def _submitted_message(owner: str) -> str:
     return f"submitted by {owner}" if owner else "submitted"
 
 
-def _queued(new: NewJob) -> Job:
+def _queued_job(new: NewJob) -> Job:
     spec, key = new.spec, new.idempotency_key
     return Job(
-        id="job-" + "".join(secrets.choice(_ALPHABET) for _ in range(10)),
+        id="job-" + "".join(secrets.choice(_JOB_ID_ALPHABET) for _ in range(10)),
         name=spec.name,
         queue=spec.queue,
         priority=spec.priority,
@@ -90,7 +187,7 @@ def _queued(new: NewJob) -> Job:
         created_at=new.at,
         queued_at=new.at,
         owner=new.owner,
-        idempotency_key=None if key is None else owned_key(new.owner, key),
+        idempotency_key=None if key is None else scoped_idempotency_key(new.owner, key),
         request_digest=new.request_digest,
         traceparent=new.traceparent,
         given_plan=new.given_plan,
@@ -125,16 +222,16 @@ async def queue_of(session: AsyncSession, job_id: str) -> str | None:
     return (await session.execute(select(Job.queue).where(Job.id == job_id))).scalar_one_or_none()
 
 
-async def find_by_idempotency_key(session: AsyncSession, key: str, *, owner: str = NOBODY) -> Job | None:
+async def find_by_idempotency_key(session: AsyncSession, key: str, *, owner: str = ANONYMOUS) -> Job | None:
     """The job that this owner submitted with this key."""
-    query = select(Job).where(Job.idempotency_key == owned_key(owner, key))
+    query = select(Job).where(Job.idempotency_key == scoped_idempotency_key(owner, key))
     return (await session.execute(query)).scalar_one_or_none()
 
 
-def owned_key(owner: str, key: str) -> str:
+def scoped_idempotency_key(owner: str, key: str) -> str:
     """An owner's key as the store has it, where keys are unique. No key holds a blank, so that none can be
     taken for another owner's."""
-    if owner == NOBODY:
+    if owner == ANONYMOUS:
         return key
     return f"{hashlib.sha256(owner.encode()).hexdigest()} {hashlib.sha256(key.encode()).hexdigest()}"
 
@@ -150,7 +247,7 @@ async def list_jobs(
     wanted: JobFilter = JobFilter(),
 ) -> Sequence[Job]:
     """At most `limit` jobs, without their specifications, newest first, that come after the page that ended with `after`."""
-    query: Select[tuple[Job]] = narrowed(select(Job).options(WITHOUT_SPEC), wanted)
+    query: Select[tuple[Job]] = apply_job_filter(select(Job).options(WITHOUT_SPEC), wanted)
     if state is not None:
         query = query.where(Job.state == state)
     if queue is not None:
@@ -172,7 +269,7 @@ async def waiting_jobs(session: AsyncSession) -> list[Job]:
     return list((await session.execute(query)).scalars())
 
 
-async def unlike_meshes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:
+async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:
     """The workers of each mesh, by job, of jobs whose meshes have unlike sizes."""
     if not job_ids:
         return {}
@@ -180,7 +277,7 @@ async def unlike_meshes(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
     return {job_id: sizes for job_id, sizes in (await session.execute(query)).all() if sizes}
 
 
-async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = NOBODY) -> Job | None:
+async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS) -> Job | None:
     """Cancel at once what only waits; ask a running job to end. Twice is once. None: no such job. `by` asks.
 
     Raises TransitionError for a job that has ended in another way.
@@ -197,7 +294,7 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: st
             JobState.CANCELLED,
             at=at,
             reason=Reason.CANCELLED_BY_USER,
-            message=f"cancelled by {by_whom(by)}",
+            message=f"cancelled by {principal_text(by)}",
             by=by,
         )
     else:
@@ -213,7 +310,7 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: st
     return job
 
 
-async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = NOBODY) -> Job | None:
+async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS) -> Job | None:
     """Queue a failed or cancelled job again; it goes on from its last checkpoint. None: no such job.
 
     Raises TransitionError for a job that is not FAILED or CANCELLED.
@@ -222,7 +319,7 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str
     if job is None:
         return None
     before = job.state
-    move_job(session, job, JobState.QUEUED, at=at, message=f"retried by {by_whom(by)}", by=by)
+    move_job(session, job, JobState.QUEUED, at=at, message=f"retried by {principal_text(by)}", by=by)
     add_audit(session, by, "job.retry", job.id, at=at, detail=before)
     job.message = None
     job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
@@ -230,3 +327,62 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str
     job.files_removed_at = None
     job.current_attempt = None
     return job
+
+
+_SUBMISSION_BATCH_JOBS = 50
+
+
+@dataclass(frozen=True)
+class _PendingSubmission:
+    new: NewJob
+    stored: asyncio.Future[Job]
+
+
+class SubmissionBatcher:
+    """Stores the jobs of this process, in the order in which they come."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._pending: list[_PendingSubmission] = []
+        self._storing: asyncio.Task[None] | None = None
+
+    async def store(self, new: NewJob) -> Job:
+        """The job, committed. Raises what the database says of it: IntegrityError for a key that was used."""
+        asked = _PendingSubmission(new, asyncio.get_running_loop().create_future())
+        self._pending.append(asked)
+        if self._storing is None:
+            self._storing = asyncio.create_task(self._store_all())
+        return await asked.stored
+
+    async def _store_all(self) -> None:
+        try:
+            while self._pending:
+                together, self._pending = (
+                    self._pending[:_SUBMISSION_BATCH_JOBS],
+                    self._pending[_SUBMISSION_BATCH_JOBS:],
+                )
+                await self._store_together([one for one in together if not one.stored.done()])
+        finally:
+            self._storing = None
+            for one in self._pending:  # only where this task was cancelled: the server ends
+                one.stored.cancel()
+
+    async def _store_together(self, together: list[_PendingSubmission]) -> None:
+        """In one transaction; where that is refused for what is in it, each in its own, so that none fails for another."""
+        if not together:
+            return
+        try:
+            async with self._database.write() as session:
+                jobs = await create_jobs(session, [one.new for one in together])
+        except Exception as error:
+            if len(together) == 1 or isinstance(error, DATABASE_UNAVAILABLE):
+                for one in together:
+                    if not one.stored.done():
+                        one.stored.set_exception(error)
+                return
+            for one in together:
+                await self._store_together([one])
+        else:
+            for one, job in zip(together, jobs, strict=True):
+                if not one.stored.done():
+                    one.stored.set_result(job)

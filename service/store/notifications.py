@@ -1,7 +1,8 @@
-"""Deliveries in the store: written with the change of state that they tell, claimed, and ended one way or another.
+"""Webhook deliveries: enqueued in the transaction of the state change, claimed per host, retried or given up.
 
-A delivery is at least once: a process that dies between the answer and its commit leaves one that is sent again,
-under the same id.
+At least once: a process that dies between the receiver's answer and its commit leaves a delivery that is sent again
+under the same id. A claim takes a limited number for each host, so that a receiver that hangs does not block the
+others.
 """
 
 from __future__ import annotations
@@ -19,30 +20,29 @@ from urllib.parse import urlsplit
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.store.notification_tables import Delivery, DeliveryState
-from service.store.tables import Event, Job
+from service.store.tables import Delivery, DeliveryState, Event, Job
 
-EVERY_JOB = "slotline_webhook"
+OPERATOR_WEBHOOK_KEY = "slotline_webhook"
 """Where a session's `info` has the operator's EveryJob, if there is one."""
 
 
 @dataclass(frozen=True)
-class EveryJob:
+class OperatorWebhook:
     """The operator's URL, which is told of every job."""
 
     url: str
     states: Sequence[str]
 
 
-def tell(session: AsyncSession, job: Job, event: Event) -> None:
+def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
     """Write what is to be told of the job's new state, which `event` is; sent when the caller's session is committed."""
     wanted: list[tuple[str, str | None]] = [
         (one["url"], one["secret"]) for one in job.notifications or () if job.state in one["states"]
     ]
-    everybody: EveryJob | None = session.info.get(EVERY_JOB)
+    everybody: OperatorWebhook | None = session.info.get(OPERATOR_WEBHOOK_KEY)
     if everybody is not None and job.state in everybody.states:
         wanted.append((everybody.url, None))
-    body = _body(job, event) if wanted else ""
+    body = _delivery_body(job, event) if wanted else ""
     session.add_all(
         Delivery(
             id=f"msg_{secrets.token_hex(16)}",
@@ -62,7 +62,7 @@ def tell(session: AsyncSession, job: Job, event: Event) -> None:
     )
 
 
-def _body(job: Job, event: Event) -> str:
+def _delivery_body(job: Job, event: Event) -> str:
     told: dict[str, Any] = {
         "type": "job.state",
         "timestamp": event.at.isoformat(),
@@ -84,7 +84,7 @@ def _body(job: Job, event: Event) -> str:
     return json.dumps(told)
 
 
-async def claim_due(
+async def claim_due_deliveries(
     session: AsyncSession,
     *,
     at: datetime,
@@ -130,13 +130,13 @@ async def claim_due(
     return [(delivery, owner) for delivery, owner in (await session.execute(query)).all()]
 
 
-async def any_due(session: AsyncSession, *, at: datetime) -> bool:
+async def has_due_deliveries(session: AsyncSession, *, at: datetime) -> bool:
     """Whether there is something to claim."""
     query = select(Delivery.id).where(Delivery.state == DeliveryState.PENDING, Delivery.next_at <= at)
     return (await session.execute(query.limit(1))).first() is not None
 
 
-async def record_try(
+async def record_delivery_try(
     session: AsyncSession,
     delivery_id: str,
     *,

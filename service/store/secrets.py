@@ -1,18 +1,96 @@
-"""Users' secrets in the store, sealed: an owner's under a name, for the environment of the owner's jobs."""
+"""User secrets, sealed with Fernet and bound to owner and name, and digests of API tokens.
+
+Sealed with the first of the keys, opened with any. Beside a SQLite of ours the key is a file, created once by
+whichever process comes first; other databases are shared by servers, which need the same SLOTLINE_SECRETS_KEY.
+No value of a secret is ever in a message. A token is shown once; the store keeps the SHA-256 of its 256 random bits.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, select
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+from sqlalchemy import delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.sealing import SealError, SecretBox
-from service.store.audit import add_audit
-from service.store.tables import Secret
-from service.store.upsert import upsert
+from service.settings.settings import Settings
+from service.spec.states import Principal, Role
+from service.store.database import upsert
+from service.store.events import add_audit
+from service.store.tables import ApiToken, Secret
+
+_KEY_FILE = "secrets.key"
+
+
+class NoSecretsKeyError(Exception):
+    """There is no key to keep secrets with; the message says how to give one."""
+
+
+class SealError(Exception):
+    """What is stored cannot be opened with the keys at hand, or belongs elsewhere."""
+
+
+class SecretBox:
+    """Seals with the first of its keys, and opens with any of them."""
+
+    def __init__(self, keys: list[str]) -> None:
+        # any long text is a key: SHA-256 makes it as long as the cipher's
+        digests = [base64.urlsafe_b64encode(hashlib.sha256(key.encode()).digest()) for key in keys]
+        self._cipher = MultiFernet([Fernet(digest) for digest in digests])
+
+    @classmethod
+    def of(cls, settings: Settings) -> SecretBox:
+        """With the keys of the settings, else, beside a SQLite of ours, with one in a file that is made when it is
+        needed. Raises NoKeyError for other databases: several servers have one, and must have one key."""
+        if settings.secrets_key is not None:
+            return cls([key.strip() for key in settings.secrets_key.get_secret_value().split(",")])
+        if settings.database_url:
+            raise NoSecretsKeyError(
+                "this server has no key to keep secrets with: set SLOTLINE_SECRETS_KEY, the same on all servers of the "
+                "database (openssl rand -hex 32 makes one)"
+            )
+        return cls([_read_or_create_key(settings.data_dir.expanduser() / _KEY_FILE)])
+
+    def seal(self, owner: str, name: str, value: str) -> str:
+        return self._cipher.encrypt(json.dumps([owner, name, value]).encode()).decode()
+
+    def open(self, owner: str, name: str, sealed: str) -> str:
+        """The value; SealError where it was sealed with another key, or for another owner or name."""
+        try:
+            kept_owner, kept_name, value = json.loads(self._cipher.decrypt(sealed.encode()))
+        except (InvalidToken, ValueError):
+            raise SealError(
+                f"the secret {name} was kept with another key: set SLOTLINE_SECRETS_KEY to that one too"
+            ) from None
+        if (kept_owner, kept_name) != (owner, name):
+            raise SealError(f"the secret {name} of {owner or 'nobody'} in the database is another one's")
+        return value
+
+
+def _read_or_create_key(file: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return file.read_text()
+    with contextlib.suppress(FileExistsError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        try:
+            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as text:
+                text.write(secrets.token_hex(32))
+            os.link(new, file)  # whole, or not at all; the first of several wins
+        finally:
+            new.unlink(missing_ok=True)
+    return file.read_text()
 
 
 class MissingSecretError(Exception):
@@ -63,13 +141,66 @@ async def open_secrets(
     return found
 
 
-def stored_names(spec: Mapping[str, Any]) -> list[str]:
+def spec_secret_names(spec: Mapping[str, Any]) -> list[str]:
     """The secrets that a stored specification names, perhaps one of another version."""
     names = spec.get("secrets")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def stored_environment(spec: Mapping[str, Any]) -> dict[str, str]:
+def spec_environment(spec: Mapping[str, Any]) -> dict[str, str]:
     """The variables that a stored specification sets, perhaps one of another version."""
     env = spec.get("env")
     return {k: v for k, v in env.items() if isinstance(v, str)} if isinstance(env, dict) else {}
+
+
+def generate_token() -> str:
+    """256 random bits, so that a plain SHA-256 of it is as good as any slower digest."""
+    return f"slotline_{secrets.token_urlsafe(32)}"
+
+
+def token_digest(token: str) -> str:
+    """What the store keeps of a user's token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+async def find_token(session: AsyncSession, digest: str, *, at: datetime) -> Principal | None:
+    """Whose token has this digest and is valid at this time."""
+    lasts = or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > at)
+    query = select(ApiToken).where(ApiToken.digest == digest, lasts)
+    found = (await session.execute(query)).scalar_one_or_none()
+    if found is None or not hmac.compare_digest(found.digest, digest):
+        return None
+    if found.role not in list(Role):
+        return None  # a newer Slotline's: better nothing than too much
+    return Principal(found.name, Role(found.role))
+
+
+async def list_tokens(session: AsyncSession) -> Sequence[ApiToken]:
+    return (await session.execute(select(ApiToken).order_by(ApiToken.name))).scalars().all()
+
+
+async def store_token(
+    session: AsyncSession,
+    name: str,
+    role: Role,
+    digest: str,
+    *,
+    by: str,
+    at: datetime,
+    expires_at: datetime | None = None,
+) -> ApiToken:
+    """Keep a token under a name of its own; IntegrityError where the name is taken. `by` made it."""
+    token = ApiToken(name=name, role=role, digest=digest, created_at=at, expires_at=expires_at)
+    session.add(token)
+    await session.flush()
+    until = "for ever" if expires_at is None else f"until {expires_at.isoformat()}"
+    add_audit(session, by, "token.create", name, at=at, detail=f"{role} {until}")
+    return token
+
+
+async def delete_token(session: AsyncSession, name: str, *, by: str, at: datetime) -> bool:
+    """Whether there was one."""
+    found = (await session.execute(delete(ApiToken).where(ApiToken.name == name))).rowcount > 0
+    if found:
+        add_audit(session, by, "token.revoke", name, at=at)
+    return found

@@ -1,11 +1,15 @@
-"""The tables. Times are UTC; durations and slot times are seconds; sizes are bytes.
+"""All tables as SQLAlchemy classes; times are UTC, durations are seconds, sizes are bytes.
 
-`slots` is also read by Grafana with plain SQL: its column names are a border.
+`slots` is also read by Grafana with plain SQL: its column names are an interface. Lease and task times are the
+database's own Unix seconds. Queries of many rows leave long columns out: WITHOUT_SPEC, WITHOUT_LOG,
+WITHOUT_PLAN_BODY. `plans.body` is JSON as text, passed on without parsing. Saved plans are referenced by id, so that
+one whose name was taken away stays for the jobs that were submitted with it.
 """
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import (
@@ -25,9 +29,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
-from service.cluster_settings import DEFAULT
-from service.job_states import AttemptState, JobState
-from worker.logs import TraceParent
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.states import AttemptState, JobState
+from worker.contract.logs import TraceParent
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -139,7 +143,9 @@ class Job(Base):
     @property
     def began_on(self) -> str | None:
         """The cluster of its attempts, which has its checkpoints too; None before the first."""
-        return self.cluster or (DEFAULT if self.attempts_made else None)  # older than clusters with names
+        return self.cluster or (
+            DEFAULT_CLUSTER if self.attempts_made else None
+        )  # older than clusters with names
 
     @property
     def job_state(self) -> JobState:
@@ -181,7 +187,7 @@ class Attempt(Base):
     end_asked_at: Mapped[datetime | None]
     """Since when the driver is asked to save a checkpoint and end, for the reason `end_asked_for`."""
     end_asked_for: Mapped[str | None] = mapped_column(String(100))
-    cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT, server_default=DEFAULT)
+    cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT_CLUSTER, server_default=DEFAULT_CLUSTER)
     """The name of the Ray cluster that it was begun on, whatever the settings say now."""
 
     @property
@@ -348,7 +354,7 @@ class Secret(Base):
     owner: Mapped[str] = mapped_column(String(200), primary_key=True)
     name: Mapped[str] = mapped_column(String(128), primary_key=True)
     sealed: Mapped[str] = mapped_column(Text)
-    """Encrypted with SLOTLINE_SECRETS_KEY: see service/sealing.py."""
+    """Encrypted with SLOTLINE_SECRETS_KEY: see service/store/secrets.py."""
     set_at: Mapped[datetime]
 
 
@@ -365,14 +371,14 @@ class AuditEntry(Base):
     detail: Mapped[str] = mapped_column(Text, default="")
 
 
-class Pulse(Base):
+class HeartbeatRow(Base):
     __tablename__ = "pulses"
 
     name: Mapped[str] = mapped_column(String(100), primary_key=True)
     at: Mapped[datetime]
 
 
-class Lease(Base):
+class LeaseRow(Base):
     """Which process has a role that one has at a time: see leases.py. Times are the database's own Unix seconds."""
 
     __tablename__ = "leases"
@@ -385,7 +391,7 @@ class Lease(Base):
     expires_at: Mapped[float]
 
 
-class ShortRun(Base):
+class TaskRow(Base):
     """A run whose answer somebody waits for, in whichever process: see short_runs.py. Times are as of a Lease."""
 
     __tablename__ = "short_runs"
@@ -396,3 +402,81 @@ class ShortRun(Base):
     ended: Mapped[bool]
     answer: Mapped[str | None] = mapped_column(Text)
     failure: Mapped[str | None] = mapped_column(Text)
+
+
+class SavedPlan(Base):
+    """A plan that its owner has kept. Jobs go by its id, so that one whose name was taken away stays for those that
+    were submitted with it."""
+
+    __tablename__ = "named_plans"
+    __table_args__ = (UniqueConstraint("owner", "name"),)
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(200))
+    name: Mapped[str | None] = mapped_column(String(100))
+    """Null: deleted, and still wanted by jobs."""
+    created_at: Mapped[datetime]
+    used_at: Mapped[datetime]
+    """When it was made, or a job was last submitted with it."""
+    request_digest: Mapped[str] = mapped_column(String(64))
+    """Of the job and the budget that it was asked for with."""
+    measured_by: Mapped[str] = mapped_column(String(20))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    summary: Mapped[dict[str, Any]]
+    """What lists show of it."""
+    made_for: Mapped[str] = mapped_column(Text)
+    """JSON of a MadeFor."""
+    body: Mapped[str] = mapped_column(Text)
+    """JSON as in `plans`, and what the preview adds to it."""
+
+
+WITHOUT_PLAN_BODY = (defer(SavedPlan.body, raiseload=True), defer(SavedPlan.made_for, raiseload=True))
+"""For lists: plans are long."""
+
+
+class StorageUse(Base):
+    """Who reads or deletes what a job has saved, until when at the latest: deleting and reading keep out of each
+    other's way over all replicas."""
+
+    __tablename__ = "storage_uses"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    kind: Mapped[str] = mapped_column(String(20))
+    folders: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    """Null: any of the job's."""
+    until: Mapped[datetime]
+
+
+class DeliveryState(StrEnum):
+    PENDING = "PENDING"
+    DELIVERED = "DELIVERED"
+    GIVEN_UP = "GIVEN_UP"
+
+
+class Delivery(Base):
+    __tablename__ = "deliveries"
+    __table_args__ = (
+        Index("ix_deliveries_due", "state", "next_at"),
+        Index("ix_deliveries_job", "job_id", "event"),
+    )
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    event: Mapped[int]
+    """The number of the job's event that it tells."""
+    job_state: Mapped[str] = mapped_column(String(20))
+    url: Mapped[str] = mapped_column(Text)
+    host: Mapped[str] = mapped_column(String(300))
+    secret: Mapped[str | None] = mapped_column(String(128))
+    """The name of the owner's secret that signs it; null: the operator's."""
+    body: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(String(20), default=DeliveryState.PENDING)
+    tries: Mapped[int] = mapped_column(default=0)
+    created_at: Mapped[datetime]
+    next_at: Mapped[datetime]
+    """When it is due; while it is on its way, when another process takes it for lost and tries again."""
+    last_at: Mapped[datetime | None]
+    status: Mapped[int | None]
+    """What the receiver answered last."""
+    error: Mapped[str | None] = mapped_column(Text)

@@ -1,6 +1,6 @@
 """`make bench-checkpoints`: what a save costs training, waited for beside written while training goes on, in one run.
 
-One worker with the engine, the saver and the driver's own code (worker/driver/saving.py), without Ray: a GPT with AdamW
+One worker with the engine, the saver and the driver's own code (worker/driver/checkpoints.py), without Ray: a GPT with AdamW
 whose state is some hundred MB, and a folder on this machine's disk. Saves of the two kinds take turns. A step's delay is how
 much later than an undisturbed one the step behind a save ends; the writing goes on for some steps more.
 """
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from test_actor import job
 from workers import Workers
 
-from worker.driver.saving import Checkpoints
-from worker.job import CheckpointPolicy
+from worker.contract.job import CheckpointPolicy
+from worker.driver.checkpoints import Checkpoints
 
 QUIET = 4
 """Undisturbed steps before each save."""
@@ -68,16 +68,16 @@ class Saver:
 
     def begin(self, step: int, *, beside: bool) -> None:
         self.seconds.clear()
-        self.kept._beside = beside
+        self.kept._asynchronous = beside
         self.kept.after(step, last=False)
 
     def look(self, step: int) -> bool:
         """Whether the save is known to be written, after one more step."""
-        if self.kept._flight is not None:
-            self.kept.ask_behind(step)
-            landed = self.kept._flight.landed_after(step)
+        if self.kept._pending is not None:
+            self.kept.poll_behind(step)
+            landed = self.kept._pending.outcome_after(step)
             if landed is not None:
-                self.kept._take_in(landed)
+                self.kept._handle_outcome(landed)
         return bool(self.seconds)
 
 

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-import worker.actor  # noqa: F401 — first: rooms of the worker import each other
-from worker.compiled.compiler import Compiler, compiled_pieces
-from worker.compiled.pieces import as_traced
-from worker.engine.random_state import RandomState, restart_at_operations
-from worker.engine.stage_run import drop_casts, run_forward
-from worker.model import gpt, unet
-from worker.model.tracing import trace
+import worker.actor.actor  # noqa: F401 — first: rooms of the worker import each other
+from worker.engine.compile import StageCompiler, compiled_pieces, uncompiled
+from worker.engine.forward import drop_casts, run_forward
+from worker.examples import gpt, unet
+from worker.model.export import trace
+from worker.model.rng import RandomState, reseed_at_random_ops
 
 MICROBATCHES = 4
 
@@ -75,14 +74,14 @@ def _line(case: Case, rounds: int) -> str:
     traced = trace(case.model(), (case.given,), autocast=case.autocast)
     stage = traced.builder([0] * len(traced.layers)).stage(0)
     state = RandomState(0, 0, torch.device("cpu"))
-    restart_at_operations(stage, state)
+    reseed_at_random_ops(stage, state)
 
     def forward(training: bool) -> object:
         return run_forward(
             stage, [case.given], device_type="cpu", training=training, autocast_dtype=case.autocast
         )
 
-    compiler = Compiler(device="cpu", autocast=case.autocast, limit_s=3600)
+    compiler = StageCompiler(device="cpu", autocast=case.autocast, limit_s=3600)
     started = _processor_s()
     if not compiler.compile(case.name, stage, forward):
         return f"| {case.name} | {'; '.join(compiler.notes)} | | | | |"
@@ -90,7 +89,7 @@ def _line(case: Case, rounds: int) -> str:
 
     def step(compiled: bool) -> float:
         started = time.thread_time()
-        with nullcontext() if compiled else as_traced(stage):
+        with nullcontext() if compiled else uncompiled(stage):
             for microbatch in range(MICROBATCHES):
                 state.begin(1, microbatch)
                 run = run_forward(

@@ -106,7 +106,7 @@ def _environment(options: argparse.Namespace, rank: int) -> dict[str, str]:
 
 
 def _drive(options: argparse.Namespace, folder: Path) -> None:
-    from worker.transport.gloo import host_store
+    from worker.transport.rendezvous import host_store
 
     store = host_store("127.0.0.1")
     path = folder / "job.json"
@@ -145,7 +145,8 @@ def _drive(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _rows(options: argparse.Namespace, seconds: list[list[float]], link_s: float) -> list[dict]:
-    from service.scheduler import PipelineSpec, make_plan
+    from service.scheduler.planner import make_plan
+    from service.scheduler.problem.spec import PipelineSpec
 
     rows = [
         {"kind": "torch", "schedule": name, "label": f"torch {name.removeprefix('Schedule')}"}
@@ -268,7 +269,7 @@ class Worker:
         return Blocks(*(Block() for _ in range(self.job["blocks"]))).to(self.device, self.dtype)
 
     def measure_stage(self, repeats: int = 7) -> dict:
-        from worker.engine.backward import backward_input
+        from worker.engine.autograd import backward_input
 
         stage, rows = self.stage(), []
         gradient = self.torch.randn(self.shape, device=self.device, dtype=self.dtype)
@@ -288,7 +289,7 @@ class Worker:
 
     def measure_links(self, repeats: int = 9) -> list[float]:
         """Seconds of one transfer to the next stage, nothing else running."""
-        from worker.transport import finish
+        from worker.transport.base import finish
 
         lanes = tuple((f"m{k}", f"m{k + 1}") for k in range(self.count - 1))
         transport = self.transport("links")
@@ -309,7 +310,7 @@ class Worker:
         return times
 
     def transport(self, name: str):
-        from worker.transport import Topology
+        from worker.transport.base import Topology
         from worker.transport.gloo import GlooTransport
         from worker.transport.nccl import NcclTransport
 
@@ -325,8 +326,9 @@ class Worker:
         return GlooTransport(Topology(self.meshes), host="127.0.0.1", **common)
 
     def run_ours(self, number: int, row: dict) -> list[float]:
-        from worker.engine import Engine, RunOptions
-        from worker.program import program_from_json
+        from worker.contract.program import program_from_json
+        from worker.engine.engine import Engine
+        from worker.engine.results import RunOptions
 
         torch, microbatches = self.torch, self.job["microbatches"]
         mesh = self.meshes[self.rank]

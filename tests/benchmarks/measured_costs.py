@@ -16,7 +16,8 @@ SPEEDS = [1e6, 1e5, 3e4]  # bytes a second, where a layer takes about 28 ms and 
 
 def planning(sizes: list[tuple[int, int]], budget_s: float, *, as_jobs: bool) -> None:
     """Distance to the bound and seconds, log-normal stages and links with skips, without and with memory limits."""
-    from service.scheduler import load_spec, make_plan
+    from service.scheduler.planner import make_plan
+    from service.scheduler.problem.spec import load_spec
     from tests.service.scheduler.specs import measured
 
     print("Stages may recompute, backwards run whole or in two parts:" if as_jobs else "Costs alone:")
@@ -38,10 +39,11 @@ def planning(sizes: list[tuple[int, int]], budget_s: float, *, as_jobs: bool) ->
 
 def cuts(budget_s: float) -> None:
     """The chosen cut beside others, each planned with the same budget: makespans in units of the chosen one."""
-    from service.scheduler import make_plan
-    from service.scheduler.joint import balanced, choose, equal_layers
-    from service.scheduler.partition import partition
-    from tests.service.scheduler.test_joint import measured, meshes, network
+    from service.scheduler.job.cut import balanced_cut, equal_layers_cut
+    from service.scheduler.job.joint import plan_jointly
+    from service.scheduler.job.partition import partition
+    from service.scheduler.planner import make_plan
+    from tests.service.scheduler.job.test_joint import measured, meshes, network
 
     skips = ((1, 22), (4, 19), (7, 16))
     models = {
@@ -54,12 +56,12 @@ def cuts(budget_s: float) -> None:
     for name, profile in models.items():
         for speed in SPEEDS:
             started = time.monotonic()
-            found = choose(
+            found = plan_jointly(
                 {8: profile}, stages=[4], meshes=meshes(4), network=network(speed), budget_s=budget_s
             )
             seconds = time.monotonic() - started
             ratios = []
-            for begins in (equal_layers(24, 4), balanced(profile, 4), None):
+            for begins in (equal_layers_cut(24, 4), balanced_cut(profile, 4), None):
                 cut = "auto" if begins is None else [f"l{i}" for i in begins]
                 other = partition(
                     profile, stages=4, meshes=meshes(4), cut=cut, microbatches=8, network=network(speed)

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _drive(options: argparse.Namespace) -> None:
-    from worker.transport.gloo import host_store
+    from worker.transport.rendezvous import host_store
 
     store = host_store("127.0.0.1")
     plan = _plan(options.microbatches)
@@ -80,7 +80,8 @@ def _drive(options: argparse.Namespace) -> None:
 
 
 def _plan(microbatches: int) -> dict:
-    from service.scheduler import PipelineSpec, make_plan
+    from service.scheduler.planner import make_plan
+    from service.scheduler.problem.spec import PipelineSpec
 
     plan = make_plan(
         PipelineSpec.model_validate(
@@ -205,9 +206,10 @@ class Worker:
         schedule.step(*arguments, **({"target": batch} if self.rank == MESHES - 1 else {}))
 
     def ours(self):
-        from worker.engine import Engine, RunOptions
-        from worker.program import program_from_json
-        from worker.transport import Topology
+        from worker.contract.program import program_from_json
+        from worker.engine.engine import Engine
+        from worker.engine.results import RunOptions
+        from worker.transport.base import Topology
         from worker.transport.gloo import GlooTransport
 
         torch, meshes, microbatches = (

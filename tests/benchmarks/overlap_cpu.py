@@ -48,7 +48,7 @@ def main() -> int:
 
 def _bench(options: argparse.Namespace) -> None:
     """One table for each ratio."""
-    from worker.transport.gloo import host_store
+    from worker.transport.rendezvous import host_store
 
     seconds = tuple(part * options.stage_ms / 1e3 for part in (1.0, 1.0, 1.0))
     with network(options.meshes) as net:
@@ -188,7 +188,9 @@ def _rows(ratio: float, stage_s: list[float], link_s: float, options: argparse.N
 def _plan(stage_s, link_s, options, *, schedule, overlap=True, limit=None, baseline=None) -> dict | None:
     """Programs and planned makespan. A `baseline` of service.scheduler.compare gives its order of
     transfers; its rows in lockstep are part of its plan, but not of the programs."""
-    from service.scheduler import PipelineSpec, SpecError, compare, make_plan
+    from service.scheduler import compare
+    from service.scheduler.planner import make_plan
+    from service.scheduler.problem.spec import PipelineSpec, SpecError
     from service.scheduler.programs.compile import compile_programs
 
     forward, backward_input, backward_weight = stage_s

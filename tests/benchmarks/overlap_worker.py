@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from overlap_stage import Record, RelayingStage, SleepingStage, loss
 
-from worker.engine import Engine, RunOptions
-from worker.program import program_from_json
-from worker.transport import Topology, finish
+from worker.contract.program import program_from_json
+from worker.engine.engine import Engine
+from worker.engine.results import RunOptions
+from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
 
 

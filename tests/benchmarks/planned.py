@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from service.cli.demo import GPT_JOB, UNET_JOB
-from service.cli.local_server import LocalServer
-from service.cli.packing import zip_folder
-from service.client import Client
-from service.job_states import JobState
-from service.ports import free_ports
+from service.cli.job_file import zip_folder
+from service.cli.serve import LocalServer
+from service.client.client import Client
+from service.orchestrator.ray.local import free_ports
+from service.spec.states import JobState
 
 MODELS = Path(__file__).parent / "planned_models"
 ENVIRONMENT = {"SLOTLINE_PLAN_BUDGET_S": "3"}
@@ -31,12 +31,12 @@ JOB_LIMIT_S = 300.0
 def jobs(steps: int, package: str) -> dict[str, dict[str, Any]]:
     """The jobs by name; `package` holds planned_models."""
     code = {"working_dir": package, "pip": []}
-    gpt = {**GPT_JOB, "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 64}}}
+    gpt = {**GPT_JOB, "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 64}}}
     wide = {"layers": 6, "width": 128, "heads": 4, "length": 64, "vocab": 4096}
     found = {
         "gpt-demo": GPT_JOB,
         "unet-demo": UNET_JOB,
-        "gpt-heavy-head": {**gpt, "model": {"factory": "worker.model.gpt:build", "args": wide}},
+        "gpt-heavy-head": {**gpt, "model": {"factory": "worker.examples.gpt:build", "args": wide}},
         "encoder-decoder": {**gpt, "model": {"factory": "planned_models:encoder_decoder"}, "code": code},
         "wide-mlp": {
             **gpt,

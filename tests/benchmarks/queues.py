@@ -1,6 +1,6 @@
 """`make bench-queues`: 10,000 jobs on 10,000 accelerators in simulated time, beside plain first come first served.
 
-The decision is the one that the control plane uses (service/orchestrator/queueing.py), asked at every arrival and
+The decision is the one that the control plane uses (service/orchestrator/decisions/policy.py), asked at every arrival and
 every end. Both policies see the same jobs; how long a job lasts is known to neither, only the limit that its owner
 set. Then: how many decisions a second with a long line, and how preemption serves a job of a high priority.
 """
@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from service.orchestrator.decide import Capacity, Holder, Preempt, QueueRules, Start, WaitingJob
-from service.orchestrator.queueing import admit
+from service.orchestrator.decisions.decide import Capacity, Holder, Preempt, QueueRules, Start, WaitingJob
+from service.orchestrator.decisions.policy import admit
 
 OWNERS = 20
 RULES = QueueRules(preempts=True, grace_s=90.0, patience_s=3600.0)
@@ -153,7 +153,7 @@ class Cluster:
             if isinstance(one, Preempt):
                 self.gave_way += 1
                 until = min(now + RULES.grace_s, self._end_of[one.job_id])
-                self._running[one.job_id] = replace(self._running[one.job_id], leaving=True, until=until)
+                self._running[one.job_id] = replace(self._running[one.job_id], stopping=True, until=until)
                 self._ends_at(one.job_id, until)
                 continue
             job = self._waiting.pop(one.job_id)

@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from service.scheduler.job import JobCosts, plan_job
-from service.scheduler.joint import JobPlan
-from service.scheduler.model.spec import NetworkSpec
+from service.scheduler.job.joint import JobPlan
+from service.scheduler.job.plan_job import JobCosts, plan_job
+from service.scheduler.problem.spec import NetworkSpec
 from tests.benchmarks.overlap_net import network, why_not
-from worker.job import Job
-from worker.model.profile import LayerCost, LayerEdge, LayerProfile, OptimizerState
-from worker.model.update_costs import LinearCost, UpdateCosts
+from worker.contract.costs import LinearCost, UpdateCosts
+from worker.contract.job import Job
+from worker.contract.profile import LayerCost, LayerEdge, LayerProfile, OptimizerState
 
 STAGES = 4
 GANG = 4
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _bench(options: argparse.Namespace, ratio: float) -> None:
-    from worker.transport.gloo import host_store
+    from worker.transport.rendezvous import host_store
 
     seconds = [part * options.stage_ms / 1e3 for part in (1.0, 1.0, 1.0)]
     with network(GANG, "slotred", "10.213.81") as net:
@@ -130,14 +130,14 @@ def _ways(options: argparse.Namespace, measured: list[dict]) -> dict[str, tuple[
         }
     )
     link_s = slowest(lambda m: m["link_s"])
-    summed = update.with_sum(sums[0], sums[1])
+    summed = update.with_all_reduce(sums[0], sums[1])
     meshes = ["m0", "m1"]
     behind = UpdateCosts(reduce=summed.reduce, step=summed.step)
-    shared = update.with_sharing(dict.fromkeys(meshes, 2), (sums[2], sums[3]), (sums[4], sums[5]))
+    shared = update.with_zero1(dict.fromkeys(meshes, 2), (sums[2], sums[3]), (sums[4], sums[5]))
     ways = {
         "one sum behind": (behind, False, []),
         "buckets as they end": (summed, True, []),
-        "shard: optimizer": (shared.with_sum(sums[0], sums[1]), True, meshes),
+        "shard: optimizer": (shared.with_all_reduce(sums[0], sums[1]), True, meshes),
     }
     return {
         name: (_plan(options, profile, costs, link_s, sharded), early, sharded)

@@ -22,13 +22,19 @@ from overlap_stage import Record, SleepingStage, loss
 from overlap_worker import Edge
 from torch import nn
 
-from worker.buckets import Bucketed
-from worker.engine import Engine, RunOptions
+from worker.benchmark.optimizer import (
+    WORKERS_GROUP,
+    measure_all_reduce,
+    measure_reduce_scatter_all_gather,
+    measure_update,
+)
+from worker.contract.buckets import BucketedProgram
+from worker.contract.program import program_from_json
 from worker.engine import engine as engine_module
-from worker.program import program_from_json
-from worker.transport import Topology, finish
+from worker.engine.engine import Engine
+from worker.engine.results import RunOptions
+from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
-from worker.update_measure import WORKERS, measure_sharing, measure_sum, measure_update
 
 MESHES = ("m0", "m1")
 WORKERS_PER_MESH = 2
@@ -86,15 +92,15 @@ class Worker:
         """What a driver measures: a transfer, sums within the mesh (one mesh after the other), REDUCE and STEP alone,
         and the stage."""
         of_mesh = self.transport("sums-" + self.mesh, Topology((self.mesh,), WORKERS_PER_MESH))
-        of_mesh.connect({WORKERS: tuple(range(WORKERS_PER_MESH))}, ())
+        of_mesh.connect({WORKERS_GROUP: tuple(range(WORKERS_PER_MESH))}, ())
         transport = self.transport("link")
         transport.connect({}, (("m0", "m1"),))
         large, sums = 4 * self.job["ballast"], None
         for mesh in MESHES:
             self.barrier()
             if mesh == self.mesh:
-                alone = measure_sum(of_mesh, "cpu", large_bytes=large)
-                scatter, gather = measure_sharing(of_mesh, "cpu", large_bytes=large)
+                alone = measure_all_reduce(of_mesh, "cpu", large_bytes=large)
+                scatter, gather = measure_reduce_scatter_all_gather(of_mesh, "cpu", large_bytes=large)
                 sums = (*alone, *scatter, *gather)
         of_mesh.close()
         tensor, links = torch.zeros(self.shape), []
@@ -128,9 +134,11 @@ class Worker:
     def run_row(self, row) -> list[dict]:
         microbatches = self.job["microbatches"]
         if not row["early"]:
-            engine_module.with_buckets = lambda program, _: Bucketed(program, {}, tuple(range(len(program))))
+            engine_module.with_buckets = lambda program, _: BucketedProgram(
+                program, {}, tuple(range(len(program)))
+            )
         else:
-            from worker.buckets import with_buckets
+            from worker.contract.buckets import with_buckets
 
             engine_module.with_buckets = with_buckets
         engine = Engine(

@@ -18,14 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from service.scheduler.cut.unlike import MeshShare, resharding_of
-from service.scheduler.model.spec import NetworkSpec
-from service.scheduler.resharding import (
-    Layout,
-    Links,
-    ReshardingPlan,
-    Tensor,
-    layout,
+from service.scheduler.job.heterogeneous import MeshParallelism, reshard_tensor
+from service.scheduler.problem.spec import NetworkSpec
+from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
+from service.scheduler.resharding.plan import ReshardingPlan
+from service.scheduler.resharding.resharding import (
     plan_gather_then_send,
     plan_resharding,
     plan_send_and_receive,
@@ -46,12 +43,12 @@ def _as_a_job(tensor: Tensor, source: Layout, target: Layout, links: Links) -> R
     hosts, data, shared = source.mesh
     assert source.mesh == target.mesh and hosts == 1
     sides = (
-        MeshShare(source.name, data, shared, source.hosts),
-        MeshShare(target.name, data, shared, target.hosts),
+        MeshParallelism(source.name, data, shared, source.hosts),
+        MeshParallelism(target.name, data, shared, target.hosts),
     )
     part = (tensor.shape[0] // data, *tensor.shape[1:])
     network = NetworkSpec(bandwidth_bytes_per_s=links.card_bytes_per_s, latency_s=links.latency_s)
-    return resharding_of("h", (part, part), tensor.element_bytes, sides, network, differentiable=True)
+    return reshard_tensor("h", (part, part), tensor.element_bytes, sides, network, differentiable=True)
 
 
 ALIKE: Mapping[str, Planner] = {"planned": _as_a_job, "in pairs": plan_send_and_receive}
@@ -69,8 +66,8 @@ class Case:
 
     def layouts(self) -> tuple[Layout, Layout]:
         return (
-            layout("source", mesh=self.source[0], split=self.source[1]),
-            layout("target", mesh=self.target[0], split=self.target[1]),
+            mesh_layout("source", mesh=self.source[0], split=self.source[1]),
+            mesh_layout("target", mesh=self.target[0], split=self.target[1]),
         )
 
 
@@ -111,7 +108,7 @@ def main() -> int:
 
 
 def _bench(case: Case, tensor: Tensor, options: argparse.Namespace, number: int) -> None:
-    from worker.transport.gloo import host_store
+    from worker.transport.rendezvous import host_store
 
     source, target = case.layouts()
     hosts = list(dict.fromkeys(source.hosts + target.hosts))

@@ -16,9 +16,9 @@ from itertools import permutations
 import torch
 import torch.distributed as dist
 
-from worker.resharding import Resharder
-from worker.resharding_plan import ReshardingPlan
-from worker.transport import Topology, finish
+from worker.contract.resharding import ReshardingPlan
+from worker.parallel.resharding import Resharder
+from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
 
 _LONG = timedelta(seconds=600)

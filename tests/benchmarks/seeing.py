@@ -41,7 +41,7 @@ MODELS = {
 }
 MESHES, MICROBATCHES = 2, 8
 PROFILE_EVERY_S, SCRAPE_EVERY_S = 30.0, 5.0  # as SLOTLINE_PROFILE_EVERY_S and deploy/prometheus.yml have them
-HEARTBEAT_S = 1.0  # as worker/driver/report.py has it
+HEARTBEAT_S = 1.0  # as worker/driver/reporter.py has it
 SLOTS, RECORD = "slots to the driver (pickled as Ray does)", "record of the step"
 METRICS, REPORT, PROFILED = "metrics, report and spans of the step", "report", "profiled step"
 AIM = 0.01
@@ -112,12 +112,10 @@ class _Seeing:
     """A step as the driver sees it, and one that nobody sees."""
 
     def __init__(self, run: Any, url: str) -> None:
+        from worker.contract.logs import TraceParent
         from worker.driver.control_plane import ControlPlane
-        from worker.driver.metrics import JobMetrics
-        from worker.driver.model_flops import ModelFlops
-        from worker.driver.report import Reporter
-        from worker.driver.spans import Spans
-        from worker.logs import TraceParent
+        from worker.driver.metrics import JobMetrics, ModelFlops
+        from worker.driver.reporter import Reporter, Spans
 
         self.run, self.parts, self.steps = run, _Parts(), 0
         self.plan = run.planned
@@ -157,8 +155,7 @@ class _Seeing:
         self.run.step(step)
 
     def on(self, step: int) -> None:
-        from worker.driver.step_record import record_step
-        from worker.driver.timing import ClockOffset
+        from worker.driver.step_record import ClockOffset, record_step
 
         began = time.monotonic()
         results = self.run.step(step)
@@ -202,21 +199,22 @@ class _Seeing:
 @contextlib.contextmanager
 def _engine_blind() -> Iterator[None]:
     """The engine's lanes read no clock and no slot is made. (A call of a function that has an answer stays.)"""
-    from worker.engine import cpu_lanes, measured
+    from worker.engine import engine
+    from worker.engine.lanes import cpu as lanes_cpu
 
-    clock, made = cpu_lanes.time, measured.measured_slot
-    cpu_lanes.time = SimpleNamespace(monotonic=lambda: _NOW[0])  # type: ignore[attr-defined]
-    measured.measured_slot = lambda *_: None  # type: ignore[assignment]
+    clock, made = lanes_cpu.time, engine.measured_slot
+    lanes_cpu.time = SimpleNamespace(monotonic=lambda: _NOW[0])  # type: ignore[attr-defined]
+    engine.measured_slot = lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        cpu_lanes.time, measured.measured_slot = clock, made  # type: ignore[attr-defined]
+        lanes_cpu.time, engine.measured_slot = clock, made  # type: ignore[attr-defined]
 
 
 def _of_engine(slots: int) -> float:
     """Processor seconds of two looks at the clock and a slot for each instruction."""
-    from worker.engine.measured import measured_slot
-    from worker.program import Instruction
+    from worker.contract.program import Instruction
+    from worker.engine.engine import measured_slot
 
     instruction = Instruction(op="F", lane="compute", stage=0, microbatch=0)
     found = []
@@ -291,8 +289,8 @@ def _tell(blocks: dict[bool, list[Block]], seeing: _Seeing, options: argparse.Na
 def _job(model: dict[str, int]) -> dict[str, Any]:
     length = {"length": model["length"]}
     return {
-        "model": {"factory": "worker.model.gpt:build", "args": model},
-        "data": {"factory": "worker.data.text:ByteWindows", "args": length},
+        "model": {"factory": "worker.examples.gpt:build", "args": model},
+        "data": {"factory": "worker.examples.text:ByteWindows", "args": length},
         "loss": {"factory": "torch.nn.functional:cross_entropy"},
         "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
         "training": {"steps": 1000, "global_batch": 32, "microbatches": MICROBATCHES, "seed": 0},

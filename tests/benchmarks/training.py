@@ -83,8 +83,8 @@ def _compare(name: str, steps: int) -> None:
 def _job(name: str, steps: int) -> dict[str, Any]:
     model = MODELS[name]
     return {
-        "model": {"factory": "worker.model.gpt:build", "args": model},
-        "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": model["length"]}},
+        "model": {"factory": "worker.examples.gpt:build", "args": model},
+        "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": model["length"]}},
         "loss": {"factory": "torch.nn.functional:cross_entropy"},
         "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1.0e-3}},
         "training": {
@@ -192,8 +192,8 @@ def watched_windows(**arguments: Any) -> Any:
     """The data set of the job; in the worker that makes it, a thread that writes down where processor time goes."""
     import threading
 
-    from worker.data.text import ByteWindows
-    from worker.engine import Engine
+    from worker.engine.engine import Engine
+    from worker.examples.text import ByteWindows
 
     step, run_step = [0], Engine.run_step
 
@@ -249,7 +249,7 @@ def _threads_of_workers(folder: Path) -> tuple[dict[str, float], float]:
 
 
 def _plain(spec: dict[str, Any], schedule: str | None, processes: int) -> dict[str, Any]:
-    from worker.transport.gloo import host_store
+    from worker.transport.rendezvous import host_store
 
     store = host_store("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
@@ -308,7 +308,7 @@ class _Plain:
 
     def _make(self) -> None:
         from worker.data.sampler import BatchSampler
-        from worker.model import build_model, call_factory
+        from worker.model.factory import build_model, call_factory
 
         spec, training = self.spec, self.training
         model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=training["seed"])

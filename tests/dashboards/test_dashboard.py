@@ -18,20 +18,19 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from sqlalchemy import update
 
-from service.instruments import PLANNING_SECONDS
-from service.job_states import AttemptState, JobState
-from service.settings import Settings
-from service.store import states
+from service.observability.instruments import PLANNING_SECONDS
+from service.settings.settings import Settings
+from service.spec.states import AttemptState, JobState
+from service.store import transitions
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.tables import Job, JobPlan
 from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prometheus, wait_for_data
 from tests.service.api.pages.seed import Site, job_spec, seeded_site
 from tests.service.conftest import create_job
-from worker.driver.metrics import JobMetrics
-from worker.driver.model_flops import ModelFlops
-from worker.driver.usage import StepUsage
-from worker.gpu_usage import GpuUsage
+from worker.actor.telemetry import GpuUsage
+from worker.driver.metrics import JobMetrics, ModelFlops
+from worker.driver.step_record import StepUsage
 
 
 @dataclass
@@ -161,8 +160,8 @@ async def _start_a_job(data: Path) -> None:
     async with database.write() as session:
         job = await create_job(session, job_spec("short"), at=utc_now())
         attempt = await create_attempt(session, job, device="cpu", at=utc_now())
-        states.move_attempt(attempt, AttemptState.CANCELLED, at=utc_now())
-        states.move_job(session, job, JobState.CANCELLED, at=utc_now())
+        transitions.move_attempt(attempt, AttemptState.CANCELLED, at=utc_now())
+        transitions.move_job(session, job, JobState.CANCELLED, at=utc_now())
     await database.close()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from service.scheduler import Plan
+from service.scheduler.programs.plan import Plan
 from tests.dashboards.live import ROOT
 from tests.service.api.pages.seed import SLOWER, STAGES, STEPS, seed_store
 from tests.service.conftest import postgres_url  # noqa: F401

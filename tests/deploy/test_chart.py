@@ -12,8 +12,8 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError, lint
 
-from service.orchestrator.decide import RESOURCES
-from service.settings import Settings
+from service.orchestrator.decisions.decide import RAY_RESOURCES
+from service.settings.settings import Settings
 from tests.deploy.crds import check
 from tests.deploy.rendering import (
     ANY_RAY,
@@ -185,7 +185,7 @@ def test_a_ray_cluster_offers_accelerators_as_the_worker_asks_for_them(chart: Ch
     limits = gpu["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == 8
     resources = json.loads(json.loads(cpu["rayStartParams"]["resources"]))
-    assert resources == {RESOURCES["cpu"]: 4}
+    assert resources == {RAY_RESOURCES["cpu"]: 4}
     assert cluster["authOptions"] == {"mode": "token"}
 
 

@@ -92,7 +92,7 @@ def test_the_control_plane_works_without_what_its_image_leaves_out():
     modules = [blocked.get(name, name) for name in names]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({modules!r}));"
-        "import service.cli, service.api.app, service.scheduler, service.orchestrator.planning;"
+        "import service.cli.main, service.control_plane, service.scheduler, service.orchestrator.planning.pool;"
         "from service.scheduler import make_plan, PipelineSpec;"
         "stage = {'name': 's', 'mesh': 'm', 'forward_s': 1};"
         "spec = PipelineSpec.model_validate({'microbatches': 2, 'meshes': [{'name': 'm'}], 'stages': [stage],"

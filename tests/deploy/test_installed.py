@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.ports import free_ports
+from service.orchestrator.ray.local import free_ports
 from tests.deploy.rendering import ROOT, image_environment
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile.control-plane"
@@ -133,7 +133,7 @@ def test_the_cpu_image_of_a_node_has_buckets_and_no_cuda(worker: Image, tmp_path
     assert {"slotline", "torch", "ray", "s3fs", "gcsfs", "virtualenv"} <= names
     assert not [name for name in names if name.startswith(("nvidia", "cupy"))], "gigabytes that nobody uses"
     program = (
-        "import ray, torch, worker.driver.__main__, worker.actor, worker.profiler, worker.checkpoint, fsspec\n"
+        "import ray, torch, worker.driver.__main__, worker.actor.actor, worker.tasks.profile, worker.checkpoint.format, fsspec\n"
         "assert not torch.cuda.is_available()\n"
         "s3, gs = fsspec.core.url_to_fs('s3://bucket/runs')[0], fsspec.get_filesystem_class('gs')\n"
         "print(type(s3).__module__, gs.__module__)"
@@ -175,10 +175,10 @@ def test_what_was_installed_trains_a_job_of_one_step(image: Image, worker: Image
     job = {
         "name": "one-step",
         "model": {
-            "factory": "worker.model.gpt:build",
+            "factory": "worker.examples.gpt:build",
             "args": {"layers": 2, "width": 16, "heads": 2} | length,
         },
-        "data": {"factory": "worker.data.text:ByteWindows", "args": length},
+        "data": {"factory": "worker.examples.text:ByteWindows", "args": length},
         "loss": {"factory": "torch.nn.functional:cross_entropy"},
         "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
         "training": {"steps": 1, "global_batch": 4, "microbatches": 2},

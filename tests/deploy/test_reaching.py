@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helm_python import Chart, HelmError
 
-from service.settings import Settings
+from service.settings.settings import Settings
 from tests.deploy.crds import check
 from tests.deploy.rendering import (
     ANY_RAY,

@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.cli.local_server import LocalServer
-from service.orchestrator.local_ray import LocalRay
-from service.ports import free_ports
-from service.settings import Settings
+from service.cli.serve import LocalServer
+from service.orchestrator.ray.local import LocalRay, free_ports
+from service.settings.settings import Settings
 
 FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
@@ -143,15 +142,15 @@ def job_spec(name: str, **changes: Any) -> dict[str, Any]:
     models = {
         "gpt": {
             "model": {
-                "factory": "worker.model.gpt:build",
+                "factory": "worker.examples.gpt:build",
                 "args": {"layers": 4, "width": 32, "heads": 2, "length": 32},
             },
-            "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 32}},
+            "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 32}},
             "loss": {"factory": "torch.nn.functional:cross_entropy"},
         },
         "unet": {
-            "model": {"factory": "worker.model.unet:build", "args": {}},
-            "data": {"factory": "worker.data.digits:NoisyDigits", "args": {}},
+            "model": {"factory": "worker.examples.unet:build", "args": {}},
+            "data": {"factory": "worker.examples.digits:NoisyDigits", "args": {}},
             "loss": {"factory": "torch.nn.functional:mse_loss"},
         },
     }

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from service.client import Client
+from service.client.client import Client
 from tests.end_to_end.conftest import FINAL, TWO, job_spec
 from tests.reference import train
-from worker import checkpoint
+from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
 from worker.data.sampler import BatchSampler, collate
-from worker.model import build_model, call_factory, resolve
-from worker.weights.record import SHARD, record_of, state_of
+from worker.model.factory import build_model, call_factory, resolve
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
 
@@ -177,7 +177,7 @@ def test_two_workers_a_mesh_share_each_microbatch_follow_a_schedule_and_learn_th
 @pytest.mark.parametrize(
     ("changes", "reason", "says"),
     [
-        ({"model": {"factory": "worker.model.gpt:no_such", "args": {}}}, "MODEL_BUILD_FAILED", "no_such"),
+        ({"model": {"factory": "worker.examples.gpt:no_such", "args": {}}}, "MODEL_BUILD_FAILED", "no_such"),
         ({"pipeline": {"stages": 64}}, None, "64"),
         (
             {"model": {"factory": "tests.end_to_end.broken:raises_in_forward"}},
@@ -265,11 +265,13 @@ def test_weights_are_written_by_a_process_of_the_cluster_beside_the_checkpoints(
     spec["checkpoint"] = {"uri": str(tmp_path)}
     job_id = server.submit(spec)
     model = torch.nn.Linear(3, 2)
-    uri = checkpoint.step_uri(str(tmp_path), job_id, 4)
+    uri = checkpoint_format.step_uri(str(tmp_path), job_id, 4)
     state = {"parameters": {name: p.detach() for name, p in model.named_parameters()}}
-    checkpoint.save_shard(uri, step=4, shard="m0", state=state)
-    checkpoint.save_shard(uri, step=4, shard=SHARD, state=state_of(record_of(model), {}))
-    checkpoint.finish(uri, step=4, shards=["m0", SHARD], keep=1)
+    checkpoint_format.save_shard(uri, step=4, shard="m0", state=state)
+    checkpoint_format.save_shard(
+        uri, step=4, shard=RECORD_SHARD, state=record_to_state(make_record(model), {})
+    )
+    checkpoint_format.finish_checkpoint(uri, step=4, shards=["m0", RECORD_SHARD], keep=1)
     with Client(server.url) as client:
         (listed,) = client.checkpoints(job_id, sums=True).items
         assert (listed.step, listed.state, listed.checked) == (4, "complete", "checksums")

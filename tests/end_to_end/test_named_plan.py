@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from service.client import ApiError, Client
+from service.client.client import ApiError, Client
 from tests.end_to_end.conftest import job_spec
 from tests.end_to_end.test_jobs import plain_losses
 

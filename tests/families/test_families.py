@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from service.cli.job_file import read_spec
-from service.cli.job_plan import checked_job
+from service.cli.plan import validated_job
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler, read_sample
 
@@ -121,7 +121,7 @@ def test_the_job_file_of_a_family_trains_as_its_librarys_own_loop(family, monkey
             schedule.step()
         expected.append(sum(loss.item() for loss in losses) / count)
     file = HERE / f"{family}.yaml"
-    spec, folder = checked_job(read_spec(file), file)
+    spec, folder = validated_job(read_spec(file), file)
     assert Path(folder) == HERE
     with Workers(spec) as run:
         assert run.losses(STEPS) == pytest.approx(expected, rel=1e-5)

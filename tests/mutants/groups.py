@@ -30,16 +30,20 @@ GROUPS = [
         f"{_SCHEDULER}/model {_SCHEDULER}/programs {_SCHEDULER}/schedules/test_schedules.py "
         f"{_SCHEDULER}/test_properties.py -k '(not every_wait or zb-h1-full-duplex) and not kept_by_the_simulator'",
     ),
-    Group("decide", "service/orchestrator/decide.py", "tests/service/orchestrator/test_decide.py"),
+    Group(
+        "decide",
+        "service/orchestrator/decisions/decide.py",
+        "tests/service/orchestrator/decisions/test_decide.py",
+    ),
     Group(
         "outcome",
-        "service/orchestrator/outcome.py",
-        "tests/service/orchestrator/test_outcome.py tests/service/orchestrator/test_next_attempts.py",
+        "service/orchestrator/attempts/outcome.py",
+        "tests/service/orchestrator/attempts/test_outcome.py tests/service/orchestrator/attempts/test_next_attempts.py",
     ),
     Group(
         "states",
-        "service/store/states.py",
-        "tests/service/store/test_states.py tests/service/store/test_jobs.py -k 'not postgresql'",
+        "service/store/transitions.py",
+        "tests/service/store/test_transitions.py tests/service/store/test_jobs.py -k 'not postgresql'",
     ),
     Group(
         "auth",
@@ -48,28 +52,28 @@ GROUPS = [
     ),
     Group(
         "paging",
-        "service/api/observe.py service/api/streams.py",
+        "service/api/routers/activity.py service/api/routers/activity.py",
         f"{_API}/test_observe.py {_API}/test_streams.py {_API}/test_drivers.py -k 'not postgresql and not prometheus "
         "and not profiles and not metrics and not pause and not neither_ends and not few_calls'",
     ),
     Group(
         "engine",
-        "worker/engine/buffers.py worker/engine/update.py worker/engine/random_state.py",
+        "worker/engine/buffers.py worker/engine/optim/step.py worker/model/rng.py",
         f"{_ENGINE}/test_tied.py {_ENGINE}/test_update.py {_ENGINE}/test_buffers.py",
     ),
     Group(
         "gradients",
-        "worker/buckets.py worker/engine/recompute.py worker/engine/optimizer_state.py worker/engine/sent.py",
+        "worker/contract/buckets.py worker/engine/forward.py worker/engine/optim/state_dict.py worker/engine/lowering.py",
         f"{_ENGINE}/test_optimizer_state.py {_ENGINE}/test_sent.py {_ENGINE}/test_reduction.py "
         f"{_ENGINE}/test_recompute.py -k 'not traced_models'",
     ),
     Group(
         "batches",
-        "worker/seeding.py worker/batches.py",
-        "tests/worker/test_batches.py tests/worker/test_seeding.py",
+        "worker/model/rng.py worker/actor/batch_feed.py",
+        "tests/worker/actor/test_batch_feed.py tests/worker/model/test_rng.py",
     ),
-    Group("checkpoint", "worker/checkpoint.py", "tests/worker/test_checkpoint.py"),
-    Group("report", "worker/driver/report.py", "tests/worker/driver/test_report.py"),
+    Group("checkpoint", "worker/checkpoint/format.py", "tests/worker/checkpoint/test_format.py"),
+    Group("report", "worker/driver/reporter.py", "tests/worker/driver/test_reporter.py"),
     Group(
         "dashboard",
         "dashboards/slotline-cluster.json dashboards/slotline-job.json dashboards/slotline-timeline.json "

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.jobspec import JobSpec
+from service.spec.job import JobSpec
 from service.store.database import Database
 from service.store.jobs import NewJob, create_jobs
 from service.store.tables import Job
@@ -25,8 +25,8 @@ def job_body(**changes: Any) -> dict[str, Any]:
     """A job's specification as a user sends it; `changes` replace its top-level fields."""
     body = {
         "name": "small",
-        "model": {"factory": "worker.model.gpt:build", "args": {"layers": 4, "width": 32}},
-        "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 32}},
+        "model": {"factory": "worker.examples.gpt:build", "args": {"layers": 4, "width": 32}},
+        "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 32}},
         "loss": {"factory": "torch.nn.functional:cross_entropy"},
         "training": {"steps": 10, "global_batch": 8, "microbatches": 4},
         "pipeline": {"stages": 4},

@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.ray_jobs import ClusterError, ClusterUnreachableError, Held, Node, Submission
-from service.orchestrator.watching import AttemptWatcher
+from service.orchestrator.attempts.watch import AttemptWatcher
+from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.ray.jobs_api import (
+    ClusterError,
+    ClusterUnreachableError,
+    RayJobSubmission,
+    RayNode,
+    ResourceUse,
+)
 
 
 class FakeCluster:
@@ -15,7 +21,7 @@ class FakeCluster:
 
     def __init__(self, workers: int = 4) -> None:
         self.workers = workers
-        self.submissions: dict[str, Submission] = {}
+        self.submissions: dict[str, RayJobSubmission] = {}
         self.states: dict[str, RayJob] = {}
         self.stopped: list[str] = []
         self.logs: dict[str, str] = {}
@@ -24,12 +30,12 @@ class FakeCluster:
         self.loses_answers = False
         self.refusal: str | None = None
         self.not_now: str | None = None
-        self.others: list[Held] = []
+        self.others: list[ResourceUse] = []
         self.lost_logs: set[str] = set()
         self.log_readers: dict[str, int] = {}
         self.log_bytes_read = 0
 
-    async def submit(self, submission: Submission) -> None:
+    async def submit(self, submission: RayJobSubmission) -> None:
         self._answer()
         if self.not_now is not None:
             raise ClusterUnreachableError(self.not_now)
@@ -75,11 +81,11 @@ class FakeCluster:
             await asyncio.sleep(0.002)
             self._answer()
 
-    async def nodes(self) -> list[Node]:
+    async def nodes(self) -> list[RayNode]:
         self._answer()
-        return [Node("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
+        return [RayNode("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
 
-    async def held(self) -> list[Held]:
+    async def held(self) -> list[ResourceUse]:
         self._answer()
         return list(self.others)
 

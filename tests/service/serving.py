@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
-from service.api.context import service_of
+from service.api.dependencies import service_of
 from service.control_plane import ControlPlane, control_plane_app
-from service.orchestrator.outcome import Backoff, Report, apply_report
-from service.settings import Settings
+from service.orchestrator.attempts.outcome import Backoff, DriverReport, apply_report
+from service.settings.settings import Settings
 from service.store.database import utc_now
 from tests.service.fake_cluster import FakeCluster
 
@@ -80,7 +80,12 @@ def report(served: Served, job_id: str, sequence: int, **fields: Any) -> None:
     async def work(service: ControlPlane) -> None:
         async with service.database.write() as session:
             await apply_report(
-                session, f"{job_id}-1", Report(sequence, **fields), at=utc_now(), backoff=Backoff(), keep=5
+                session,
+                f"{job_id}-1",
+                DriverReport(sequence, **fields),
+                at=utc_now(),
+                backoff=Backoff(),
+                keep=5,
             )
 
     served.run(work)

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from service.cli import app
-from service.client import Client
-from service.ports import free_ports
-from service.settings import Settings
+from service.cli.main import app
+from service.client.client import Client
+from service.orchestrator.ray.local import free_ports
+from service.settings.settings import Settings
 from tests.service.conftest import job_body
 from tests.service.serving import Served, serve, until
 

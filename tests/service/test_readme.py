@@ -13,11 +13,12 @@ import yaml
 from pydantic import BaseModel
 from typer.main import get_command
 
-from service.cli import app
-from service.job_states import JobState
-from service.jobspec import JobSpec
-from service.scheduler import load_spec, make_plan
-from service.settings import Settings
+from service.cli.main import app
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import load_spec
+from service.settings.settings import Settings
+from service.spec.job import JobSpec
+from service.spec.states import JobState
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "deploy/README.md")}

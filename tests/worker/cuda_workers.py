@@ -6,13 +6,12 @@ they would be. Everything of the worker is the product's, but torch.cuda and cup
 
 from __future__ import annotations
 
-from workers import Workers
-
 from tests.worker.engine.watched_cuda import Device, unnoted
 from tests.worker.transport.fake_nccl import FakeNccl
-from worker import measuring
-from worker.engine.cuda_lanes import CudaLanes
+from tests.worker.workers import Workers
+from worker.actor import benchmarks
 from worker.engine.engine import Engine
+from worker.engine.lanes.cuda import CudaLanes
 from worker.transport.nccl import NcclTransport
 
 
@@ -121,7 +120,7 @@ class CudaWorkers(Workers):
         def transport(kind, topology, *, mesh, worker, store, host, connect_s):
             return self.watched.transport(topology, mesh, worker, store[1], connect_s)
 
-        monkeypatch.setattr(measuring, "make_transport", transport)
+        monkeypatch.setattr(benchmarks, "make_transport", transport)
         super().__init__(job, nodes)
 
     def __exit__(self, *error):

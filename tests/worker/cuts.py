@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from worker.model.profile import check_stage_count
+from worker.contract.profile import check_stage_count
+from worker.model.export import TracedModel
 from worker.model.stages import StageGraph
-from worker.model.tracing import TracedModel
 
 
 def cut_evenly(traced: TracedModel, stages: int) -> StageGraph:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from workers import Workers
 
-from service.jobspec import JobSpec
-from worker import checkpoint
+from service.spec.job import JobSpec
+from tests.worker.workers import Workers
+from worker.checkpoint import format as checkpoint_format
 
 LIMIT_S = 120.0
 STEPS = 2
@@ -75,7 +75,7 @@ def on(layout: Layout, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def trained(spec: Mapping[str, Any], layout: Layout, folder: str) -> Trained:
     """Train, save beside training as a driver has it, and take one step more."""
-    uri = checkpoint.step_uri(folder, "job", STEPS)
+    uri = checkpoint_format.step_uri(folder, "job", STEPS)
     with Workers(on(layout, spec)) as run:
         run.losses(range(1, STEPS + 1))
         run.call(lambda worker: worker.begin_save(uri, STEPS))
@@ -87,7 +87,7 @@ def trained(spec: Mapping[str, Any], layout: Layout, folder: str) -> Trained:
         assert not any(one.error for one in saved)
         others = [name for one in saved for name in one.shards]
         meshes = dict.fromkeys(worker.mesh for worker in run.workers)
-        checkpoint.finish(uri, step=STEPS, shards=[*meshes, *others], keep=1)
+        checkpoint_format.finish_checkpoint(uri, step=STEPS, shards=[*meshes, *others], keep=1)
         return Trained(uri, loss, _parameters(run))
 
 

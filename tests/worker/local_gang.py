@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from workers import plan_of
-
+from tests.worker.workers import plan_of
+from worker.actor.device import WorkerAddress
+from worker.contract.job import Job
+from worker.contract.planned import PlannedJob
 from worker.driver.limits import Limits
-from worker.driver.planning import PlannedJob, Planner
-from worker.job import Job
-from worker.node import WorkerAddress
-from worker.verify.workers import OpenWorker, make_workers
+from worker.driver.planning import Planner
+from worker.verify.local_gang import InspectableWorker, make_workers
 
 HERE = "127.0.0.1"
 TOGETHER = ("measure_sum", "measure_links", "measure_action")
@@ -38,7 +38,7 @@ class _Ref:
 class _Remote:
     """A worker as the driver sees it."""
 
-    def __init__(self, worker: OpenWorker):
+    def __init__(self, worker: InspectableWorker):
         self._worker = worker
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +66,7 @@ class LocalGang:
             for name in names
         ]
 
-    def sharing(self, address: WorkerAddress) -> int:
+    def workers_sharing_memory(self, address: WorkerAddress) -> int:
         return len(self.workers)
 
     def call(self, refs: Sequence[_Ref], **_: Any) -> list[Any]:
@@ -115,9 +115,9 @@ class _Control:
 
 def planned_by_the_driver(
     monkeypatch: Any, job: dict[str, Any], changed: Callable[[dict[str, Any]], Any] = lambda request: None
-) -> tuple[list[OpenWorker], PlannedJob, _Control]:
+) -> tuple[list[InspectableWorker], PlannedJob, _Control]:
     """The workers of a job, its plan, and what was asked for and answered: all of the driver's way to it, measured here."""
-    for module in ("worker.driver.sums", "worker.driver.links"):
+    for module in ("worker.driver.benchmarks", "worker.driver.benchmarks"):
         monkeypatch.setattr(f"{module}.own_node_address", lambda: HERE)
     gang, control = LocalGang(Job.from_json(job)), _Control(job, changed)
     planner = Planner(

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from worker.data.text import ByteWindows
-from worker.model import gpt
+from worker.examples import gpt
+from worker.examples.text import ByteWindows
 
 
 class Masked(ByteWindows):

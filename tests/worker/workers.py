@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from service.scheduler.forwards import plan_forwards
-from service.scheduler.job import JobCosts, answer_json, plan_job
+from service.scheduler.job.forwards import plan_forwards
+from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
+from worker.contract.job import Job
+from worker.contract.planned import parse_planned_job
 from worker.data.sampler import BatchSampler
-from worker.data.text import ByteWindows
-from worker.driver.evaluation_plan import evaluation_programs, evaluation_spec, shared_meshes
-from worker.driver.metric_values import Evaluated, combined
-from worker.driver.planning import planned_job
-from worker.job import Job
-from worker.verify.workers import LocalWorkers, make_workers
+from worker.driver.evaluation import evaluation_programs, evaluation_spec, mesh_parallelisms
+from worker.driver.step_record import EvaluationResult, combine_batches
+from worker.examples.text import ByteWindows
+from worker.verify.local_gang import LocalGang, make_workers
 
 
 class NanInStep(torch.nn.Module):
@@ -101,7 +101,7 @@ class SeedsAndDraws(ByteWindows):
 def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -> dict[str, Any]:
     """What the control plane answers to a driver's request for a plan."""
     read = Job.from_json(job)
-    return answer_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=budget_s))
+    return job_plan_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=budget_s))
 
 
 def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def placed(job: Job, nodes: Mapping[str, str] | None) -> dict[str, Any]:
     return {"workers": found} if nodes else {}
 
 
-class Workers(LocalWorkers):
+class Workers(LocalGang):
     """All workers of `job`, planned and loaded; closes their engines at the end. `nodes` are where a plan takes its meshes
     to be (all on one), though they run here; with `pairs` it is stripped of its reshardings, as a plan of before."""
 
@@ -168,18 +168,22 @@ class Workers(LocalWorkers):
         if pairs:
             del self.planned["reshardings"]
         evaluation = self._evaluation_programs if read.evaluation is not None else None
-        super().__init__(workers, planned_job(self.planned), planned_bytes=1234567, evaluation=evaluation)
+        super().__init__(
+            workers, parse_planned_job(self.planned), planned_bytes=1234567, evaluation=evaluation
+        )
 
     def _evaluation_programs(self, edges):
-        planned = planned_job(self.planned)
-        shares = shared_meshes(self._read, ((w.mesh, self._nodes.get(w.mesh, "here")) for w in self.workers))
+        planned = parse_planned_job(self.planned)
+        shares = mesh_parallelisms(
+            self._read, ((w.mesh, self._nodes.get(w.mesh, "here")) for w in self.workers)
+        )
         self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges, shares))
         return evaluation_programs(planned, self.evaluation_plan)
 
-    def evaluate(self) -> Evaluated:
+    def evaluate(self) -> EvaluationResult:
         """One evaluation: what the driver makes of what the workers measured."""
         size = self.workers[0].evaluation_size()
-        return combined(
+        return combine_batches(
             [
                 result
                 for batch in range(size.batches)

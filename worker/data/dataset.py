@@ -1,20 +1,27 @@
-"""A job's data set, made by its factory: which part of it, which fields, and how its samples are put together.
+"""Builds a job's data set and deals its samples to steps and microbatches, from an indexed data set or a stream.
 
-Knows the words of `data:` in a job; no steps and no stages.
+A Source is made from the job's values alone (SampleOrder), so that a loader process makes the same one. User code
+runs under RNG_LOCK with seeded generators, as compute and prefetch threads share the process-wide RNGs. Knows no
+collating, no stages and no loader processes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from worker.job import Data
-from worker.model import call_factory, resolve
-from worker.model.errors import FactoryError
-from worker.seeding import seeded
+from worker.contract.job import Data
+from worker.contract.profile import FactoryError
+from worker.contract.reasons import Reason
+from worker.data.sampler import BatchSampler, SequentialSampler, read_sample
+from worker.data.stream import DataEndedError, Stream, StreamPosition
+from worker.model.factory import call_factory, resolve
+from worker.model.rng import RNG_LOCK, seeded
 
 Collator = Callable[[list[Any]], Any]
 
@@ -32,23 +39,23 @@ def make_dataset(data: Data, *, seed: int) -> Any:
             f"data {data.factory!r} returned a DataLoader: return its data set, and give its arguments as data.loader"
         )
     if data.split is not None or isinstance(made, Mapping):
-        made = _part(made, data)
-    if not _has_indices(made) and not is_stream(made):
+        made = _select_split(made, data)
+    if not _is_map_style(made) and not is_stream(made):
         raise FactoryError(
-            f"data {data.factory!r} returned {type(made).__name__}, which cannot tell {_lacks(made)}: return a map-style "
+            f"data {data.factory!r} returned {type(made).__name__}, which cannot tell {_missing_method(made)}: return a map-style "
             "data set, or what can be iterated"
         )
-    return _as_tensors(made, data)
+    return _with_torch_format(made, data)
 
 
 def is_stream(dataset: Any) -> bool:
     """Whether its samples have no indices, but come one after the other."""
     if isinstance(dataset, IterableDataset):  # of a class that has __getitem__, which raises
         return True
-    return not _has_indices(dataset) and (hasattr(dataset, "__iter__") or isinstance(dataset, Iterator))
+    return not _is_map_style(dataset) and (hasattr(dataset, "__iter__") or isinstance(dataset, Iterator))
 
 
-def chosen(sample: Any, data: Data) -> Any:
+def select_fields(sample: Any, data: Data) -> Any:
     """Of a sample that is a dict the fields of `data.columns`, under the names that the model has for them."""
     if data.columns is None:
         return sample
@@ -58,7 +65,7 @@ def chosen(sample: Any, data: Data) -> Any:
             "leave it out"
         )
     found = {}
-    for name, field in _renamed(data.columns).items():
+    for name, field in _field_mapping(data.columns).items():
         if field not in sample:
             raise ValueError(
                 f"a sample of data {data.factory!r} has no field {field!r}, which data.columns names; it has "
@@ -81,7 +88,7 @@ def make_collator(data: Data) -> Collator | None:
     return functools.partial(target, **arguments) if arguments else target
 
 
-def _part(made: Any, data: Data) -> Any:
+def _select_split(made: Any, data: Data) -> Any:
     if not isinstance(made, Mapping):
         raise FactoryError(
             f"data {data.factory!r} returned {type(made).__name__}, which has no parts by name: leave out data.split"
@@ -96,25 +103,25 @@ def _part(made: Any, data: Data) -> Any:
     return made[data.split]
 
 
-def _has_indices(dataset: Any) -> bool:
+def _is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
-def _lacks(made: Any) -> str:
+def _missing_method(made: Any) -> str:
     if not hasattr(made, "__len__"):
         return "how many samples it has (__len__)"
     return "a sample by its index (__getitem__)"
 
 
-def _renamed(columns: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
+def _field_mapping(columns: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
     return columns if isinstance(columns, Mapping) else {name: name for name in columns}
 
 
-def _as_tensors(made: Any, data: Data) -> Any:
+def _with_torch_format(made: Any, data: Data) -> Any:
     """A data set of Hugging Face gives tensors, and reads no other columns from disk; a format of its own it keeps."""
     if not type(made).__module__.startswith("datasets."):
         return made
-    wanted = sorted(set(_renamed(data.columns).values())) if data.columns is not None else None
+    wanted = sorted(set(_field_mapping(data.columns).values())) if data.columns is not None else None
     has = made.column_names  # None where a stream does not know them
     if wanted is not None and has is not None:
         if missing := [name for name in wanted if name not in has]:
@@ -125,3 +132,185 @@ def _as_tensors(made: Any, data: Data) -> Any:
         made = made.select_columns(wanted)
     kept = getattr(made, "format", None)
     return made.with_format("torch") if not kept or kept.get("type") is None else made
+
+
+POSITIONS_KEPT = 72
+"""More steps than may be read ahead."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """How the samples of `data` are dealt to steps, of which `first_step` is the first that counts: one before it has the
+    first samples too, and only shows what they are like. `once`: evaluation, which passes over the data in its order."""
+
+    data: Data
+    seed: int
+    global_batch: int
+    microbatches: int
+    first_step: int = 1
+    once: bool = False
+
+    @property
+    def size(self) -> int:
+        """Samples of a microbatch, over all workers."""
+        return self.global_batch // self.microbatches
+
+
+class Source(Protocol):
+    """Where samples come from."""
+
+    samples: int | None
+    """How many there are; None where only the end tells."""
+
+    def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
+        """The samples `first` to `first + count` of a microbatch. Errors name the sample."""
+
+    def end_step(self, step: int) -> None:
+        """No more rows of this step are wanted."""
+
+    def place(self, step: int) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the place where `step` begins; None where that was not come to."""
+
+    def go_to(self, step: int, place: dict[str, Any] | None) -> None:
+        """Go on at the begin of `step`, of which `place` is what a checkpoint kept."""
+
+
+def make_source(order: SampleOrder, dataset: Any = None) -> Source:
+    """`dataset` is what was made before, if any. Raises FactoryError and ValueError for what cannot be dealt."""
+    if dataset is None:
+        dataset = make_dataset(order.data, seed=order.seed)
+    return StreamSource(order, dataset) if is_stream(dataset) else IndexedSource(order, dataset)
+
+
+class IndexedSource:
+    """See Source. Any step can be asked for at any time."""
+
+    def __init__(self, order: SampleOrder, dataset: Any):
+        self.dataset, self._order = dataset, order
+        self.samples = len(dataset)
+        kind = SequentialSampler if order.once or not order.data.shuffle else BatchSampler
+        self._sampler = kind(
+            self.samples,
+            order.global_batch,
+            order.microbatches,
+            seed=order.seed,
+            first_step=order.first_step,
+        )
+
+    def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
+        self._check_not_past_end(step)
+        indices = self._sampler.indices(step, microbatch)[first : first + count]
+        return [self.example(step, index) for index in indices]
+
+    def _check_not_past_end(self, step: int) -> None:
+        order = self._order
+        wanted = (step - order.first_step + 1) * order.global_batch
+        if order.data.at_end == "stop" and not order.once and wanted > self.samples:
+            raise DataEndedError(
+                Reason.DATA_FAILED,
+                f"data {order.data.factory} ended: its {self.samples} samples have no {wanted} for {step} steps of "
+                f"{order.global_batch}; give more, or set data.at_end to repeat",
+            )
+
+    def example(self, step: int, index: int) -> Any:
+        """Sample `index` as step `step` draws it: the only door to the data set."""
+        name = self._order.data.factory
+        try:
+            with RNG_LOCK:  # this may be the reading thread: see worker/model/rng.py
+                sample = read_sample(self.dataset, index, seed=self._order.seed, step=step)
+        except Exception as error:
+            raise RuntimeError(
+                f"sample {index} of data {name} raised {type(error).__name__}: {error}"
+            ) from error
+        return select_fields(sample, self._order.data)
+
+    def end_step(self, step: int) -> None:
+        """Nothing is held."""
+
+    def place(self, step: int) -> dict[str, Any] | None:
+        return {"samples": self.samples}
+
+    def go_to(self, step: int, place: dict[str, Any] | None) -> None:
+        """Raises ValueError where the data set has another length than it had: every epoch's order would be another."""
+        before = (place or {}).get("samples")
+        if before is not None and before != self.samples:
+            raise ValueError(
+                f"data {self._order.data.factory!r} has {self.samples} samples, and had {before} when the checkpoint was "
+                "saved: their order would be another; bring back the data as it was, or start a new job from the weights "
+                "(model.weights)"
+            )
+
+
+class StreamSource:
+    """See Source. Steps are asked for in order; an earlier one begins the stream again."""
+
+    samples = None
+
+    def __init__(self, order: SampleOrder, dataset: Any):
+        self._order = order
+        self._unused: Any = dataset  # made, and not iterated yet
+        self._stream: Stream | None = None
+        self._head: list[Any] = []
+        self._places: deque[tuple[int, StreamPosition]] = deque(maxlen=POSITIONS_KEPT)
+
+    def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
+        first += microbatch * self._order.size
+        if step < self._order.first_step:
+            found = self._first_samples(first + count)[first:]
+        else:
+            stream = self._opened()
+            stream.go_to(self._begin(step) + first)
+            found = stream.take(count)
+        return [select_fields(sample, self._order.data) for sample in found]
+
+    def first_samples_again(self, count: int) -> list[Any]:
+        """The first samples, of the stream made once more."""
+        return [select_fields(sample, self._order.data) for sample in self._new().take(count)]
+
+    def end_step(self, step: int) -> None:
+        """Pass over what is others', and note the place."""
+        if step < self._order.first_step:
+            return
+        self._opened().go_to(self._begin(step + 1))
+        if not self._order.once:
+            self._places.append((step + 1, self._opened().place()))
+
+    def place(self, step: int) -> dict[str, Any] | None:
+        found = next((place for at, place in reversed(self._places) if at == step), None)
+        return None if found is None else found.to_state()
+
+    def go_to(self, step: int, place: dict[str, Any] | None) -> None:
+        """Raises AttemptFailure where passing over samples takes too long, or the data is another."""
+        begin = self._begin(step)
+        saved = None if place is None or place.get("position") != begin else StreamPosition.from_state(place)
+        stream = self._opened()
+        stream.go_to(begin, saved)
+        self._places.append((step, stream.place()))
+
+    def _begin(self, step: int) -> int:
+        return (step - self._order.first_step) * self._order.global_batch
+
+    def _first_samples(self, count: int) -> list[Any]:
+        if len(self._head) < count:
+            self._head = self._new().take(count)
+        return self._head[:count]
+
+    def _opened(self) -> Stream:
+        if self._stream is None:
+            self._stream = self._new()
+        return self._stream
+
+    def _new(self) -> Stream:
+        data, seed = self._order.data, self._order.seed
+        return Stream(
+            self._make,
+            name=data.factory,
+            seed=seed,
+            repeats=data.at_end == "repeat" and not self._order.once,
+            skip_limit_s=data.skip_limit_s,
+            way_out="lower evaluation.steps" if self._order.once else "set data.at_end to repeat",
+        )
+
+    def _make(self) -> Any:
+        made, self._unused = self._unused, None
+        return made if made is not None else make_dataset(self._order.data, seed=self._order.seed)

@@ -1,7 +1,7 @@
-"""Which samples a step uses: a function of seed, step and microbatch, so that a resume is exact.
+"""BatchSampler: sample indices as a function of seed, step and microbatch, for an exact resume; and collate.
 
-Also how one is read: random numbers that a data set draws follow from seed, step and index, so that the mesh
-that takes a sample's input and the mesh that takes its target see one draw. Knows no stages.
+Random numbers that a data set draws follow from seed, step and index: the mesh that takes a sample's input and the
+mesh that takes its target see one draw. Knows no stages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from worker.engine.random_state import derive_seed
-from worker.nests import Target, Targets, tensors_of
-from worker.seeding import seeded
+from worker.model.pytree import Target, Targets, named_leaves
+from worker.model.rng import derive_seed, seeded
 
-TARGETS = ("labels", "label", "target", "targets")
+TARGET_NAMES = ("labels", "label", "target", "targets")
 """Under which of these names a sample that is a dict has its target."""
 
 
@@ -59,7 +58,7 @@ class BatchSampler:
         return int(_permutation(self.seed, epoch, self.samples)[place])
 
 
-class InOrder(BatchSampler):
+class SequentialSampler(BatchSampler):
     """Every sample once, in the data set's own order; behind the last one it begins again."""
 
     def _sample(self, position: int) -> int:
@@ -97,11 +96,11 @@ def collate(
                 f"a sample of the data set has the inputs {', '.join(found) or 'by position'}, another "
                 f"{', '.join(names) or 'by position'}: return the same fields for every index"
             )
-        rows.append(row_of(sample, names, own_loss))
+        rows.append(sample_row(sample, names, own_loss))
     *columns, wanted = zip(*rows, strict=True)
     inputs = [default_collate(list(column)) for column in columns]
-    targets = _stacked(wanted)
-    if not isinstance(targets, torch.Tensor) and next(tensors_of(targets), None) is not None:
+    targets = _stack_targets(wanted)
+    if not isinstance(targets, torch.Tensor) and next(named_leaves(targets), None) is not None:
         targets = Targets.of(targets)
     shown = [f"input {name}" for name in names] or [f"input {k}" for k in range(len(inputs))]
     for what, value in zip([*shown, "target"], [*inputs, targets], strict=True):
@@ -137,28 +136,28 @@ def input_names(sample: Any, *, own_loss: bool = False) -> tuple[str, ...]:
 
 
 def _target_name(sample: Mapping[str, Any]) -> str:
-    found = [name for name in TARGETS if name in sample]
+    found = [name for name in TARGET_NAMES if name in sample]
     if len(found) != 1:
         raise ValueError(
             f"a sample of the data set is a dict of {', '.join(map(str, sample))}, and the job's loss wants one target: "
-            f"name it {' or '.join(TARGETS)}, return (dict, target), or leave out `loss` where the model returns its own"
+            f"name it {' or '.join(TARGET_NAMES)}, return (dict, target), or leave out `loss` where the model returns its own"
         )
     return found[0]
 
 
-def row_of(sample: Any, names: Sequence[str], own_loss: bool) -> tuple[Any, ...]:
+def sample_row(sample: Any, names: Sequence[str], own_loss: bool) -> tuple[Any, ...]:
     """The inputs, and the target."""
     if isinstance(sample, Mapping):
-        target = 0.0 if own_loss else _tensor(sample[_target_name(sample)])
-        return *(_tensor(sample[name]) for name in names), target
+        target = 0.0 if own_loss else _as_tensor(sample[_target_name(sample)])
+        return *(_as_tensor(sample[name]) for name in names), target
     first, target = sample
     if isinstance(first, Mapping):
-        return *(_tensor(first[name]) for name in names), target
+        return *(_as_tensor(first[name]) for name in names), target
     inputs = tuple(first) if isinstance(first, tuple | list) else (first,)
     return (*inputs, target, 0.0) if own_loss else (*inputs, target)
 
 
-def _stacked(targets: Sequence[Any]) -> Any:
+def _stack_targets(targets: Sequence[Any]) -> Any:
     """Targets of samples, which may be nests, as one."""
     first = targets[0]
     if isinstance(first, Mapping):
@@ -167,13 +166,13 @@ def _stacked(targets: Sequence[Any]) -> Any:
                 f"the target of a sample has {', '.join(map(str, first))}, that of another "
                 f"{', '.join(map(str, different))}: return the same fields for every index"
             )
-        return {name: _stacked([one[name] for one in targets]) for name in first}
+        return {name: _stack_targets([one[name] for one in targets]) for name in first}
     if isinstance(first, tuple | list) and not all(isinstance(part, int | float) for part in first):
-        parts = [_stacked(column) for column in zip(*targets, strict=True)]
+        parts = [_stack_targets(column) for column in zip(*targets, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return default_collate([_tensor(list(one) if isinstance(one, tuple) else one) for one in targets])
+    return default_collate([_as_tensor(list(one) if isinstance(one, tuple) else one) for one in targets])
 
 
-def _tensor(value: Any) -> Any:
+def _as_tensor(value: Any) -> Any:
     """Lists of numbers, as data sets on disk give them, as tensors."""
     return torch.tensor(value) if isinstance(value, list) else value

@@ -1,7 +1,9 @@
-"""A data set without indices: its samples one after the other, epoch behind epoch, at a place that a resume finds again.
+"""Stream: an iterable data set read epoch by epoch, at a position that a checkpoint saves.
 
-Every sample has a place: the epoch, and how many of it came before. Who reads a stream reads all of it, and keeps what
-it needs: so the samples of a step depend on nothing but the stream, however many workers share them. Knows no steps.
+Every sample has a position: the epoch, and how many of it came before. Whoever reads a stream reads all of it and
+keeps what it needs: the samples of a step depend on nothing but the stream, whatever the number of workers. A
+resume uses the data set's own state_dict where it has one, checked against a checksum of the next sample, else it
+skips samples within a time limit. Knows no steps.
 """
 
 from __future__ import annotations
@@ -15,16 +17,14 @@ from typing import Any
 
 import torch
 
-from worker.data.fingerprint import checksum_of_sample
-from worker.engine.random_state import derive_seed
-from worker.failure import AttemptFailure
-from worker.reasons import Reason
-from worker.seeding import seeded
-from worker.turns import GENERATORS
+from worker.contract.failures import AttemptFailure
+from worker.contract.reasons import Reason
+from worker.data.checksum import sample_checksum
+from worker.model.rng import RNG_LOCK, derive_seed, seeded
 
 log = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 
 
 class DataEndedError(AttemptFailure):
@@ -32,7 +32,7 @@ class DataEndedError(AttemptFailure):
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a stream stands: `position` samples were given in all, `within` of them in this epoch.
 
     `state` is what the data set tells of itself (torch's convention `state_dict`), None where it tells nothing;
@@ -57,7 +57,7 @@ class Place:
         }
 
     @classmethod
-    def from_state(cls, saved: Mapping[str, Any]) -> Place:
+    def from_state(cls, saved: Mapping[str, Any]) -> StreamPosition:
         state = saved["state"]
         return cls(
             saved["position"],
@@ -89,7 +89,7 @@ class Stream:
         self._make, self._name, self._seed, self._way_out = make, name, seed, way_out
         self._repeats, self._skip_limit_s = repeats, skip_limit_s
         self._states_can_be_stored = True
-        self._begin_anew()
+        self._restart()
 
     @property
     def position(self) -> int:
@@ -100,70 +100,72 @@ class Stream:
         """The next samples. RuntimeError names the one that cannot be read."""
         return [self._next() for _ in range(count)]
 
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Where the stream stands; reads the next sample, which `take` gives then."""
         if self._place is None or self._place.position != self._position:
             where, state = (self._position, self._epoch, self._within), self._state()
-            self._place = Place(*where, state, self._following())
+            self._place = StreamPosition(*where, state, self._next_checksum())
         return self._place
 
-    def go_to(self, position: int, place: Place | None = None) -> None:
+    def go_to(self, position: int, place: StreamPosition | None = None) -> None:
         """Have `position` as the place of the next sample: by `place`, which was saved there, as the data set itself
         goes to it; or by passing over samples. Raises AttemptFailure where that takes too long, or `place` was that of
         other data."""
         if place is not None and place.position == position:
-            if place.state is not None and self._go_by_state(place):
+            if place.state is not None and self._restore_state(place):
                 return
-            self._begin_anew()
+            self._restart()
             if self.can_set_epoch:
                 self._epoch, self._position = place.epoch, position - place.within
-            self._pass_over(position)
-            self._check_following(place)
+            self._skip_to(position)
+            self._check_next_sample(place)
             return
         if position < self._position:
-            self._begin_anew()
-        self._pass_over(position)
+            self._restart()
+        self._skip_to(position)
 
     @property
     def can_set_epoch(self) -> bool:
         """Whether an epoch's samples can be had without those of the epochs before."""
         return hasattr(self._dataset, "set_epoch")
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._dataset = self._make()
         self._iterator: Iterator[Any] | None = None
         self._fresh = True  # no sample was taken from this object
-        self._ahead: list[Any] = []  # the sample that was looked at
-        self._place: Place | None = None  # the last that was asked for
+        self._peeked: list[Any] = []  # the sample that was looked at
+        self._place: StreamPosition | None = None  # the last that was asked for
         self._position = self._epoch = self._within = 0
 
-    def _following(self) -> str | None:
+    def _next_checksum(self) -> str | None:
         """A checksum of the next sample; None at the end."""
         try:
             self._peek()
         except DataEndedError:
             return None
-        return checksum_of_sample(self._ahead[0])
+        return sample_checksum(self._peeked[0])
 
     def _next(self) -> Any:
         self._peek()
         self._position, self._within = self._position + 1, self._within + 1
-        return self._ahead.pop()
+        return self._peeked.pop()
 
     def _peek(self) -> None:
-        while not self._ahead:
+        while not self._peeked:
             try:
-                with GENERATORS, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
+                with RNG_LOCK, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
                     if self._iterator is None:
                         self._iterator = self._open()
-                    self._ahead.append(next(self._iterator))
+                    self._peeked.append(next(self._iterator))
                     self._fresh = False
             except StopIteration:
                 self._end_epoch()
             except AttemptFailure:
                 raise
             except Exception as error:
-                raise RuntimeError(f"{self._here()} raised {type(error).__name__}: {error}") from error
+                raise RuntimeError(
+                    f"{self._position_text()} raised {type(error).__name__}: {error}"
+                ) from error
 
     def _open(self) -> Iterator[Any]:
         if self.can_set_epoch:
@@ -186,19 +188,19 @@ class Stream:
         self._iterator = None
         self._epoch, self._within = self._epoch + 1, 0
 
-    def _here(self) -> str:
+    def _position_text(self) -> str:
         return (
             f"sample {self._position} of data {self._name} (epoch {self._epoch}, its number {self._within})"
         )
 
     def _state(self) -> bytes | None:
         """What iterator or data set tell of where they stand; None where they tell nothing, or at the start."""
-        whose = next((name for name, one in self._tellers() if _has_state(one)), None)
-        if whose is None or self._iterator is None or self._ahead or not self._states_can_be_stored:
+        whose = next((name for name, one in self._stateful_objects() if _has_state_dict(one)), None)
+        if whose is None or self._iterator is None or self._peeked or not self._states_can_be_stored:
             return None
         content = io.BytesIO()
         try:
-            torch.save({"of": whose, "state": dict(self._tellers())[whose].state_dict()}, content)
+            torch.save({"of": whose, "state": dict(self._stateful_objects())[whose].state_dict()}, content)
             torch.load(io.BytesIO(content.getvalue()), weights_only=True)
         except Exception as error:
             self._states_can_be_stored = False
@@ -211,23 +213,23 @@ class Stream:
             return None
         return content.getvalue()
 
-    def _tellers(self) -> tuple[tuple[str, Any], ...]:
+    def _stateful_objects(self) -> tuple[tuple[str, Any], ...]:
         """What may have a state, in torchdata's order."""
         return ("iterator", self._iterator), ("data set", self._dataset)
 
-    def _go_by_state(self, place: Place) -> bool:
+    def _restore_state(self, place: StreamPosition) -> bool:
         """Whether the data set went to `place`: whether the sample that it gives there is the one that followed."""
-        self._begin_anew()
+        self._restart()
         self._position, self._epoch, self._within = place.position, place.epoch, place.within
         try:
             saved = torch.load(io.BytesIO(place.state), weights_only=True)
-            with GENERATORS, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
+            with RNG_LOCK, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
                 if saved["of"] == "data set":
                     self._dataset.load_state_dict(saved["state"])
                 self._iterator = self._open()
                 if saved["of"] == "iterator":
                     self._iterator.load_state_dict(saved["state"])
-            found = self._following()
+            found = self._next_checksum()
         except Exception as error:
             log.warning(
                 "data %s did not take its own state (%s: %s): its samples are passed over instead",
@@ -245,15 +247,15 @@ class Stream:
         self._place = place
         return True
 
-    def _check_following(self, place: Place) -> None:
-        if self._following() != place.following:
+    def _check_next_sample(self, place: StreamPosition) -> None:
+        if self._next_checksum() != place.following:
             raise AttemptFailure(
                 Reason.DATA_FAILED,
                 f"sample {place.position} of data {self._name} is not the one that followed when the checkpoint was "
                 "saved: bring back the data as it was, or start a new job from the weights (model.weights)",
             )
 
-    def _pass_over(self, position: int) -> None:
+    def _skip_to(self, position: int) -> None:
         began = told = time.monotonic()
         first = self._position
         while self._position < position:
@@ -266,10 +268,10 @@ class Stream:
                     f"{done} of {of} samples of data {self._name} were passed over in {self._skip_limit_s:.0f} s: raise "
                     "data.skip_limit_s, or give the data set state_dict() and load_state_dict()",
                 )
-            if now - told > _TELL_EVERY_S:
+            if now - told > _LOG_EVERY_S:
                 told = now
                 log.warning("data %s: %d of %d samples passed over", self._name, done, of)
 
 
-def _has_state(one: Any) -> bool:
+def _has_state_dict(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")

@@ -1,4 +1,8 @@
-"""Windows of token files for a language model, mapped into memory and never copied. Knows nothing of batches or steps."""
+"""TokenFiles: a map-style data set of token windows for language models, memory-mapped from .bin and .npy files.
+
+Maps are made once a process and never copied or pickled. Jobs name it as `worker.data.tokens:TokenFiles`, so module
+and class are a public name. Knows nothing of batches or steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target that losses pass over, as torch's cross entropy does by default."""
 
 
@@ -51,8 +55,8 @@ class TokenFiles(Dataset[Any]):
         self.length, self.stride, self._dtype = length, stride, dtype
         self._same, self._document_end, self._vocabulary = targets == "same", document_end, vocabulary
         self._span = length if self._same else length + 1
-        self.files = _files(path)
-        sizes = [len(_mapped(file, dtype)) for file in self.files]
+        self.files = _token_files(path)
+        sizes = [len(_memory_map(file, dtype)) for file in self.files]
         windows = [max(0, (size - self._span) // stride + 1) for size in sizes]
         self._begins = np.cumsum([0, *windows])
         if not self._begins[-1]:
@@ -73,11 +77,11 @@ class TokenFiles(Dataset[Any]):
         number = int(np.searchsorted(self._begins, index, side="right")) - 1
         first = (index - int(self._begins[number])) * self.stride
         file = self.files[number]
-        window = _mapped(file, self._dtype)[first : first + self._span].astype(np.int64)
+        window = _memory_map(file, self._dtype)[first : first + self._span].astype(np.int64)
         if self._vocabulary is not None and not 0 <= window.min() <= window.max() < self._vocabulary:
             raise ValueError(
                 f"{file} has the token {window.max() if window.min() >= 0 else window.min()} among those from {first} "
-                f"on, the vocabulary {self._vocabulary}: is its type {_mapped(file, self._dtype).dtype}, as it is read?"
+                f"on, the vocabulary {self._vocabulary}: is its type {_memory_map(file, self._dtype).dtype}, as it is read?"
             )
         tokens = torch.from_numpy(window)
         if self._same:
@@ -89,11 +93,11 @@ class TokenFiles(Dataset[Any]):
         last of them."""
         targets = targets.clone()
         if self._document_end is not None:
-            targets[len(targets) - len(before) :][before == self._document_end] = IGNORED
+            targets[len(targets) - len(before) :][before == self._document_end] = IGNORE_INDEX
         return targets
 
 
-def _files(path: str | Sequence[str]) -> tuple[Path, ...]:
+def _token_files(path: str | Sequence[str]) -> tuple[Path, ...]:
     if not isinstance(path, str):
         files = tuple(Path(one) for one in path)
     elif Path(path).is_dir():
@@ -113,7 +117,7 @@ def _files(path: str | Sequence[str]) -> tuple[Path, ...]:
 
 
 @lru_cache(maxsize=256)
-def _mapped(file: Path, dtype: str) -> np.ndarray:
+def _memory_map(file: Path, dtype: str) -> np.ndarray:
     """A file's tokens; the map of a file is made once in a process, and not sent to others."""
     size = file.stat().st_size
     if file.suffix == ".npy":

@@ -1,5 +1,6 @@
-"""The driver of one attempt, a Ray job (`python -m worker.driver`): gang, plan, step loop, reports.
+"""The driver of one attempt, a Ray job (`python -m worker.driver`): gang, planning, steps, checkpoints, reports.
 
-What an accelerator does stands in worker/actor.py, which knows nothing of this package. `attempt` joins the
-modules here; the others do not know it, and only `gang`, `attempt`, `planning` and `step_loop` know Ray.
+May import every other package of worker but tasks; what one accelerator does is worker/actor, which knows nothing of
+this package. Only control_plane talks to the control plane. control_plane, limits, metrics, slot_metrics, reporter
+and step_record need neither torch nor Ray.
 """

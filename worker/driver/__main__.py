@@ -1,7 +1,9 @@
-"""The entry point of a Ray job: run the attempt that the environment names, report its end, exit.
+"""Entry point of the Ray job (`python -m worker.driver`): runs one attempt, reports its outcome and exits.
 
-SLOTLINE_CONTROL_URL, SLOTLINE_ATTEMPT_ID and SLOTLINE_ATTEMPT_TOKEN say which. Must not know how an attempt
-trains.
+SLOTLINE_CONTROL_URL, SLOTLINE_ATTEMPT_ID and SLOTLINE_ATTEMPT_TOKEN name the attempt. run_attempt maps every way in
+which training can end to the final state that is reported; it raises nothing, and leaves neither actors nor a
+placement group behind.
+Must not know how an attempt trains.
 """
 
 from __future__ import annotations
@@ -9,21 +11,96 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 
-from worker.driver.attempt import Outcome, run_attempt
+import ray
+
+from worker.actor.device import own_node_address
+from worker.contract.failures import AttemptFailure, as_failure
+from worker.contract.job import Job
+from worker.contract.logs import TraceParent, bind_process_fields, mask_output, set_up_logging
+from worker.contract.reasons import Reason
+from worker.contract.versions import control_plane_too_old_message
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.limits import Limits
-from worker.driver.metrics import JobMetrics
-from worker.driver.report import Reporter
-from worker.driver.spans import Spans
-from worker.driver.termination import Termination
-from worker.driver.trainer import Attempt
-from worker.logs import TraceParent, bind, set_up
-from worker.masking import mask_output
-from worker.protocol import control_plane_is_too_old
-from worker.reasons import Reason
+from worker.driver.metrics import JobMetrics, serve_in_range
+from worker.driver.reporter import Reporter, Spans
+from worker.driver.stopping import Cancelled, GracefulStop, SigtermHandler
+from worker.driver.trainer import Attempt, LaunchPhases, Trainer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("worker.driver")
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """The final state of an attempt, as it is reported."""
+
+    state: str
+    reason: Reason | None = None
+    message: str | None = None
+
+
+def run_attempt(
+    attempt: Attempt,
+    control: ControlPlane,
+    reporter: Reporter,
+    metrics: JobMetrics,
+    termination: SigtermHandler,
+    spans: Spans,
+) -> AttemptOutcome:
+    """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
+
+    def launched(phase: str, seconds: float) -> None:
+        metrics.set_launch_phase(phase, seconds)
+        spans.ended(f"launch: {phase}", seconds)
+
+    launch = LaunchPhases(launched)
+    try:
+        job = Job.from_json(attempt.spec)
+        address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
+        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+        termination.listen()  # ray.init puts a handler of its own in place
+        try:
+            reporter.metrics_endpoint(_serve_metrics(metrics))
+            launch.ended("connect")
+            trainer = Trainer(
+                attempt, job, control=control, reporter=reporter, metrics=metrics, launch=launch, spans=spans
+            )
+            ended_early = trainer.train()
+        finally:
+            ray.shutdown()
+        if ended_early is not None:
+            return AttemptOutcome("SUCCEEDED", Reason.STOPPED_EARLY, ended_early)
+        return AttemptOutcome("SUCCEEDED")
+    except Cancelled:
+        return AttemptOutcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
+    except GracefulStop as asked:
+        return AttemptOutcome("FAILED", Reason.PREEMPTED, str(asked))
+    except (KeyboardInterrupt, SystemExit):
+        return AttemptOutcome("CANCELLED", Reason.CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
+    except Refused as refused:
+        if refused.final:
+            return AttemptOutcome(
+                "CANCELLED", Reason.CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
+            )
+        log.exception("the control plane refused what the driver asked")
+        return AttemptOutcome(
+            "FAILED", Reason.INTERNAL, f"the control plane answered {refused.status}: {refused.detail}"
+        )
+    except AttemptFailure as failure:
+        if failure.details:
+            log.error("%s", failure.details)
+        return AttemptOutcome("FAILED", failure.reason, failure.message)
+    except Exception as error:
+        log.exception("the driver itself failed")
+        return AttemptOutcome("FAILED", Reason.INTERNAL, as_failure(error, Reason.INTERNAL).message)
+
+
+def _serve_metrics(metrics: JobMetrics) -> str:
+    """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
+    host = os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address()
+    return serve_in_range(metrics, host, os.environ.get("SLOTLINE_METRICS_PORTS", ""))
+
 
 FINAL_REPORT_LIMIT_S = 3_600.0
 TERMINATED_REPORT_LIMIT_S = 10.0
@@ -32,11 +109,11 @@ TERMINATED_REPORT_LIMIT_S = 10.0
 def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
     mask = mask_output()
-    set_up(
+    set_up_logging(
         level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"), form=os.environ.get("SLOTLINE_LOG_FORMAT", "text")
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    termination = Termination()
+    termination = SigtermHandler()
     termination.listen()
     limits = Limits.from_environment()
     trace = TraceParent.read(os.environ.get("SLOTLINE_TRACEPARENT"))
@@ -55,7 +132,9 @@ def main() -> int:
     secrets = given.get("secrets") or {}
     mask.hide(secrets.values())
     os.environ.update(secrets)
-    bind(job=given["job_id"], attempt=given["number"], **({"trace_id": trace.trace_id} if trace else {}))
+    bind_process_fields(
+        job=given["job_id"], attempt=given["number"], **({"trace_id": trace.trace_id} if trace else {})
+    )
     attempt = Attempt(
         job_id=given["job_id"],
         number=given["number"],
@@ -68,8 +147,8 @@ def main() -> int:
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)
     spans = Spans.from_environment(reporter.span)
-    if too_old := control_plane_is_too_old(given.get("protocol")):
-        outcome = Outcome("FAILED", Reason.VERSION_MISMATCH, too_old)
+    if too_old := control_plane_too_old_message(given.get("protocol")):
+        outcome = AttemptOutcome("FAILED", Reason.VERSION_MISMATCH, too_old)
     else:
         outcome = run_attempt(attempt, control, reporter, metrics, termination, spans)
     if outcome.state == "FAILED":
@@ -82,9 +161,11 @@ def main() -> int:
         )
     reporter.state(outcome.state, reason=outcome.reason, message=outcome.message)
     try:
-        delivered = reporter.flush(TERMINATED_REPORT_LIMIT_S if termination.asked else FINAL_REPORT_LIMIT_S)
+        delivered = reporter.flush(
+            TERMINATED_REPORT_LIMIT_S if termination.requested else FINAL_REPORT_LIMIT_S
+        )
         reporter.close()  # a finished attempt has no heartbeat
-        linger_s = limits.linger_s if delivered and not termination.asked else 0.0
+        linger_s = limits.linger_s if delivered and not termination.requested else 0.0
         log.info("%s; metrics stay for %.0f s", outcome.state, linger_s)
         metrics.close(linger_s)
     except KeyboardInterrupt:

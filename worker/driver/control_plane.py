@@ -1,6 +1,7 @@
-"""What the driver asks of the control plane: the HTTP routes of one attempt, with the attempt's token.
+"""HTTP client for the control plane's routes of one attempt, authenticated by the attempt's token.
 
-Knows nothing of training and nothing of Ray; what goes into a report stands in report.py.
+Calls are retried with growing pauses while the control plane is unreachable or answers 5xx; a 4xx raises Refused.
+Knows nothing of training and nothing of Ray; the bodies of reports are made in reporter.py.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any
 import httpx
 import tenacity
 
-from worker.masking import Mask
-from worker.protocol import HEADER, PROTOCOL
+from worker.contract.logs import SecretMask
+from worker.contract.versions import PROTOCOL, PROTOCOL_HEADER
 
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 30.0
 PLAN_TIMEOUT_S = 180.0
-_TRY_AGAIN = (408, 425, 429)
-_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+_RETRIED_STATUSES = (408, 425, 429)
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class Refused(RuntimeError):
@@ -52,21 +53,21 @@ class ControlPlane:
         token: str,
         *,
         patience_s: float = 600.0,
-        mask: Mask | None = None,
+        mask: SecretMask | None = None,
         traceparent: str | None = None,
     ):
         self._client = httpx.Client(
             base_url=f"{url.rstrip('/')}/api/v1/attempts/{attempt_id}",
             headers={
                 "Authorization": f"Bearer {token}",
-                HEADER: str(PROTOCOL),
+                PROTOCOL_HEADER: str(PROTOCOL),
                 **({"traceparent": traceparent} if traceparent else {}),
             },
             timeout=REQUEST_TIMEOUT_S,
-            trust_env=httpx.URL(url).host not in _THIS_MACHINE,  # a proxy is for what is elsewhere
+            trust_env=httpx.URL(url).host not in _LOOPBACK_HOSTS,  # a proxy is for what is elsewhere
         )
         self._patience_s = patience_s
-        self._mask = mask or Mask()
+        self._mask = mask or SecretMask()
 
     def attempt(self) -> dict[str, Any]:
         """The attempt with its job: `attempt_id`, `job_id`, `number`, `job`, `device`."""
@@ -117,11 +118,13 @@ class ControlPlane:
         except ValueError:  # a number or a text that JSON has no word for
             if "json" not in kwargs:
                 raise
-            response = self._client.request(method, path, **{**kwargs, "json": _printable(kwargs["json"])})
-        if not response.is_success and (not response.is_client_error or response.status_code in _TRY_AGAIN):
+            response = self._client.request(method, path, **{**kwargs, "json": _json_safe(kwargs["json"])})
+        if not response.is_success and (
+            not response.is_client_error or response.status_code in _RETRIED_STATUSES
+        ):
             response.raise_for_status()
         if response.is_error:
-            raise Refused(response.status_code, _detail(response))
+            raise Refused(response.status_code, _problem_detail(response))
         if not response.content:
             return None
         try:
@@ -133,18 +136,18 @@ class ControlPlane:
             ) from None
 
 
-def _printable(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     """The same with null for NaN and infinity, and marks for characters that UTF-8 cannot carry."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):
-        return {_printable(key): _printable(entry) for key, entry in value.items()}
-    return [_printable(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {_json_safe(key): _json_safe(entry) for key, entry in value.items()}
+    return [_json_safe(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _detail(response: httpx.Response) -> str:
+def _problem_detail(response: httpx.Response) -> str:
     try:
         problem = response.json()
     except ValueError:

@@ -1,37 +1,180 @@
-"""The evaluations of an attempt, as the driver sees them: when, one call of all workers a batch, and what they found.
+"""Schedules evaluations between steps, combines their results, keeps the best value and stops training early.
 
-Workers train nothing meanwhile: the step behind an evaluation is asked for when it is over.
+An evaluation runs forwards only on the trained pipeline's stages, beside the memory that training holds all along; as
+gradients are gone by then it may take what the training plan takes of each mesh. One call of all workers a batch; no
+training step runs meanwhile.
+EarlyStopping is stored in every checkpoint's manifest, so that a resumed attempt goes on with it: keep its
+field names.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
 
-from worker.data.evaluation import EvaluationSize
-from worker.driver.best import Best, Course
+from worker.actor.evaluation import EvaluationProgram, EvaluationSize
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import Evaluation, Job
+from worker.contract.planned import PlannedJob, parse_reshardings, planned_seconds, planned_starts
+from worker.contract.reasons import Reason
 from worker.driver.control_plane import ControlPlane, Refused
-from worker.driver.evaluation_plan import SharedMesh, evaluation_programs, evaluation_spec
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
-from worker.driver.metric_values import Evaluated, combined
 from worker.driver.metrics import JobMetrics
-from worker.driver.planning import PlannedJob
-from worker.driver.report import Reporter
-from worker.evaluation import EvaluationProgram
-from worker.failure import AttemptFailure
-from worker.job import Evaluation
-from worker.reasons import Reason
+from worker.driver.reporter import Reporter
+from worker.driver.step_record import EvaluationResult, combine_batches
+from worker.model.eval_mode import EvaluationEdge
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The step whose checkpoint is kept for being the best by `metric`."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """The best value so far and the step after which it was found (None: none yet), and how many evaluations since
+    were no better."""
+
+    best_value: float | None = None
+    best_step: int | None = None
+    worse: int = 0
+
+    def after(self, step: int, value: float | None, policy: Evaluation) -> EarlyStopping:
+        """With what the evaluation after `step` found; what is no number is no better."""
+        if value is not None and math.isfinite(value) and self._is_better(value, policy):
+            return EarlyStopping(value, step, 0)
+        return EarlyStopping(self.best_value, self.best_step, self.worse + 1)
+
+    def stop_reason(self, policy: Evaluation) -> str | None:
+        """Why the job ends here, if it does."""
+        if policy.patience is None or self.worse < policy.patience:
+            return None
+        best = (
+            "there was none that is a number"
+            if self.best_step is None
+            else f"the best was {self.best_value:.6g} after step {self.best_step}"
+        )
+        return f"evaluation.patience: {policy.metric} was no better in {self.worse} evaluations; {best}"
+
+    def _is_better(self, value: float, policy: Evaluation) -> bool:
+        if self.best_value is None:
+            return True
+        return value > self.best_value if policy.mode == "max" else value < self.best_value
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> EarlyStopping:
+        """Inverse of `to_json`."""
+        return cls(data["best_value"], data["best_step"], data["worse"])
+
+
+@dataclass(frozen=True)
+class MeshParallelism:
+    """A mesh whose workers share a microbatch in `data` parts, each on `tensor` workers that share matrices; `nodes` are
+    where they run, one a worker."""
+
+    name: str
+    data: int
+    tensor: int
+    nodes: tuple[str, ...]
+
+
+def mesh_parallelisms(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[MeshParallelism, ...]:
+    """How the meshes share a microbatch, where they have unlike sizes or share matrices; `nodes` has mesh and node of each
+    worker."""
+    if not job.unlike and job.resources.tensor == 1:
+        return ()
+    of_mesh: dict[str, list[str]] = {}
+    for mesh, node in nodes:
+        of_mesh.setdefault(mesh, []).append(node)
+    return tuple(
+        MeshParallelism(mesh, len(on) // (tensor := job.tp_size(mesh)), tensor, tuple(on))
+        for mesh, on in of_mesh.items()
+    )
+
+
+def evaluation_spec(
+    planned: PlannedJob, edges: Sequence[EvaluationEdge], shares: Sequence[MeshParallelism] = ()
+) -> dict[str, Any]:
+    """JSON of the PipelineSpec of an evaluation by the stages and meshes of `planned`; `shares` says how each mesh shares
+    a microbatch, and is part of the request: transfers between them may have to be resharded."""
+    spec, names = planned.spec, planned.stage_names
+    data = {share.name: share.data for share in shares}
+    of_stage = [data.get(mesh, 1) for mesh in planned.mesh_of_stage]
+    peaks = {mesh["name"]: mesh for mesh in planned.plan["meshes"]}
+    return {
+        "microbatches": planned.microbatches,
+        "meshes": [
+            {
+                "name": mesh["name"],
+                "memory_bytes": peaks[mesh["name"]].get("peak_memory_bytes"),
+                "receive_buffer_limit": max(1, peaks[mesh["name"]]["peak_receive_buffers"]),
+            }
+            for mesh in spec["meshes"]
+        ],
+        "stages": [
+            {key: stage[key] for key in ("name", "mesh", "forward_s", "activation_bytes", "static_bytes")}
+            for stage in spec["stages"]
+        ],
+        "edges": [
+            {
+                "source": names[edge.source],
+                "target": names[edge.target],
+                "tensor": edge.tensor,
+                "forward_bytes": max(
+                    edge.bytes_of(of_stage[edge.source]), edge.bytes_of(of_stage[edge.target])
+                ),
+                "backward_bytes": 0,
+            }
+            for edge in edges
+        ],
+        "network": spec["network"],
+        "overlap": spec.get("overlap", True),
+        "schedule": "inference",
+        **_heterogeneous(edges, shares),
+    }
+
+
+def _heterogeneous(edges: Sequence[EvaluationEdge], shares: Sequence[MeshParallelism]) -> dict[str, Any]:
+    if not shares:
+        return {}
+    tensors = [
+        {
+            "shapes": [{"data": data, "shape": list(shape)} for data, shape in edge.shapes.items()],
+            "element_bytes": edge.element_bytes,
+        }
+        for edge in edges
+    ]
+    return {"unlike": {"meshes": [asdict(share) for share in shares], "tensors": tensors}}
+
+
+def evaluation_programs(planned: PlannedJob, plan: dict[str, Any]) -> dict[str, EvaluationProgram]:
+    """The programs of an evaluation's plan, by mesh."""
+    seconds, starts = (of(plan, planned.stage_names) for of in (planned_seconds, planned_starts))
+    plans = parse_reshardings(plan)
+    return {
+        mesh: EvaluationProgram(program, seconds[mesh], starts[mesh], plans)
+        for mesh, program in plan["programs"].items()
+    }
 
 
 def plan_evaluation(
     policy: Evaluation | None,
     planned: PlannedJob,
     *,
-    shares: Sequence[SharedMesh] = (),
+    shares: Sequence[MeshParallelism] = (),
     gang: Gang,
     control: ControlPlane,
     limits: Limits,
@@ -69,14 +212,14 @@ class Evaluations:
         limits: Limits,
         step_s: float,
         interrupted: Callable[[], None],
-        course: Course | None = None,
+        course: EarlyStopping | None = None,
     ):
         self._policy = policy
         self._gang, self._reporter, self._metrics = gang, reporter, metrics
         self._limit_s = limits.step_s(step_s)
         self._interrupted = interrupted
         self._size: EvaluationSize | None = None
-        self.course = course or Course()
+        self.course = course or EarlyStopping()
 
     def before(self, first: int) -> None:
         """Evaluate before step 1, where the job wants that; an attempt that goes on behind it did."""
@@ -93,17 +236,17 @@ class Evaluations:
             self._evaluate(self._policy, step)
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> BestCheckpoint | None:
         """Whose checkpoint is to be kept for being the best so far, where the job wants that."""
         policy, course = self._policy, self.course
         if policy is None or not policy.keep_best or course.best_step is None:
             return None
-        return Best(course.best_step, policy.metric, course.best_value)
+        return BestCheckpoint(course.best_step, policy.metric, course.best_value)
 
     @property
     def ended(self) -> str | None:
         """Why training ends here, before its last step, if it does."""
-        return None if self._policy is None else self.course.ends(self._policy)
+        return None if self._policy is None else self.course.stop_reason(self._policy)
 
     def _evaluate(self, policy: Evaluation, step: int) -> None:
         began_at, began = time.time(), time.monotonic()
@@ -128,7 +271,7 @@ class Evaluations:
         self._reporter.evaluation(report)
         self._metrics.observe_evaluation(report)
 
-    def _run(self, size: EvaluationSize, step: int) -> Evaluated:
+    def _run(self, size: EvaluationSize, step: int) -> EvaluationResult:
         """One batch is asked for while the one before it runs, as with steps."""
         results: list[Any] = []
         asked = self._ask(0)
@@ -136,7 +279,7 @@ class Evaluations:
             following = self._ask(batch + 1) if batch + 1 < size.batches else []
             results += self._call(asked, f"evaluation after step {step}, batch {batch + 1} of {size.batches}")
             asked = following
-        return combined(results)
+        return combine_batches(results)
 
     def _ask(self, batch: int) -> list[ray.ObjectRef]:
         return [worker.evaluate.remote(batch) for worker in self._gang.workers]

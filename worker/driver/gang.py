@@ -1,6 +1,8 @@
-"""The actors of an attempt: one placement group, a mesh a group of workers, one worker an accelerator.
+"""Starts, calls and ends the actors of an attempt in one placement group, and explains a lost worker.
 
-Owns where the actors run and how they end; does not know what they compute.
+A mesh is a group of workers, one worker an accelerator. All calls of an actor run on one thread, as the current CUDA
+device belongs to a thread. When a worker died its crash report is read on its node for the message.
+Owns where actors run and how they end; must not know what they compute.
 """
 
 from __future__ import annotations
@@ -17,20 +19,60 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from worker.driver.last_words import with_last_words
-from worker.failure import AttemptFailure, as_failure, first_cause
-from worker.group_name import group_name
-from worker.last_action import forget
-from worker.node import WorkerAddress
-from worker.reasons import Reason
+from worker.actor.device import WorkerAddress
+from worker.contract.failures import (
+    AttemptFailure,
+    CrashReport,
+    as_failure,
+    first_cause,
+    read_crash_report,
+    remove_crash_report,
+)
+from worker.contract.job import placement_group_name
+from worker.contract.reasons import Reason
 
 log = logging.getLogger(__name__)
+
+_CRASH_REPORT_LIMIT_S = 10.0
+
+
+def with_crash_report(failure: AttemptFailure, address: WorkerAddress) -> AttemptFailure:
+    """`failure`, of the worker at `address`, with what its process left; as it is where nothing can be read."""
+    try:
+        strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
+        ref = _read_crash_report.options(num_cpus=0, scheduling_strategy=strategy).remote(address.process_id)
+        found = ray.get(ref, timeout=_CRASH_REPORT_LIMIT_S)
+    except Exception as error:  # the node may be gone as well
+        log.debug("no last words of %s: %s", address, error)
+        return failure
+    return failure if found is None else add_crash_report(failure, found)
+
+
+def add_crash_report(failure: AttemptFailure, found: CrashReport) -> AttemptFailure:
+    """`failure` with the action and the native error of a process that left `found`."""
+    where = f" in {found.action}" if found.action else ""
+    if found.signal is None:
+        message = f"{failure.message}; it was{where}" if where else failure.message
+        return AttemptFailure(failure.reason, message, failure.details)
+    return AttemptFailure(
+        failure.reason,
+        f"{failure.message}; its process died in native code ({found.signal}){where}: an operator of torch or of "
+        "another library that the model calls crashed, which is no error that Python sees; the log has the Python "
+        "stack, whose first lines are the call",
+        f"{failure.details}\n{found.stack}".strip(),
+    )
+
+
+@ray.remote(max_retries=0)
+def _read_crash_report(process_id: int) -> CrashReport | None:
+    return read_crash_report(process_id)
+
 
 CPU_RESOURCE = "slotline_worker"
 POLL_S = 0.25
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
-_LOST = (
+_WORKER_LOST_ERRORS = (
     ray.exceptions.RayActorError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.WorkerCrashedError,
@@ -89,7 +131,7 @@ class Gang:
         deadline = time.monotonic() + self._start_timeout_s
         count = sum(self._sizes)
         bundle = {"GPU": self._gpu_share()} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
-        name = group_name(
+        name = placement_group_name(
             os.environ.get("SLOTLINE_ATTEMPT_ID", "")
         )  # by which the control plane knows it as its own
         self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK", name=name)
@@ -100,7 +142,7 @@ class Gang:
                 raise AttemptFailure(
                     Reason.ACCELERATORS_TAKEN,
                     f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
-                    f"(free now: {_free(next(iter(bundle)))}); ask for fewer meshes or add nodes",
+                    f"(free now: {_free_resources(next(iter(bundle)))}); ask for fewer meshes or add nodes",
                 )
         meshes = []
         bundles = iter(range(count))
@@ -132,7 +174,7 @@ class Gang:
             )
         )
 
-    def sharing(self, address: WorkerAddress) -> int:
+    def workers_sharing_memory(self, address: WorkerAddress) -> int:
         """How many workers of the gang have the same memory as the one at `address`, itself included."""
         if self._device == "cuda":
             return self._workers_per_gpu
@@ -205,9 +247,9 @@ class Gang:
         if lost is not None:
             ids = [worker._actor_id.hex() for worker in self.workers]
             index = ids.index(lost) if lost in ids else index
-        failure = failure_of(error, self.name(index), what)
+        failure = call_failure(error, self.name(index), what)
         if failure.reason is Reason.WORKER_LOST and index < len(self.addresses):
-            return with_last_words(failure, self.addresses[index])
+            return with_crash_report(failure, self.addresses[index])
         return failure
 
     def _gpu_share(self) -> float:
@@ -240,7 +282,7 @@ class Gang:
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
             ).remote(ids, KILL_GRACE_S)
             for node_id, ids in by_node.items()
-            if node_id in _living_nodes()
+            if node_id in _alive_node_ids()
         ]
         if not refs:
             return
@@ -255,14 +297,14 @@ class Gang:
                 log.warning("could not look for left-over worker processes: %s", error)
 
 
-def failure_of(error: Exception, worker: str, what: str) -> AttemptFailure:
+def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
     """Why a call of an actor failed: what it raised, or that `worker` is lost while it did `what`."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, AttemptFailure) else as_failure(cause, Reason.INTERNAL)
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return AttemptFailure(Reason.SLOT_STALLED, f"{what}: no answer from {worker}")
-    if isinstance(error, _LOST):
+    if isinstance(error, _WORKER_LOST_ERRORS):
         return AttemptFailure(Reason.WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
     return as_failure(error, Reason.INTERNAL)
 
@@ -271,17 +313,17 @@ def failure_of(error: Exception, worker: str, what: str) -> AttemptFailure:
 def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
     """Wait until the processes of this node's workers are gone; kill and name those that stay."""
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(_alive(p) for p in process_ids):
+    while time.monotonic() < deadline and any(_is_ray_worker(p) for p in process_ids):
         time.sleep(0.05)
-    left = [p for p in process_ids if _alive(p)]
+    left = [p for p in process_ids if _is_ray_worker(p)]
     for process_id in left:
         os.kill(process_id, signal.SIGKILL)
     for process_id in process_ids:
-        forget(process_id)
+        remove_crash_report(process_id)
     return left
 
 
-def _alive(process_id: int) -> bool:
+def _is_ray_worker(process_id: int) -> bool:
     """Whether this is still a Ray worker's process (ids are reused, so its command line is looked at)."""
     try:
         with open(f"/proc/{process_id}/cmdline", "rb") as file:
@@ -291,11 +333,11 @@ def _alive(process_id: int) -> bool:
     return b"ray::" in command or b"default_worker.py" in command
 
 
-def _living_nodes() -> set[str]:
+def _alive_node_ids() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def _free(resource: str) -> str:
+def _free_resources(resource: str) -> str:
     return f"{ray.available_resources().get(resource, 0.0):g} of {ray.cluster_resources().get(resource, 0.0):g} {resource}"
 
 

@@ -1,4 +1,4 @@
-"""How long an attempt may wait for what, and how often it profiles: values, and the variables that set them."""
+"""Time limits of an attempt's phases and its profiling interval, with the environment variables that set them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Limits:
         """SLOTLINE_METRICS_LINGER_S, SLOTLINE_PROFILE_EVERY_S, and for the others SLOTLINE_LIMIT_<NAME>."""
         values = {}
         for name, default in asdict(cls()).items():
-            variable = _OWN_NAMES.get(name, f"SLOTLINE_LIMIT_{name.upper()}")
+            variable = _VARIABLE_NAMES.get(name, f"SLOTLINE_LIMIT_{name.upper()}")
             text = os.environ.get(variable, default)
             try:
                 values[name] = float(text)
@@ -41,4 +41,4 @@ class Limits:
         return max(self.step_floor_s, self.slot_floor_s + self.slot_factor * makespan_s)
 
 
-_OWN_NAMES = {"linger_s": "SLOTLINE_METRICS_LINGER_S", "profile_every_s": "SLOTLINE_PROFILE_EVERY_S"}
+_VARIABLE_NAMES = {"linger_s": "SLOTLINE_METRICS_LINGER_S", "profile_every_s": "SLOTLINE_PROFILE_EVERY_S"}

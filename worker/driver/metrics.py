@@ -1,14 +1,20 @@
-"""Prometheus metrics of one job, served by its driver: at /metrics, and single slots at /metrics/slots.
+"""Prometheus metrics of one job, served by its driver at /metrics and, for single slots, at /metrics/slots.
 
-Values come as the JSON objects that the driver reports; this module must not know the
-control plane, Ray, or how anything was measured. No state is shared between two objects.
+Values come as the JSON objects that the driver reports. The port is taken from SLOTLINE_METRICS_PORTS (first-last),
+the range that a firewall opens for Prometheus; any free port without one.
+MFU is model FLOP/s over peak FLOP/s (Chowdhery et al. 2022, PaLM); recomputation is no work of the model, so that it
+lowers MFU.
+Must not know the control plane, Ray, or how anything was measured. No state is shared between two JobMetrics.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -23,12 +29,51 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import start_wsgi_server
 
-from worker.driver.model_flops import ModelFlops
-from worker.driver.scaling import StepScaling
-from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, snapshot, text
-from worker.driver.usage import StepUsage
-from worker.gpu_usage import GpuUsage
-from worker.program import COMPUTE_LANE
+from worker.actor.telemetry import GpuUsage
+from worker.contract.profile import LayerProfile
+from worker.contract.program import COMPUTE_LANE
+from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, slot_snapshot, text
+from worker.driver.step_record import StepScaling, StepUsage
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of a step on all workers, and what these could do in a second; None: not known."""
+
+    step: int
+    peak_per_s: float | None = None
+
+
+def step_flops(
+    workers: Sequence[tuple[str, LayerProfile | None]],
+    *,
+    begins: Sequence[str],
+    mesh_of_stage: Sequence[str],
+    microbatches: int,
+) -> int | None:
+    """Of a whole step; `workers` are each one's mesh and the layers' costs as it measures them for this plan.
+
+    None where a layer's operations were not counted.
+    """
+    total = 0
+    for mesh, profile in workers:
+        if profile is None:
+            return None
+        names = [layer.name for layer in profile.layers]
+        borders = [*(names.index(begin) for begin in begins), len(names)]
+        for stage, other in enumerate(mesh_of_stage):
+            for layer in profile.layers[borders[stage] : borders[stage + 1]] if other == mesh else ():
+                if layer.flops is None:
+                    return None
+                total += layer.flops
+    return total * microbatches
+
+
+def total_peak_flops(peaks: Sequence[float | None], workers_per_gpu: int) -> float | None:
+    """Of all workers together; each GPU is shared by so many of them. None where one is not known."""
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) / workers_per_gpu if known and len(known) == len(peaks) else None
+
 
 SLOTS_PATH = "/metrics/slots"
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -205,9 +250,9 @@ class JobMetrics:
         self._set("plan_step_seconds", step_s)
         self._set("plan_makespan_seconds", plan.get("makespan_s"))
         self._set("plan_bubble_ratio", plan.get("bubble_ratio"))
-        if slots := _in_order(plan.get("slots", ())):
+        if slots := _sorted_by_start(plan.get("slots", ())):
             self._rows = row_names([mesh["name"] for mesh in plan["meshes"]])
-            self._slots.planned = snapshot(slots, self._rows)
+            self._slots.planned = slot_snapshot(slots, self._rows)
             self._set("plan_slots_dropped", self._slots.planned.dropped)
 
     def observe_usage(self, usage: StepUsage) -> None:
@@ -257,7 +302,7 @@ class JobMetrics:
         Replaces the slots of the step before as a whole, and adds every slot to `action_seconds`. Lengths and sums
         are of all slots, also of those that are too many to be exposed.
         """
-        slots = _in_order(timeline["slots"])
+        slots = _sorted_by_start(timeline["slots"])
         actions: dict[tuple[str, str], list[float]] = defaultdict(list)
         compute: dict[str, float] = defaultdict(float)
         for slot in slots:
@@ -275,7 +320,7 @@ class JobMetrics:
             self._set("profiled_step_seconds", max(slot["end_s"] for slot in slots) - slots[0]["start_s"])
         self._set("profiled_step", timeline["step"])
         rows = self._rows or row_names(sorted(compute))
-        shown = snapshot(slots, rows, step=timeline["step"], started_at=timeline["started_at"])
+        shown = slot_snapshot(slots, rows, step=timeline["step"], started_at=timeline["started_at"])
         self._set("profiled_slots_dropped", shown.dropped)
         self._slots.measured = shown
 
@@ -287,7 +332,7 @@ class JobMetrics:
         if self._server is not None:
             raise RuntimeError(f"metrics of job {self.job} are served already: call serve() once")
         self._server, self._thread = start_wsgi_server(port, host, self.registry)
-        self._server.set_app(self._answer(make_wsgi_app(self.registry)))
+        self._server.set_app(self._wsgi_app(make_wsgi_app(self.registry)))
         bound = self._server.server_port
         return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
@@ -311,7 +356,7 @@ class JobMetrics:
             for metric in (*self._gauges.values(), *self._counters.values(), *histograms):
                 metric.clear()
 
-    def _answer(self, rest: Callable[..., Any]) -> Callable[..., Any]:
+    def _wsgi_app(self, rest: Callable[..., Any]) -> Callable[..., Any]:
         """The application that answers `SLOTS_PATH` with what is known of single slots, and else as `rest`."""
 
         def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
@@ -339,5 +384,47 @@ class JobMetrics:
                 self._gauges[name].labels(self.job, label).set(value)
 
 
-def _in_order(slots: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _sorted_by_start(slots: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(slots, key=lambda slot: (slot["start_s"], slot["end_s"]))
+
+
+log = logging.getLogger(__name__)
+
+
+def port_range(text: str) -> range:
+    """The ports of "first-last"; none for an empty text."""
+    if not text:
+        return range(0)
+    first, _, last = text.partition("-")
+    try:
+        found = range(int(first), int(last) + 1)
+    except ValueError:
+        found = range(0)
+    if not found or found[0] < 1 or found[-1] > 65535:
+        raise ValueError(
+            f"SLOTLINE_METRICS_PORTS is {text!r}: give the first and the last port, e.g. 9400-9499"
+        )
+    return found
+
+
+def serve_in_range(metrics: JobMetrics, host: str, text: str) -> str:
+    """Serve at the first free port of the range and return "host:port".
+
+    Where all are taken it is any port: training goes on, and Prometheus may be kept out; the log says so.
+    """
+    ports = port_range(text)
+    for port in ports:
+        try:
+            return metrics.serve(host=host, port=port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    endpoint = metrics.serve(host=host, port=0)
+    if ports:
+        log.warning(
+            "all ports of SLOTLINE_METRICS_PORTS=%s are taken here: metrics are at %s, where a NetworkPolicy may keep "
+            "Prometheus out; widen the range (monitoring.jobs.ports of the chart)",
+            text,
+            endpoint,
+        )
+    return endpoint

@@ -1,6 +1,8 @@
-"""From loaded data and models to a plan: costs of the layers, cost of transfers, the control plane's answer.
+"""Planner: profiles layers, memory, links and optimizer of a gang, and asks the control plane for a plan.
 
-Measuring is the workers' (worker/model/measure.py, worker/transport/links.py), planning the control plane's.
+Profiles are cached at the control plane by key; only a kind of worker without a cached profile is measured. One
+worker traces the model, the others take its graph.
+Measuring itself is done by the workers (worker/benchmark/), planning by the control plane.
 """
 
 from __future__ import annotations
@@ -9,21 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from worker.choices import may_loop, microbatch_counts
-from worker.costs import least_memory_bytes, of_meshes_json, outgrows, profiles_json
+from worker.contract.costs import (
+    UpdateCosts,
+    layer_outgrows_memory,
+    mesh_profiles_json,
+    min_memory_bytes,
+    profiles_json,
+)
+from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
+from worker.contract.job import Job, may_interleave, microbatch_counts
+from worker.contract.planned import (
+    PlannedJob,
+    corrected_activation_factor,
+    parse_planned_job,
+    planned_peak_bytes,
+    static_bytes_by_mesh,
+)
+from worker.contract.profile import LayerProfile, mean_profile, slowest_profile
+from worker.contract.reasons import Reason
+from worker.driver.benchmarks import GangBenchmarks, GangCollectiveCosts, measure_collective_costs
 from worker.driver.control_plane import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
-from worker.driver.links import MeshCosts
-from worker.driver.planned import PlannedJob, planned_job
-from worker.driver.report import Reporter
-from worker.driver.sums import Sums, measure_sums
-from worker.failure import AttemptFailure, OutOfMemoryFailure
-from worker.job import Job
-from worker.model.memory_plan import corrected_factor, planned_peak_bytes, static_bytes_by_mesh
-from worker.model.profile import LayerProfile, mean_profile, slowest_profile
-from worker.model.update_costs import UpdateCosts
-from worker.reasons import Reason
+from worker.driver.reporter import Reporter
 
 
 class Planner:
@@ -68,8 +78,8 @@ class Planner:
             self._limits.prepare_s,
         )
         memory = self._measure_memory()
-        profiles = self._profiles_of(keys, least_bytes=least_memory_bytes(memory))
-        together = MeshCosts(
+        profiles = self._profiles_of(keys, least_bytes=min_memory_bytes(memory))
+        together = GangBenchmarks(
             control=self._control,
             reporter=self._reporter,
             gang=self._gang,
@@ -78,10 +88,10 @@ class Planner:
             interrupted=self._interrupted,
         )
         network = together.network(
-            loops=may_loop(self._job),
+            loops=may_interleave(self._job),
             skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
         )
-        sums = measure_sums(
+        sums = measure_collective_costs(
             self._job,
             self._gang,
             reporter=self._reporter,
@@ -90,27 +100,33 @@ class Planner:
         )
         of_keys = dict(self._profiles)
         if sums is not None and sums.tensor is not None:
-            profiles = {count: profile.with_sums(sums.tensor) for count, profile in profiles.items()}
-            of_keys = {key: profile.with_sums(sums.tensor) for key, profile in of_keys.items()}
+            profiles = {
+                count: profile.with_tensor_parallel_sums(sums.tensor) for count, profile in profiles.items()
+            }
+            of_keys = {
+                key: profile.with_tensor_parallel_sums(sums.tensor) for key, profile in of_keys.items()
+            }
         if self._job.training.sync_batch_norm and sums is not None and sums.data is not None:
-            profiles = {count: profile.with_norm_sums(sums.data) for count, profile in profiles.items()}
-            of_keys = {key: profile.with_norm_sums(sums.data) for key, profile in of_keys.items()}
+            profiles = {
+                count: profile.with_sync_batch_norm_sums(sums.data) for count, profile in profiles.items()
+            }
+            of_keys = {key: profile.with_sync_batch_norm_sums(sums.data) for key, profile in of_keys.items()}
         measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
         kinds = [
             (size, tensor)
             for size, tensor in zip(self._job.mesh_sizes, self._job.tensors, strict=True)
             for _ in range(size)
         ]
-        measured |= of_meshes_json(of_keys, keys, kinds, profiles)
+        measured |= mesh_profiles_json(of_keys, keys, kinds, profiles)
         planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
         self.profiles = [self._profiles.get(of[planned.microbatches]) for of in keys]
         self._trace_once(planned.microbatches)
-        self._check_form(planned)
-        self._check_shares(planned)
+        self._check_model_signature(planned)
+        self._check_batch_sharding(planned)
         self._reporter.event(
             "planned",
-            f"{planned.plan['chosen']}{planned.as_named}: {planned.microbatches} microbatches, "
+            f"{planned.plan['chosen']}{planned.provenance}: {planned.microbatches} microbatches, "
             f"{len(planned.begins)} stages, "
             f"makespan {planned.plan['makespan_s']:.4g} s, step {planned.step_s:.4g} s, "
             f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}"
@@ -132,7 +148,7 @@ class Planner:
         )
         for note in notes or ():
             self._reporter.event("traced", note)
-        own, *sizes = self._of_workers(self._job.data_sizes)
+        own, *sizes = self._of_workers(self._job.dp_sizes)
         graphs = {
             size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
         }
@@ -146,33 +162,33 @@ class Planner:
         )
         self._traced_for = microbatches
 
-    def _check_form(self, planned: PlannedJob) -> None:
+    def _check_model_signature(self, planned: PlannedJob) -> None:
         """That the model as it was traced here is the one for which a plan that the job names was made: what was measured
         may be older than the model's code."""
-        sizes, tensors = self._job.data_sizes, self._job.tensors
-        wanted = planned.forms.get(sizes[0])
+        sizes, tensors = self._job.dp_sizes, self._job.tensors
+        wanted = planned.model_signatures.get(sizes[0])
         if wanted is None:
             return
         whole = (sizes[0], 1) in zip(sizes, tensors, strict=True)  # layers were measured with all parameters
         (form,) = self._call(
-            [self._gang.workers[0].form.remote(whole)],
+            [self._gang.workers[0].model_signature.remote(whole)],
             "comparing the model with that of its plan",
             self._limits.prepare_s,
         )
         if (different := form.difference(wanted)) is not None:
             raise AttemptFailure(
                 Reason.PLAN_INFEASIBLE,
-                f"the plan {planned.named!r} cannot be used: it was made for another model: {different}; make it anew "
+                f"the plan {planned.saved_plan!r} cannot be used: it was made for another model: {different}; make it anew "
                 "(slotline plan job.yaml --name ...), or submit the job without one",
             )
 
-    def _check_shares(self, planned: PlannedJob) -> None:
+    def _check_batch_sharding(self, planned: PlannedJob) -> None:
         """That what goes between meshes of unlike sizes arrives as it is meant."""
         if not self._job.unlike:
             return
-        workers_of_stage = [self._job.data_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
+        workers_of_stage = [self._job.dp_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
         self._call(
-            [self._gang.workers[0].check_shares.remote(planned.begins, workers_of_stage)],
+            [self._gang.workers[0].check_batch_sharding.remote(planned.begins, workers_of_stage)],
             "comparing what meshes of unlike sizes mean by their parts of a tensor",
             self._limits.prepare_s,
         )
@@ -187,7 +203,7 @@ class Planner:
         if self._planned is None:
             return
         planned = planned_peak_bytes(self._planned.spec, self._planned.plan)
-        factor = corrected_factor(
+        factor = corrected_activation_factor(
             max(profile.activation_factor for profile in self._profiles.values()),
             planned_bytes=planned.get(failure.mesh, 0),
             static_bytes=static_bytes_by_mesh(self._planned.spec).get(failure.mesh, 0),
@@ -210,7 +226,7 @@ class Planner:
         """
         found: dict[int, LayerProfile] = {}
         for count in sorted(keys[0], reverse=True):
-            if found and outgrows(found, count, least_bytes):
+            if found and layer_outgrows_memory(found, count, least_bytes):
                 self._leave_out(count, "a layer's activations would not fit")
                 break
             try:
@@ -266,7 +282,7 @@ class Planner:
         gang = self._gang
         limits = self._call(
             [
-                worker.memory_limit.remote(gang.sharing(address))
+                worker.memory_limit.remote(gang.workers_sharing_memory(address))
                 for worker, address in zip(gang.workers, gang.addresses, strict=True)
             ],
             "looking at the memory",
@@ -298,7 +314,7 @@ class Planner:
             cores[address.node] = cores.get(address.node, 0.0) + share
         return cores
 
-    def _measure_update(self, sums: Sums | None) -> UpdateCosts:
+    def _measure_update(self, sums: GangCollectiveCosts | None) -> UpdateCosts:
         """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
         (costs,) = self._call(
             [self._gang.workers[0].update_costs.remote()], "trying the optimizer", self._limits.prepare_s
@@ -331,7 +347,7 @@ class Planner:
             if refused.final:
                 raise
             raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
-        return planned_job(answer)
+        return parse_planned_job(answer)
 
     def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
         return self._gang.call(

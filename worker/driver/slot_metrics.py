@@ -1,7 +1,7 @@
-"""The slots of the last profiled step, and those of the plan, as gauges: thousands, so they have an endpoint of their own.
+"""Renders the slots of the last profiled step and of the plan as Prometheus gauges for a separate endpoint.
 
-A scrape sees one snapshot or the next, never a mix. What is left out beyond `MAX_SLOTS` is counted; no sum is made
-from what is left: lengths and sums stand in metrics.py and are made before.
+There are thousands of them. A scrape sees one snapshot or the next, never a mix. Slots beyond MAX_SLOTS are left out
+and counted; sums and lengths are made in metrics.py from all slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 MAX_SLOTS = 4096
-_LABELS = ("mesh", "lane", "stage", "action", "microbatch")
+_SLOT_LABELS = ("mesh", "lane", "stage", "action", "microbatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SlotSnapshot:
     """The slots of one step; never changed, only replaced as a whole. `step` is None for a plan."""
 
     step: int | None
@@ -44,24 +44,26 @@ class SlotPage:
 
     def __init__(self, job: str) -> None:
         self._labels = {"job": job}
-        self.measured: Snapshot | None = None
-        self.planned: Snapshot | None = None
-        self._written: dict[int, tuple[Snapshot, bytes]] = {}
+        self.measured: SlotSnapshot | None = None
+        self.planned: SlotSnapshot | None = None
+        self._written: dict[int, tuple[SlotSnapshot, bytes]] = {}
 
     def text(self) -> bytes:
         """What `measured` and `planned` are now, in Prometheus's text format."""
         shown = self.measured, self.planned
         return b"".join(self._text(place, one) for place, one in enumerate(shown) if one is not None)
 
-    def _text(self, place: int, shown: Snapshot) -> bytes:
+    def _text(self, place: int, shown: SlotSnapshot) -> bytes:
         written = self._written.get(place)
         if written is None or written[0] is not shown:
-            written = shown, generate_latest(_Families(self._families(shown)))
+            written = shown, generate_latest(_FixedCollector(self._families(shown)))
             self._written[place] = written
         return written[1]
 
-    def _families(self, shown: Snapshot) -> list[Metric]:
-        metrics = [_metric(*one) for one in (_PLANNED if shown.step is None else _MEASURED)]
+    def _families(self, shown: SlotSnapshot) -> list[Metric]:
+        metrics = [
+            _gauge_family(*one) for one in (_PLANNED_GAUGES if shown.step is None else _MEASURED_GAUGES)
+        ]
         starts, durations = metrics[:2]
         for slot in shown.slots:
             labels = {**self._labels, **slot.labels}
@@ -74,7 +76,7 @@ class SlotPage:
 
 
 @dataclass(frozen=True)
-class _Families(Collector):
+class _FixedCollector(Collector):
     """Metrics that are there already."""
 
     metrics: list[Metric]
@@ -83,29 +85,29 @@ class _Families(Collector):
         return self.metrics
 
 
-_MEASURED = (
+_MEASURED_GAUGES = (
     ("slot_start_timestamp_seconds", "Start of a slot of the last profiled step, as Unix time.", "seconds"),
     ("slot_duration_seconds", "Length of a slot of the last profiled step.", "seconds"),
     ("slots_step", "The profiled step to which the slots beside it belong.", ""),
     ("slots_start_timestamp_seconds", "Start of that step's first slot, as Unix time.", "seconds"),
 )
-_PLANNED = (
+_PLANNED_GAUGES = (
     ("plan_slot_start_seconds", "Start of a slot by the plan, from the start of the step.", "seconds"),
     ("plan_slot_duration_seconds", "Length of a slot by the plan.", "seconds"),
 )
 
 
-def _metric(name: str, text: str, unit: str) -> Metric:
+def _gauge_family(name: str, text: str, unit: str) -> Metric:
     return Metric(f"slotline_{name}", text, "gauge", unit)
 
 
-def snapshot(
+def slot_snapshot(
     slots: Sequence[Mapping[str, Any]],
     rows: Mapping[str, str],
     *,
     step: int | None = None,
     started_at: float = 0.0,
-) -> Snapshot:
+) -> SlotSnapshot:
     """The first `MAX_SLOTS` of `slots` (which are in order of start), each with labels of its own.
 
     `rows` says how a mesh is called in the label `row`, see `row_names`. Two tensors that one stage sends to one mesh
@@ -113,7 +115,7 @@ def snapshot(
     equal series.
     """
     kept = slots[:MAX_SLOTS]
-    labels = [{name: text(slot.get(name)) for name in _LABELS} for slot in kept]
+    labels = [{name: text(slot.get(name)) for name in _SLOT_LABELS} for slot in kept]
     times = Counter(tuple(label.values()) for label in labels)
     out = []
     for slot, label in zip(kept, labels, strict=True):
@@ -121,7 +123,7 @@ def snapshot(
             label["edge"] = text(slot.get("edge"))
         label["row"] = f"{rows.get(slot['mesh'], slot['mesh'])} {slot['lane']}"
         out.append(_Slot(label, started_at + slot["start_s"], slot["end_s"] - slot["start_s"]))
-    return Snapshot(step, started_at, tuple(out), len(slots) - len(kept))
+    return SlotSnapshot(step, started_at, tuple(out), len(slots) - len(kept))
 
 
 def row_names(meshes: Sequence[str]) -> dict[str, str]:

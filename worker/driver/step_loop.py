@@ -1,7 +1,8 @@
-"""The training itself, as the driver sees it: one call of all workers a step, then what they measured.
+"""Runs the training steps: calls all workers once a step, records results, evaluates, saves and stops when due.
 
-While a step runs the workers have been asked for the next one, never for more: they begin it at once, and the
-driver records the one before meanwhile. Where the state after a step is wanted the next one waits.
+While a step runs the workers have been asked for the next one, never for more: they begin it at once, and the driver
+records the one before meanwhile. Where the state after a step is wanted, or clocks are measured, the next one waits.
+With data.at_end: stop every worker that reads is asked before each step whether its data goes on; all must agree.
 """
 
 from __future__ import annotations
@@ -14,20 +15,55 @@ from typing import Any
 
 import ray
 
-from worker.driver.data_end import DataEnd
+from worker.actor.device import own_node_address
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import Job
+from worker.contract.logs import bind_process_fields
+from worker.contract.planned import PlannedJob
+from worker.contract.reasons import Reason
+from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Gang, failure_of
+from worker.driver.gang import Gang, call_failure
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics
-from worker.driver.planning import PlannedJob
-from worker.driver.report import Reporter
-from worker.driver.saving import Checkpoints
-from worker.driver.spans import Spans
-from worker.driver.step_record import StepRecord, record_step
-from worker.driver.stopping import stop_after
-from worker.driver.timing import ClockOffset, estimate_offset
-from worker.logs import bind
-from worker.node import own_node_address
+from worker.driver.reporter import Reporter, Spans
+from worker.driver.step_record import ClockOffset, StepRecord, estimate_clock_offset, record_step
+from worker.driver.stopping import save_and_stop
+
+
+class DataEnd:
+    """`reached(step)` says why there is no such step, or None. Where data begins again nobody is asked."""
+
+    def __init__(self, job: Job, *, gang: Gang, limit_s: float, interrupted: Callable[[], None]):
+        self.enabled = job.data.at_end == "stop"
+        self._job, self._gang = job, gang
+        self._limit_s, self._interrupted = limit_s, interrupted
+
+    def end_reason(self, step: int) -> str | None:
+        """Raises AttemptFailure DATA_FAILED where reading failed, or where workers see different ends."""
+        if not self.enabled or step > self._job.training.steps:
+            return None
+        found = self._gang.call(
+            [worker.has_data.remote(step) for worker in self._gang.workers],
+            what=f"reading the samples of step {step}",
+            limit_s=self._limit_s,
+            interrupted=self._interrupted,
+        )
+        ends = [at for at, has in enumerate(found) if has is False]
+        others = [at for at, has in enumerate(found) if has is True]
+        if ends and others:
+            raise AttemptFailure(
+                Reason.DATA_FAILED,
+                f"data {self._job.data.factory!r} ends before step {step} on {self._names(ends)}, and goes on on "
+                f"{self._names(others)}: give all workers the same data",
+            )
+        if not ends:
+            return None
+        return f"data {self._job.data.factory} ended after step {step - 1} (data.at_end: stop)"
+
+    def _names(self, workers: list[int]) -> str:
+        return ", ".join(self._gang.name(at) for at in workers)
+
 
 CLOCK_ROUNDS = 9
 CLOCK_EVERY_S = 30.0
@@ -61,14 +97,14 @@ def run_steps(
         evaluations.before(first)
         if evaluations.ended and first <= last:
             return evaluations.ended
-    if data_end is not None and first <= last and (ended_early := data_end.reached(first)):
+    if data_end is not None and first <= last and (ended_early := data_end.end_reason(first)):
         return ended_early
-    asker = _Asker(planned, gang, limits, interrupted, checkpoints.ask_behind)
-    clocks = _Clocks(gang)
+    asker = _StepCaller(planned, gang, limits, interrupted, checkpoints.poll_behind)
+    clocks = _ClockOffsets(gang)
     next_timeline, skipped, ended = 0.0, False, 0.0
-    asked: _Asked | None = None
+    asked: _StepCall | None = None
     for step in range(first, last + 1):
-        bind(step=step)
+        bind_process_fields(step=step)
         interrupted()
         if asked is None:
             clocks.refresh()
@@ -77,7 +113,7 @@ def run_steps(
         # between, or wants their attention, goes before it.
         alone = step == last or checkpoints.due(step, last=False) or clocks.due() or stopping()
         alone = alone or (evaluations is not None and evaluations.due(step, last=False))
-        alone = alone or (data_end is not None and data_end.asked)
+        alone = alone or (data_end is not None and data_end.enabled)
         following = None if alone else asker.ask(step + 1)
         results = asker.results(asked)
         ended, before = time.monotonic(), ended
@@ -98,7 +134,7 @@ def run_steps(
             next_timeline = time.monotonic() + limits.profile_every_s
         _publish(record, reporter, metrics, spans, keep_timeline)
         if record.scaling.overflowed:
-            reporter.event("loss_scale_lowered", record.scaling.told(step))
+            reporter.event("loss_scale_lowered", record.scaling.overflow_message(step))
         skipped_before, skipped = skipped, record.scaling.not_finite
         if skipped and not skipped_before:
             reporter.event(
@@ -108,18 +144,18 @@ def run_steps(
             evaluations.after(step, last=step == last)
         ended_early = evaluations.ended if evaluations is not None else None
         if data_end is not None and step < last:
-            ended_early = ended_early or data_end.reached(step + 1)
+            ended_early = ended_early or data_end.end_reason(step + 1)
         checkpoints.after(step, last=step == last or ended_early is not None, evaluations=evaluations)
         if ended_early:
             return ended_early if step < last else None
         if step != last and following is None and stopping():
-            stop_after(step, checkpoints, evaluations)
+            save_and_stop(step, checkpoints, evaluations)
         asked = following
     return None
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _StepCall:
     """A step that every worker has been asked for, and since when."""
 
     step: int
@@ -127,7 +163,7 @@ class _Asked:
     at_s: float
 
 
-class _Asker:
+class _StepCaller:
     """Asks all workers for a step, and waits for what they answer. `behind` may ask them for more, behind it."""
 
     def __init__(
@@ -141,12 +177,12 @@ class _Asker:
         self._gang, self._interrupted, self._behind = gang, interrupted, behind
         self._limit_s = limits.step_s(planned.step_s)
 
-    def ask(self, step: int) -> _Asked:
+    def ask(self, step: int) -> _StepCall:
         refs = [worker.run_step.remote(step) for worker in self._gang.workers]
         self._behind(step)
-        return _Asked(step, refs, time.monotonic())
+        return _StepCall(step, refs, time.monotonic())
 
-    def results(self, asked: _Asked) -> list[Any]:
+    def results(self, asked: _StepCall) -> list[Any]:
         return self._gang.call(
             asked.refs, what=f"step {asked.step}", limit_s=self._limit_s, interrupted=self._interrupted
         )
@@ -166,7 +202,7 @@ def _publish(
         metrics.set_timeline(record.timeline)
 
 
-class _Clocks:
+class _ClockOffsets:
     """Each worker's clock against the driver's, measured again now and then."""
 
     def __init__(self, gang: Gang):
@@ -185,7 +221,7 @@ class _Clocks:
         self.offsets = [
             ClockOffset(0.0, 0.0)
             if address.node == own_node  # one host, one monotonic clock
-            else estimate_offset(functools.partial(self._ask, index), rounds=CLOCK_ROUNDS)
+            else estimate_clock_offset(functools.partial(self._ask, index), rounds=CLOCK_ROUNDS)
             for index, address in enumerate(self._gang.addresses)
         ]
         self._due = time.monotonic() + CLOCK_EVERY_S
@@ -194,4 +230,4 @@ class _Clocks:
         try:
             return ray.get(self._gang.workers[index].clock.remote(), timeout=CLOCK_LIMIT_S)
         except Exception as error:
-            raise failure_of(error, self._gang.name(index), "reading the clock") from None
+            raise call_failure(error, self._gang.name(index), "reading the clock") from None

@@ -1,20 +1,213 @@
-"""From what the workers measured in one step to what is reported: loss, times, one timeline.
+"""Combines the workers' results of one step into its report, timeline, accelerator usage and loss-scale state.
 
-Pure: values in, values out. Times of all workers are brought to the driver's clock here.
+Pure: values in, values out; no Ray, no transports, no torch. Slots of all workers are brought to the driver's clock
+by offsets with a stated uncertainty (Cristian 1989).
+Idle time of a mesh is: before its first action (fill), behind its last until all meshes have ended (drain), within it
+while a transfer of its own runs (exposed transfer) or none does (waits), and behind the makespan what is neither
+REDUCE nor STEP (between steps).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.driver.metric_values import mean_metrics
-from worker.driver.scaling import StepScaling, step_scaling
-from worker.driver.timeline import summarise
-from worker.driver.timing import ClockOffset, rendezvous_times, to_driver_clock
-from worker.driver.usage import StepUsage, step_usage
-from worker.step_values import WorkerStep
+from worker.actor.step_result import EvaluatedBatch, WorkerStep
+from worker.contract.failures import AttemptFailure
+from worker.contract.program import FINAL_OPS, SEND_OPS, MeasuredSlot
+from worker.contract.reasons import Reason
+from worker.contract.timeline import Interval, TimelineSummary, merge_intervals, overlap_s, summarise
+
+LOSS_METRIC = "loss"
+
+
+def mean_metrics(results: Sequence[WorkerStep]) -> dict[str, float]:
+    """The mean of each metric over microbatches and workers, as the loss is.
+
+    Raises AttemptFailure USER_CODE_RAISED where workers have metrics of different names.
+    """
+    told = [result.metrics for result in results if result.losses]
+    found = {}
+    for name in _metric_names(told):
+        values = [value for metrics in told for value in metrics[name]]
+        found[name] = sum(values) / len(values)
+    return found
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What an evaluation found: NaN where nothing counted."""
+
+    loss: float
+    metrics: dict[str, float]
+
+    def value(self, metric: str) -> float | None:
+        """Of a metric by name, or of the loss; None where there is no such metric."""
+        return self.loss if metric == LOSS_METRIC else self.metrics.get(metric)
+
+
+def combine_batches(results: Sequence[EvaluatedBatch]) -> EvaluationResult:
+    """The means over all microbatches of all workers and batches, each counted by its weight. What counts for
+    nothing is left out, though it be no number."""
+    told = [result for result in results if result.losses]
+    weights = [weight for result in told for weight in result.weights]
+    total = sum(weights)
+
+    def mean(values: Iterable[float]) -> float:
+        counted = (w * value for w, value in zip(weights, values, strict=True) if w > 0)
+        return sum(counted) / total if total else math.nan
+
+    names = _metric_names([result.metrics for result in told])
+    return EvaluationResult(
+        loss=mean(value for result in told for value in result.losses),
+        metrics={name: mean(value for result in told for value in result.metrics[name]) for name in names},
+    )
+
+
+def _metric_names(told: Sequence[Mapping[str, Any]]) -> list[str]:
+    for metrics in told[1:]:
+        if metrics.keys() != told[0].keys():
+            names = [", ".join(sorted(one)) or "none" for one in (told[0], metrics)]
+            raise AttemptFailure(
+                Reason.USER_CODE_RAISED,
+                f"the loss returned the metrics {names[0]} on one worker and {names[1]} on another: return the same "
+                "names every time",
+            )
+    return list(told[0]) if told else []
+
+
+@dataclass(frozen=True)
+class StepScaling:
+    """`loss_scale` of the step, None but in fp16; `overflowed`: gradients did so in fp16, and the scale is lowered;
+    `not_finite`: the update was left out as training.non_finite says."""
+
+    loss_scale: float | None
+    overflowed: bool
+    not_finite: bool
+
+    def overflow_message(self, step: int) -> str:
+        """The event of a step that overflowed."""
+        return (
+            f"step {step}: gradients overflowed in fp16 with loss scale {self.loss_scale:g}; no update, and the next "
+            "step scales by less"
+        )
+
+
+def step_scaling(results: Sequence[WorkerStep]) -> StepScaling:
+    """Of what all workers say, which agree; a mesh may have no parameters."""
+    overflowed = any(result.overflowed for result in results)
+    scales = (result.loss_scale for result in results if result.loss_scale is not None)
+    skipped = any(result.skipped for result in results)
+    return StepScaling(next(scales, None), overflowed, skipped and not overflowed)
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """Remote clock minus local clock, in seconds; the truth lies within ± `uncertainty_s`."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+def estimate_clock_offset(
+    remote_now: Callable[[], float], rounds: int = 15, local_now: Callable[[], float] = time.monotonic
+) -> ClockOffset:
+    """Ask the remote clock `rounds` times and trust the fastest answer (Cristian 1989): the remote reading
+    was taken somewhere within that round trip, so half of it bounds the error."""
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; ask the clock at least once")
+    best: ClockOffset | None = None
+    for _ in range(rounds):
+        asked = local_now()
+        remote = remote_now()
+        answered = local_now()
+        uncertainty = (answered - asked) / 2
+        if best is None or uncertainty < best.uncertainty_s:
+            best = ClockOffset(remote - (asked + answered) / 2, uncertainty)
+    return best
+
+
+def to_driver_clock(slots: Sequence[MeasuredSlot], offset: ClockOffset) -> list[MeasuredSlot]:
+    """Slots of a worker on the clock of the process that estimated `offset` of that worker."""
+    if offset.offset_s == 0.0:
+        return list(slots)
+    return [slot.at(slot.start_s - offset.offset_s, slot.end_s - offset.offset_s) for slot in slots]
+
+
+def align_transfers(slots_of: Mapping[str, Sequence[MeasuredSlot]]) -> dict[str, list[MeasuredSlot]]:
+    """Give both halves of each transfer the same times: from when both ends were ready to when the
+    receiver had the tensor. `slots_of`: slots by mesh, on one clock. A half that waits for the other end
+    is not a running transfer; a transfer with one half only keeps its times."""
+    sent: dict[tuple, MeasuredSlot] = {}
+    received: dict[tuple, MeasuredSlot] = {}
+    for slots in slots_of.values():
+        for slot in slots:
+            if slot.edge is not None:
+                halves = sent if slot.action in SEND_OPS else received
+                halves[slot.edge, slot.microbatch, slot.action[-1]] = slot
+
+    def aligned(slot: MeasuredSlot) -> MeasuredSlot:
+        if slot.edge is None:
+            return slot
+        key = (slot.edge, slot.microbatch, slot.action[-1])
+        if key not in sent or key not in received:
+            return slot
+        end = received[key].end_s
+        return slot.at(min(max(sent[key].start_s, received[key].start_s), end), end)
+
+    return {mesh: [aligned(slot) for slot in slots] for mesh, slots in slots_of.items()}
+
+
+IDLE_REASONS = ("fill", "drain", "exposed transfer", "waits", "between steps")
+
+
+@dataclass(frozen=True)
+class StepUsage:
+    """Seconds of all accelerators together: the whole step, and what was idle by reason. `tokens` None: not known."""
+
+    accelerator_s: float
+    idle_s: Mapping[str, float]
+    samples: int
+    tokens: int | None = None
+
+
+def step_usage(
+    slots: Iterable[Mapping[str, Any]],
+    summary: TimelineSummary,
+    *,
+    step_s: float,
+    workers: Mapping[str, int],
+    samples: int,
+    tokens: int | None = None,
+) -> StepUsage:
+    """What a step of these slots used; a mesh's `workers` all count as the one that lends it its slots."""
+    end_s = summary.start_s + summary.makespan_s
+    behind = (end_s, max(end_s, summary.start_s + step_s))
+    updates: dict[str, list[Interval]] = defaultdict(list)
+    for slot in slots:
+        if slot["action"] in FINAL_OPS:
+            updates[slot["mesh"]].append((slot["start_s"], slot["end_s"]))
+    idle_s = dict.fromkeys(IDLE_REASONS, 0.0)
+    for name, mesh in summary.meshes.items():
+        here = {
+            "fill": mesh.first_s - summary.start_s,
+            "drain": end_s - mesh.last_s,
+            "exposed transfer": mesh.exposed_transfer_s,
+            "waits": max(0.0, mesh.span_s - mesh.busy_s - mesh.exposed_transfer_s),
+            "between steps": behind[1] - behind[0] - overlap_s([behind], merge_intervals(updates[name])),
+        }
+        for reason, seconds in here.items():
+            idle_s[reason] += seconds * workers[name]
+    return StepUsage(
+        accelerator_s=max(step_s, summary.makespan_s) * sum(workers[name] for name in summary.meshes),
+        idle_s=idle_s,
+        samples=samples,
+        tokens=tokens,
+    )
 
 
 @dataclass(frozen=True)
@@ -54,8 +247,8 @@ def record_step(
         for mesh, first in zip(meshes, firsts, strict=True)
     }
     slots = [
-        _slot(mesh, slot, stage_names)
-        for mesh, mesh_slots in rendezvous_times(measured).items()
+        _slot_json(mesh, slot, stage_names)
+        for mesh, mesh_slots in align_transfers(measured).items()
         for slot in mesh_slots
     ]
     start = min(slot["start_s"] for slot in slots)
@@ -64,7 +257,7 @@ def record_step(
         slot["end_s"] -= start
     summary = summarise(slots)
     losses = [loss for result in results for loss in result.losses]
-    length = _first(result.tokens_per_sample for result in results)
+    length = _first_known(result.tokens_per_sample for result in results)
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
     return StepRecord(
@@ -77,8 +270,8 @@ def record_step(
             "bubble_ratio": summary.bubble_ratio,
             "exposed_transfer_s": summary.exposed_transfer_s,
             "overlap_ratio": summary.overlap_ratio,
-            "grad_norm": _first(result.grad_norm for result in results),
-            "learning_rate": _first(result.learning_rate for result in results),
+            "grad_norm": _first_known(result.grad_norm for result in results),
+            "learning_rate": _first_known(result.learning_rate for result in results),
             "started_at": started_at,
             "peak_memory_bytes": {
                 mesh: max(result.peak_memory_bytes for result in results[first : first + size])
@@ -109,12 +302,12 @@ def record_step(
     )
 
 
-def _first(told: Iterable[float | None]) -> float | None:
+def _first_known(told: Iterable[float | None]) -> float | None:
     """What all workers agree on; a mesh without trained parameters may have none of it."""
     return next((value for value in told if value is not None), None)
 
 
-def _slot(mesh: str, slot: Any, stage_names: Sequence[str]) -> dict[str, Any]:
+def _slot_json(mesh: str, slot: Any, stage_names: Sequence[str]) -> dict[str, Any]:
     """DESIGN section 4's JSON of a slot."""
     out: dict[str, Any] = {
         "mesh": mesh,

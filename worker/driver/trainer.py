@@ -1,46 +1,93 @@
-"""The stations of an attempt: a gang of workers is placed, the job planned, loaded, restored, checked and trained."""
+"""Trainer: places a gang, plans the job, loads and restores its stages, checks that replicas agree, and trains.
+
+Each phase takes what the ones before left, and its duration is recorded without a gap from the driver's first line to
+the first step. Before the first step all workers must hold equal values of what they share and read the same data, or
+the attempt ends.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from worker.actor import Worker
-from worker.driver.agreement import check_agreement
+from worker.actor.actor import Worker
+from worker.actor.device import own_node_address
+from worker.actor.evaluation import EvaluationProgram
+from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
+from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
+from worker.contract.job import Job
+from worker.contract.logs import set_environment
+from worker.contract.planned import PlannedJob, planned_peak_bytes, planned_seconds, planned_starts
+from worker.contract.reasons import Reason
+from worker.contract.versions import installed_versions
+from worker.driver.checkpoints import Checkpoints, snapshot_shortfall
 from worker.driver.control_plane import ControlPlane
-from worker.driver.data_end import DataEnd
-from worker.driver.evaluation import Evaluations, plan_evaluation
-from worker.driver.evaluation_plan import shared_meshes
+from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
 from worker.driver.gang import Gang
-from worker.driver.launch import Launch
 from worker.driver.limits import Limits
-from worker.driver.metrics import JobMetrics
-from worker.driver.model_flops import ModelFlops, step_flops, whole_peak
-from worker.driver.planned_times import planned_seconds, planned_starts
-from worker.driver.planning import PlannedJob, Planner
-from worker.driver.report import Reporter
-from worker.driver.saving import Checkpoints
-from worker.driver.snapshot_room import why_no_copies
-from worker.driver.spans import Spans
-from worker.driver.step_loop import run_steps
-from worker.driver.stopping import Cancelled, raise_if
-from worker.driver.versions import versions
+from worker.driver.metrics import JobMetrics, ModelFlops, step_flops, total_peak_flops
+from worker.driver.planning import Planner
+from worker.driver.reporter import Reporter, Spans
+from worker.driver.step_loop import DataEnd, run_steps
+from worker.driver.stopping import Cancelled, raise_if_stopping
 from worker.engine.results import SlotLimits
-from worker.evaluation import EvaluationProgram
-from worker.failure import OutOfMemoryFailure
-from worker.job import Job
-from worker.masking import take_environment
-from worker.model.memory_plan import planned_peak_bytes
-from worker.node import own_node_address
-from worker.reasons import Reason
-from worker.transport import topology_of
+from worker.parallel.shard_spec import common_cuts
+from worker.transport.base import topology_of
 from worker.transport.rendezvous import serve_rendezvous
 
-NOT_YET_RUN = (
+
+def check_replicas(
+    gang: Gang, *, limit_s: float, interrupted: Callable[[], None], unlike: bool = False
+) -> None:
+    """Raise AttemptFailure MODEL_BUILD_FAILED, DATA_FAILED or PLAN_INFEASIBLE with the names of what differs, and on whom.
+
+    `interrupted` is that of `Gang.call`. Only what several workers hold is looked at. Between `unlike` meshes a tied
+    parameter, whose gradients are summed whole there, may be shared otherwise: it is compared in pieces.
+    """
+    what = "comparing what the workers start from"
+    held = gang.call(
+        [worker.shard_specs.remote() for worker in gang.workers],
+        what=what,
+        limit_s=limit_s,
+        interrupted=interrupted,
+    )
+    workers = [f"{address.mesh}/{address.worker}" for address in gang.addresses]
+    if not unlike and (told := shard_mismatch(workers, held)):
+        raise AttemptFailure(Reason.PLAN_INFEASIBLE, told)
+    several, cuts = replicated_names(held), common_cuts(held)
+    found = gang.call(
+        [worker.fingerprint.remote(several, cuts) for worker in gang.workers],
+        what=what,
+        limit_s=limit_s,
+        interrupted=interrupted,
+    )
+    if told := sample_mismatch(workers, found):
+        raise AttemptFailure(Reason.DATA_FAILED, told)
+    if told := tensor_mismatch(workers, found):
+        raise AttemptFailure(Reason.MODEL_BUILD_FAILED, told)
+
+
+class LaunchPhases:
+    """Phases follow each other without a gap; the first one begins now. `ended` is told each with its seconds."""
+
+    def __init__(
+        self, ended: Callable[[str, float], None], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ended, self._now = ended, now
+        self._since = now()
+
+    def ended(self, phase: str) -> None:
+        """The phase that this one names is over, and the next one begins."""
+        since, self._since = self._since, self._now()
+        self._ended(phase, self._since - since)
+
+
+UNTESTED_ON_GPUS = (
     "shared matrices and meshes of unlike sizes on CUDA have been tested without GPUs only: every NCCL connection carries "
     "known values first, and stages that share matrices are compared with whole ones (training.check_trace); compare the "
     "first losses with those of resources.device: cpu"
@@ -72,7 +119,7 @@ class Trainer:
         control: ControlPlane,
         reporter: Reporter,
         metrics: JobMetrics,
-        launch: Launch,
+        launch: LaunchPhases,
         spans: Spans,
     ):
         self._attempt, self._job, self._limits = attempt, job, attempt.limits
@@ -91,7 +138,7 @@ class Trainer:
             device=attempt.device,
             limits=self._limits,
             job=job,
-            interrupted=self._raise_if_told_to_end,
+            interrupted=self._raise_if_stopping,
         )
 
     def train(self) -> str | None:
@@ -100,10 +147,10 @@ class Trainer:
             with self._gang:
                 self._place()
                 checkpoints = self._checkpoints()
-                checkpoints.try_place()
+                checkpoints.check_writable()
                 planned = self._plan()
                 self._load(planned)
-                self._write_beside_training(checkpoints, planned)
+                self._enable_asynchronous_writes(checkpoints, planned)
                 done = checkpoints.restore(self._attempt.resume_uri)
                 self._launch.ended("restore")
                 self._check()
@@ -117,9 +164,9 @@ class Trainer:
         if self._reporter.cancelled.is_set() or self._reporter.fenced.is_set():
             raise Cancelled
 
-    def _raise_if_told_to_end(self) -> None:
+    def _raise_if_stopping(self) -> None:
         self._raise_if_cancelled()
-        raise_if(self._reporter.asked_to_stop.is_set)
+        raise_if_stopping(self._reporter.stop_requested.is_set)
 
     def _place(self) -> None:
         """Start the gang, and give its processes what only they may hold."""
@@ -127,12 +174,12 @@ class Trainer:
         gang.start(
             ray.remote(Worker),
             lambda mesh, worker: {"job": job, "mesh": mesh, "worker": worker, "device": device},
-            self._raise_if_told_to_end,
+            self._raise_if_stopping,
         )
         if self._attempt.secrets:
             gang.call(
                 [
-                    worker.__ray_call__.remote(take_environment, self._attempt.secrets)
+                    worker.__ray_call__.remote(set_environment, self._attempt.secrets)
                     for worker in gang.workers
                 ],
                 what="taking its environment",
@@ -144,9 +191,9 @@ class Trainer:
             self._metrics.set_nodes(mesh.name, [a.node for a in gang.addresses if a.mesh == mesh.name])
         nodes = len({a.node for a in gang.addresses})
         self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
-        self._reporter.event("versions", versions())
+        self._reporter.event("versions", installed_versions())
         if device == "cuda" and (job.resources.tensor > 1 or job.unlike):
-            self._reporter.event("not_yet_run_on_gpus", NOT_YET_RUN)
+            self._reporter.event("not_yet_run_on_gpus", UNTESTED_ON_GPUS)
 
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -176,7 +223,7 @@ class Trainer:
         evaluation = plan_evaluation(
             self._job.evaluation,
             planned,
-            shares=shared_meshes(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
+            shares=mesh_parallelisms(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
             gang=self._gang,
             control=self._control,
             limits=self._limits,
@@ -186,38 +233,38 @@ class Trainer:
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         own_weights = self._job.model.weights is not None
         notes = self._gang.call(
-            _load(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
+            _load_calls(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
             what="loading the stages",
             limit_s=self._limits.prepare_s + self._job.training.compiling_s,
             timeout_reason=Reason.START_TIMEOUT,
-            interrupted=self._raise_if_told_to_end,
+            interrupted=self._raise_if_stopping,
         )
         for address, of_worker in zip(self._gang.addresses, notes, strict=True):
             for note in of_worker or ():
                 self._reporter.event("compiled", f"mesh {address.mesh}, worker {address.worker}: {note}")
         self._launch.ended("load")
 
-    def _write_beside_training(self, checkpoints: Checkpoints, planned: PlannedJob) -> None:
+    def _enable_asynchronous_writes(self, checkpoints: Checkpoints, planned: PlannedJob) -> None:
         """Have checkpoints written while training goes on, where the job wants that and there is room for it."""
         if self._job.checkpoint is None or not self._job.checkpoint.asynchronous:
             return
-        lack = why_no_copies(
+        lack = snapshot_shortfall(
             planned,
             gang=self._gang,
             limits=self._limits,
-            interrupted=self._raise_if_told_to_end,
+            interrupted=self._raise_if_stopping,
             device=self._attempt.device,
         )
         if lack is None:
-            checkpoints.write_beside_training()
+            checkpoints.write_asynchronously()
         else:
             self._reporter.event("checkpoint", f"training waits while checkpoints are written: {lack}")
 
     def _check(self) -> None:
-        check_agreement(
+        check_replicas(
             self._gang,
             limit_s=self._limits.prepare_s,
-            interrupted=self._raise_if_told_to_end,
+            interrupted=self._raise_if_stopping,
             unlike=self._job.unlike,
         )
         self._launch.ended("check")
@@ -227,7 +274,7 @@ class Trainer:
             [worker.warm_up.remote(step) for worker in self._gang.workers],
             what="the first run, without transfers",
             limit_s=self._limits.prepare_s + self._job.data.skip_limit_s + self._job.data.loader.timeout_s,
-            interrupted=self._raise_if_told_to_end,
+            interrupted=self._raise_if_stopping,
         )
         self._launch.ended("warm up")
 
@@ -257,7 +304,7 @@ class Trainer:
             checkpoints=checkpoints,
             limits=self._limits,
             interrupted=self._raise_if_cancelled,
-            stopping=self._reporter.asked_to_stop.is_set,
+            stopping=self._reporter.stop_requested.is_set,
             spans=self._spans,
             evaluations=evaluations,
             data_end=DataEnd(
@@ -283,15 +330,15 @@ class Trainer:
         if step is None or self._attempt.device != "cuda":
             return None if step is None else ModelFlops(step)
         peaks = gang.call(
-            [worker.own_peak.remote() for worker in gang.workers],
+            [worker.gpu_peak_flops.remote() for worker in gang.workers],
             what="looking up what its GPU could do",
             limit_s=self._limits.start_s,
             interrupted=self._raise_if_cancelled,
         )
-        return ModelFlops(step, whole_peak(peaks, int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))))
+        return ModelFlops(step, total_peak_flops(peaks, int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))))
 
 
-def _load(
+def _load_calls(
     gang: Gang,
     planned: PlannedJob,
     store: tuple[str, int],

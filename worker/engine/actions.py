@@ -1,6 +1,9 @@
-"""What each instruction of a program does when its lane comes to it: compute, send, receive, reduce, step.
+"""Binds each instruction of a program to its action: compute, send, receive, reduce, optimizer step.
 
-Joins stages, exchange, receive buffers and transport. Must not know lanes, events or time.
+Joins stages, step state, receive buffers and transport. Must not know lanes, events or time.
+A receive writes past autograd, so it bumps the buffer's version: a backward that still needs the old tensor
+raises. The optimizer steps under RNG_LOCK, as it may draw; gathering ZeRO-1 parameters waits for others and
+stays outside of it.
 """
 
 from __future__ import annotations
@@ -10,18 +13,18 @@ from typing import Any
 
 import torch
 
+from worker.contract.failures import leave_breadcrumb
+from worker.contract.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.engine.buffers import plan_buffers
-from worker.engine.errors import StageError
-from worker.engine.exchange import Exchange
-from worker.engine.lanes import Action, Finish, followed_by
+from worker.engine.lanes.base import Action, Finish, chain_finish
+from worker.engine.optim.step import ModelUpdate
 from worker.engine.reshard import Reshardings
+from worker.engine.results import StageError
 from worker.engine.routes import Route, transfer_tag
 from worker.engine.stage import StageRunner
-from worker.engine.update import ModelUpdate
-from worker.last_action import doing
-from worker.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
+from worker.engine.stage_io import StepState
+from worker.model.rng import RNG_LOCK
 from worker.transport.base import Transport
-from worker.turns import GENERATORS
 
 
 class ReceiveBuffers:
@@ -41,7 +44,7 @@ class ReceiveBuffers:
         ]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
 
-    def hold(self, tensor: torch.Tensor) -> bool:
+    def contains(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in one of them."""
         return tensor.untyped_storage().data_ptr() in self._memory
 
@@ -57,7 +60,7 @@ class Actions:
         routes: Mapping[int, Route],
         microbatches: int,
         buffers: ReceiveBuffers,
-        exchange: Exchange,
+        exchange: StepState,
         runners: Mapping[int, StageRunner],
         update: ModelUpdate,
         transport: Transport,
@@ -119,7 +122,7 @@ class Actions:
         key = (instruction.edge, instruction.microbatch)
         backward = instruction.op == "SEND_B"
         if backward and not self._routes[instruction.edge].differentiable:
-            return _nothing
+            return _no_transfer
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         peer, exchange = instruction.peer, self._exchange
         resharded = (instruction.edge, backward) in self._reshardings
@@ -132,14 +135,14 @@ class Actions:
                 ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key], self.transport)
             else:
                 ended = self.transport.send(peer, tag, waiting[key])
-            return None if ended is None else followed_by(ended, lambda: waiting.pop(key))
+            return None if ended is None else chain_finish(ended, lambda: waiting.pop(key))
 
         return action
 
     def _receive(self, index: int, instruction: Instruction) -> Action:
         number = self._buffers.of[index]
         if number is None:
-            return _nothing
+            return _no_transfer
         key = (instruction.edge, instruction.microbatch)
         backward = instruction.op == "RECV_B"
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
@@ -155,16 +158,16 @@ class Actions:
                 ended = self._reshardings.start((key[0], backward), key[1], tag, buffer, self.transport)
             else:
                 ended = self.transport.receive(peer, tag, buffer)
-            return followed_by(ended, lambda: received.update({key: buffer}))
+            return chain_finish(ended, lambda: received.update({key: buffer}))
 
         return action
 
     def _step(self) -> None:
-        doing(f"STEP of step {self._exchange.step}")
+        leave_breadcrumb(f"STEP of step {self._exchange.step}")
         try:
-            with GENERATORS:  # an optimizer may draw (noise, dithering)
+            with RNG_LOCK:  # an optimizer may draw (noise, dithering)
                 self._update.step()
-            doing("")
+            leave_breadcrumb("")
         except Exception as error:
             raise StageError(
                 f"the optimizer raised {type(error).__name__}: {error}", "STEP", None, None
@@ -172,5 +175,5 @@ class Actions:
         self._update.gather()  # not inside: it waits for others, which in a process of several draw too
 
 
-def _nothing() -> None:
+def _no_transfer() -> None:
     """A gradient that does not exist (of an integer tensor, say) needs no transfer."""

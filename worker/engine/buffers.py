@@ -1,7 +1,7 @@
-"""Who owns which receive buffer when: assigned once, from the program's own order.
+"""Assigns each receive of a program its buffer, once, from the order that the program's own waits prove.
 
-A receive may take a buffer only if the last action that used it is over, by the program's waits,
-before the receive starts; no allocator and no timing is asked. Pure; must not know torch.
+A receive may take a buffer only if the last action that used it is over, by the program's waits, before the
+receive starts; no allocator and no timing is asked. Pure; must not know torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from worker.contract.program import COMPUTE_LANE, COMPUTE_OPS, RECEIVE_OPS, Program
 from worker.engine.routes import Route
-from worker.program import COMPUTE_LANE, COMPUTE_OPS, RECEIVE_OPS, Program
 
 
 @dataclass(frozen=True)

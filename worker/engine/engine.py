@@ -1,6 +1,8 @@
 """The engine of one worker: runs its mesh's program step after step.
 
-Joins stages, transport, actions, lanes and the watch over them. Must not know schedules, Ray or the control plane.
+Joins stages, transport, actions, lanes and the watchdog over them; an engine that raised can only be closed.
+The thread that calls `run_step` polls: limits, failures of others, progress to publish. `abort` may come from
+any thread. Must not know schedules, Ray or the control plane.
 """
 
 from __future__ import annotations
@@ -14,43 +16,87 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.buckets import with_buckets
+from worker.contract.buckets import with_buckets
+from worker.contract.program import TRANSFER_OPS, Instruction, MeasuredSlot, Program
 from worker.engine.actions import Actions, ReceiveBuffers
-from worker.engine.compute_settings import ComputeSettings, LossValue
-from worker.engine.cpu_lanes import CpuLanes
-from worker.engine.cuda_lanes import CudaLanes
-from worker.engine.errors import AbortedError, ConnectError, EngineError
-from worker.engine.exchange import Exchange
-from worker.engine.given import check_batch, check_stages
-from worker.engine.lanes import Action, Lanes
-from worker.engine.loss_scaler import scaler_of
-from worker.engine.measured import measured_slots, step_result
-from worker.engine.meetings import Meetings
-from worker.engine.orders import Order
-from worker.engine.parameters import tie_local_parameters
-from worker.engine.reshard import Plans, Reshardings, check_plans
+from worker.engine.collective_log import CollectiveLog
+from worker.engine.lanes.base import Action, Lanes
+from worker.engine.lanes.cpu import CpuLanes
+from worker.engine.lanes.cuda import CudaLanes
+from worker.engine.lowering import bound_send_lifetimes, check_batch, check_stages
+from worker.engine.optim.grad_scaler import make_grad_scaler
+from worker.engine.optim.step import UpdateResult, UpdateSettings, tie_local_parameters
+from worker.engine.optim.zero1 import make_update
+from worker.engine.reshard import ReshardingPlans, Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
-from worker.engine.sent import release_sent
-from worker.engine.sharded_update import make_update
 from worker.engine.stage import StageRunner
-from worker.engine.stage_tensors import Observer
-from worker.engine.sync_norm import synchronise
-from worker.engine.tensor_share import TensorShare
-from worker.engine.token_weights import token_weights
-from worker.engine.update import UpdateResult, UpdateSettings
-from worker.engine.warmup import Kept, on_device, silenced
-from worker.engine.watch import Watch
-from worker.program import Program
-from worker.transport.base import Transport
-from worker.wire import wire_dtype
+from worker.engine.stage_io import ComputeSettings, LossValue, StageObserver, StepState
+from worker.engine.warmup import StateSnapshot, batch_on_device, muted
+from worker.engine.watchdog import Watchdog
+from worker.model.stages import transfer_dtype
+from worker.parallel.collectives import Collectives, token_weights
+from worker.parallel.sync_batch_norm import synchronize_batch_norms
+from worker.parallel.tensor.shards import TensorParallelShards
+from worker.transport.base import AbortedError, ConnectError, EngineError, Transport
+
+
+def step_result(
+    step: int, started_s: float, exchange: StepState, updated: UpdateResult, slots: list[MeasuredSlot]
+) -> StepResult:
+    """The step that began at `started_s` of time.monotonic() and ends now."""
+    return StepResult(
+        step=step,
+        losses=exchange.losses_in_order(),
+        metrics=exchange.metrics_by_name(),
+        outputs=exchange.outputs_in_order(),
+        slots=slots,
+        grad_norm=updated.grad_norm,
+        skipped=updated.skipped,
+        started_s=started_s,
+        ended_s=time.monotonic(),
+        loss_scale=updated.loss_scale,
+        overflowed=updated.overflowed,
+    )
+
+
+def measured_slots(
+    mesh: str, routes: Mapping[int, Route], program: Program, measured: Iterable[tuple[float, float]]
+) -> list[MeasuredSlot]:
+    """The slots of `program` on `mesh`, each from start to end of time.monotonic()."""
+    return [
+        measured_slot(mesh, routes, instruction, start_s, end_s)
+        for instruction, (start_s, end_s) in zip(program, measured, strict=True)
+    ]
+
+
+def measured_slot(
+    mesh: str, routes: Mapping[int, Route], instruction: Instruction, start_s: float, end_s: float
+) -> MeasuredSlot:
+    """The slot of `instruction` of `mesh`, from `start_s` to `end_s` of time.monotonic()."""
+    peer_stage = None
+    if instruction.op in TRANSFER_OPS:
+        route = routes[instruction.edge]
+        peer_stage = route.consumers[0] if mesh == route.source_mesh else route.source
+    return MeasuredSlot(
+        lane=instruction.lane,
+        action=instruction.op,
+        stage=instruction.stage,
+        microbatch=instruction.microbatch,
+        edge=instruction.edge,
+        peer_mesh=instruction.peer,
+        peer_stage=peer_stage,
+        start_s=start_s,
+        end_s=end_s,
+    )
+
 
 # How often a running step is looked at: limits, failures of others, progress to publish.
-_LOOK_S = 0.25
+_POLL_S = 0.25
 # How long lanes may take to end after an abort.
-_END_S = 2.0
+_STOP_LIMIT_S = 2.0
 # How long the first run, which loads kernels, may take.
-_WARM_UP_S = 600.0
+_WARM_UP_LIMIT_S = 600.0
 
 
 class Engine:
@@ -81,8 +127,8 @@ class Engine:
         planned_s: Sequence[float] | None = None,
         recomputed: Collection[int] = (),
         planned_starts_s: Sequence[float | None] | None = None,
-        reshardings: Plans | None = None,
-        tensor: TensorShare | None = None,
+        reshardings: ReshardingPlans | None = None,
+        tensor: TensorParallelShards | None = None,
     ):
         self._mesh, self._worker = mesh, worker
         self._program = tuple(program)
@@ -94,8 +140,8 @@ class Engine:
         self._device = torch.device(self._options.device)
         check_stages(mesh, self._program, stages, planned_s)
         self._routes = find_routes(edges, self._mesh_of_stage)
-        check_plans(reshardings or {}, self._routes, transport.topology, training=self._training)
-        self._exchange = Exchange()
+        check_resharding_plans(reshardings or {}, self._routes, transport.topology, training=self._training)
+        self._exchange = StepState()
         tie_local_parameters(stages, tied)
         self._update = make_update(
             stages=stages,
@@ -105,30 +151,36 @@ class Engine:
             lr_schedule=lr_schedule if self._training else None,
             transport=transport,
             settings=UpdateSettings.of(self._options, self._device),
-            scaler=scaler_of(self._options) if self._training else None,
+            scaler=make_grad_scaler(self._options) if self._training else None,
             share=tensor,
         )
-        self._meetings = Meetings(transport, lambda: self._update.transport)
+        self._meetings = Collectives(transport, lambda: self._update.transport)
         if tensor is not None:
-            tensor.connect(self._meetings.of(self._update.tensor_group))
+            tensor.connect(self._meetings.of(self._update.tp_group))
         norms = stages if self._training and self._options.sync_batch_norm else None
-        self._groups = self._update.groups | synchronise(norms, self._meetings, self._options.tensor)
+        self._groups = self._update.groups | synchronize_batch_norms(
+            norms, self._meetings, self._options.tensor
+        )
         self._meetings.groups = self._groups
-        self._order = Order("steps" if self._training else "forwards", transport, self._groups)
-        self._update.transport = self._order.noted(transport)
+        self._collective_log = CollectiveLog(
+            "steps" if self._training else "forwards", transport, self._groups
+        )
+        self._update.transport = self._collective_log.wrap(transport)
         bucketed = with_buckets(self._program, self._update.gradients())
-        self._update.bucketed(name for names in bucketed.buckets.values() for name in names)
+        self._update.set_bucketed(name for names in bucketed.buckets.values() for name in names)
         self._program = bucketed.program
         releases: Mapping[int, tuple[int, ...]] = {}
         if planned_s is not None:
             planned_s = [0.0 if i is None else planned_s[i] for i in bucketed.source]
             if planned_starts_s is not None and self._enqueues():
                 starts_s = [None if i is None else planned_starts_s[i] for i in bucketed.source]
-                found = release_sent(self._program, starts_s, planned_s, self._routes, self._sent_bytes)
+                found = bound_send_lifetimes(
+                    self._program, starts_s, planned_s, self._routes, self._sent_bytes
+                )
                 self._program, releases = found.program, found.of
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         # The slots behind the last sum may take others longer.
-        self._order.limit_s += max(self._limits_s, default=0.0)
+        self._collective_log.limit_s += max(self._limits_s, default=0.0)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
         self._settings = self._compute_settings(loss)
         self.stages = {
@@ -182,8 +234,10 @@ class Engine:
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
-        self._lanes = self._make_lanes(self._order.within(self._program, self._actions.of))
-        self._watch = Watch(
+        self._lanes = self._make_lanes(
+            self._collective_log.attribute_to_slots(self._program, self._actions.of)
+        )
+        self._watch = Watchdog(
             mesh=self._mesh,
             program=self._program,
             limits_s=self._limits_s,
@@ -210,18 +264,18 @@ class Engine:
         with self._ended_by_errors():
             if self._enqueues() and not self._warm:
                 self._warm_up(step, inputs, targets)
-            inputs, targets = on_device(inputs, targets, self._device)
+            inputs, targets = batch_on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
-            self._order.before()
+            self._collective_log.compare_before_step()
             started = time.monotonic()
-            if started - self._watch.published_s > _LOOK_S:
+            if started - self._watch.published_s > _POLL_S:
                 self._watch.publish(step, ())
             self._lanes.start()
-            while not self._lanes.wait(_LOOK_S):
-                self._look()
+            while not self._lanes.wait(_POLL_S):
+                self._poll()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
-            self._order.behind()
+            self._collective_log.compare_after_step()
         return step_result(
             step,
             started,
@@ -246,14 +300,14 @@ class Engine:
         with self._ended_by_errors():
             self._warm_up(step, inputs, targets)
 
-    def observe(self, observer: Observer | None) -> None:
+    def observe(self, observer: StageObserver | None) -> None:
         """Tell `observer`, from now on, what the stages do."""
         for runner in self.runners.values():
             runner.observe(observer)
 
-    def silenced(self) -> contextlib.AbstractContextManager[None]:
+    def muted(self) -> contextlib.AbstractContextManager[None]:
         """In the body nothing is sent, received or summed."""
-        return silenced(self._transport, self._actions, self._update.transport)
+        return muted(self._transport, self._actions, self._update.transport)
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
@@ -280,7 +334,7 @@ class Engine:
         if self._lanes is not None:
             if self._dead is not None:
                 self._transport.abort()
-            stuck = self._lanes.close(_END_S)
+            stuck = self._lanes.close(_STOP_LIMIT_S)
         self._transport.close()
         return stuck
 
@@ -296,7 +350,7 @@ class Engine:
             seed=self._options.seed,
             worker=self._worker // self._options.tensor,
             transfer_dtype=self._transfer_dtype,
-            is_pooled=self._buffers.hold,
+            is_pooled=self._buffers.contains,
             weights=None
             if (ignored := self._options.ignored_target) is None
             else lambda targets: token_weights(targets, ignored, self._meetings, self._options.tensor),
@@ -305,7 +359,7 @@ class Engine:
         )
 
     def _transfer_dtype(self, route: Route) -> torch.dtype:
-        return wire_dtype(route.dtype, route.differentiable, self._options.transfers)
+        return transfer_dtype(route.dtype, route.differentiable, self._options.transfers)
 
     def _enqueues(self) -> bool:
         """Whether lanes are streams, on which the host enqueues a step before any of it has run."""
@@ -325,27 +379,27 @@ class Engine:
         for runner in self.runners.values():
             runner.reset()
         self._update.begin()
-        self._order.begin()
+        self._collective_log.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
-        kept = Kept([module for module, _ in self.stages.values()], self._update.optimizer)
-        inputs, targets = on_device(inputs, targets, self._device)
+        kept = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
+        inputs, targets = batch_on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
-        with self.silenced():
-            self._update.rehearsing = True
+        with self.muted():
+            self._update.in_dry_run = True
             self._lanes.start()
-            deadline = time.monotonic() + _WARM_UP_S
-            while not self._lanes.wait(_LOOK_S):
+            deadline = time.monotonic() + _WARM_UP_LIMIT_S
+            while not self._lanes.wait(_POLL_S):
                 self._watch.publish(step, ())
                 self._raise_if_aborted()
                 self._watch.check(())  # no slot has a limit yet: kernels are being loaded
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
-                        f"{_WARM_UP_S:.0f} s; does the model compile something?"
+                        f"{_WARM_UP_LIMIT_S:.0f} s; does the model compile something?"
                     )
-        self._update.rehearsing = False
-        self._order.rehearsed()
+        self._update.in_dry_run = False
+        self._collective_log.record_dry_run()
         kept.restore()
         self._begin(step, (), None)
         if self._device.type == "cuda":
@@ -354,7 +408,7 @@ class Engine:
 
     # While a step runs, and when it ends early
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Raise when a slot is over its limit or somebody else failed; tell the others how far we are."""
         statuses = self._lanes.statuses()
         self._watch.publish(self._exchange.step, statuses)
@@ -387,7 +441,7 @@ class Engine:
         self._dead = cause if isinstance(cause, EngineError) else EngineError(str(cause))
         self._lanes.stop()
         self._transport.abort()
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _STOP_LIMIT_S
         while (left := deadline - time.monotonic()) > 0:
             try:
                 if self._lanes.wait(left):

@@ -1,15 +1,13 @@
-"""Transfers that do not go in pairs of workers: each is the resharding of its tensor, which all workers of both meshes run.
+"""Reshardings: the transfers that all workers of both meshes carry out together, not in pairs.
 
-Which these are is the plan's: all between meshes of unlike sizes, and those between others that it reshards.
+The plan says which transfers these are (all between heterogeneous meshes, and others that it reshards) and
+which rows go where; parallel/resharding.py carries it out. Must not know stages, lanes or time.
 
-Which worker sends which rows to which is the plan's, that it is carried out worker/resharding.py's, and on streams
-worker/resharding_stream.py's. Must not know stages, lanes or time.
-
-It cannot deadlock. Take every transfer as one event of both meshes, which begins when all their workers have come to
-it: so the programs end (service/scheduler/programs/verify.py). Here a worker begins its part when it comes to it itself,
-which is never later; each message waits only for earlier ones of its transfer; and messages that share a connection
-have tags of their own, so that whichever comes first is never taken for another. On streams there are no tags: all
-messages from one mesh to another have a connection of their own, on which the lane between these meshes keeps one order.
+It cannot deadlock. Take every transfer as one event of both meshes, which begins when all their workers have
+reached it: so the programs end (the scheduler's verifier). A worker begins its part when it reaches it itself,
+never later; each message waits only for earlier ones of its transfer; and messages that share a connection have
+tags of their own. On streams there are no tags: all messages from one mesh to another have one connection, on
+which the lane keeps one order.
 """
 
 from __future__ import annotations
@@ -19,20 +17,19 @@ from typing import NamedTuple
 
 import torch
 
-from worker.engine.lanes import Finish
+from worker.contract.resharding import ReshardingPlan
+from worker.engine.lanes.base import Finish
 from worker.engine.routes import Route
-from worker.resharding import Resharder, Run
-from worker.resharding_plan import ReshardingPlan
-from worker.resharding_stream import StreamResharder
+from worker.parallel.resharding import Resharder, ReshardingRun, StreamResharder
 from worker.transport.base import Lane, Topology, Transport
 
-_LAST_TAG = 2**31 - 2
+_MAX_TAG = 2**31 - 2
 """The last one that gloo takes, but for the one by which it is aborted."""
 
 # How many times a slot's limit a resharding waits by itself: the watch over slots names who is missing before.
-_LONGEST = 4
+_SLOT_LIMIT_FACTOR = 4
 
-Plans = Mapping[tuple[int, bool], ReshardingPlan]
+ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
 """By the first edge of a route, and whether it is the way back, of gradients."""
 
 
@@ -41,7 +38,7 @@ class Reshardings:
 
     def __init__(
         self,
-        plans: Plans,
+        plans: ReshardingPlans,
         transport: Transport,
         *,
         transfers: int,
@@ -55,7 +52,7 @@ class Reshardings:
         self._plans = plans
         self._streams = streams
         self._stride = max((len(plan.messages) for plan in plans.values()), default=1)
-        if not streams and self._stride * transfers > _LAST_TAG:
+        if not streams and self._stride * transfers > _MAX_TAG:
             raise ValueError(
                 f"{transfers} transfers of up to {self._stride} messages are more than a step can tell apart: "
                 "use fewer microbatches"
@@ -65,20 +62,22 @@ class Reshardings:
             {}
             if streams
             else {
-                key: Resharder(plan, mine, transport, limit_s=_LONGEST * slot_limit_s)
+                key: Resharder(plan, mine, transport, limit_s=_SLOT_LIMIT_FACTOR * slot_limit_s)
                 for key, plan in own.items()
             }
         )
         self._on_streams = (
-            {key: StreamResharder(plan, mine, group_of(plan)) for key, plan in own.items()} if streams else {}
+            {key: StreamResharder(plan, mine, resharding_group(plan)) for key, plan in own.items()}
+            if streams
+            else {}
         )
-        self._running: dict[tuple[int, bool, int], Run] = {}
+        self._running: dict[tuple[int, bool, int], ReshardingRun] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._ends or key in self._on_streams
 
     @property
-    def planned(self) -> Plans:
+    def planned(self) -> ReshardingPlans:
         """Those of all workers."""
         return self._plans
 
@@ -88,7 +87,7 @@ class Reshardings:
         return tuple(
             sorted(
                 {
-                    (*lane, group_of(plan)) if self._streams else lane
+                    (*lane, resharding_group(plan)) if self._streams else lane
                     for plan in self._plans.values()
                     for lane in plan.lanes()
                 }
@@ -132,14 +131,16 @@ def mesh_sizes(topology: Topology) -> dict[str, MeshSize]:
     return {mesh: MeshSize(topology.workers(mesh), topology.tensor(mesh)) for mesh in topology.meshes}
 
 
-def group_of(plan: ReshardingPlan) -> str:
+def resharding_group(plan: ReshardingPlan) -> str:
     """The name of the group of workers in which the messages of a transfer travel: one for each way between two meshes,
     since that is what a lane has one order for."""
     source, target = (next(iter(ends)).rpartition("/")[0] for ends in (plan.sources, plan.targets))
     return f"transfers/{source}>{target}"
 
 
-def check_plans(plans: Plans, routes: Mapping[int, Route], topology: Topology, *, training: bool) -> None:
+def check_resharding_plans(
+    plans: ReshardingPlans, routes: Mapping[int, Route], topology: Topology, *, training: bool
+) -> None:
     """Raise ValueError where a transfer between meshes of unlike sizes has no plan, or one that is of other workers."""
     sizes = mesh_sizes(topology)
     for index, route in routes.items():
@@ -147,7 +148,7 @@ def check_plans(plans: Plans, routes: Mapping[int, Route], topology: Topology, *
             ends = (route.source_mesh, route.target_mesh)[:: -1 if backward else 1]
             plan = plans.get((index, backward))
             if plan is not None:
-                _check_workers(plan, route, ends, sizes)
+                _check_planned_workers(plan, route, ends, sizes)
             elif sizes[route.source_mesh] != sizes[route.target_mesh]:
                 way = "back from" if backward else "to"
                 raise ValueError(
@@ -156,7 +157,7 @@ def check_plans(plans: Plans, routes: Mapping[int, Route], topology: Topology, *
                 )
 
 
-def _check_workers(
+def _check_planned_workers(
     plan: ReshardingPlan, route: Route, ends: tuple[str, str], sizes: Mapping[str, MeshSize]
 ) -> None:
     """Else some would run the resharding, and wait for others that do not."""

@@ -1,27 +1,77 @@
-"""What an engine is told and what it returns: options, limits, step results. Light values only."""
+"""Options, slot limits, step results and errors of an engine: light values that cross process borders.
+
+All errors survive pickling, so that they reach the driver whole; those of a transport are defined in
+transport/base.py. Must not import torch at run time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from worker.precision import AUTOCAST, LossScaling
-from worker.program import COMPUTE_LANE, TRANSFER_OPS, Program
-from worker.slots import MeasuredSlot
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from worker.contract.job import AUTOCAST_DTYPES, LossScaling
+from worker.contract.program import COMPUTE_LANE, TRANSFER_OPS, MeasuredSlot, Program
+from worker.transport.base import AbortedError, ConnectError, EngineError, PeerLostError
 
-NON_FINITE = ("stop", "skip")
-TRANSFERS = ("auto", "bf16")
+
+class StageError(EngineError):
+    """The user's code raised in an action: a stage's forward or backward, the loss, the optimizer."""
+
+    def __init__(
+        self, message: str, action: str, stage: int | None, microbatch: int | None, details: str = ""
+    ):
+        super().__init__(message, action, stage, microbatch, details)
+        self.message = message
+        self.action = action
+        self.stage = stage
+        self.microbatch = microbatch
+        self.details = details
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StallError(EngineError):
+    """A slot did not end within its limit."""
+
+    def __init__(self, message: str, action: str, lane: str, waited_s: float):
+        super().__init__(message, action, lane, waited_s)
+        self.message = message
+        self.action = action
+        self.lane = lane
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class NonFiniteError(EngineError):
+    """A loss or the gradient norm is NaN or infinite and the policy is to stop."""
+
+
+__all__ = [
+    "AbortedError",
+    "ConnectError",
+    "EngineError",
+    "NonFiniteError",
+    "PeerLostError",
+    "StageError",
+    "StallError",
+]
+
+
+NON_FINITE_POLICIES = ("stop", "skip")
+TRANSFER_DTYPES = ("auto", "bf16")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """The type to which autocast casts; None where modules compute in their own."""
     import torch
 
-    name = AUTOCAST[precision]
+    name = AUTOCAST_DTYPES[precision]
     return None if name is None else getattr(torch, name)
 
 
@@ -87,12 +137,18 @@ class RunOptions:
     priorities: StreamPriorities = field(default_factory=StreamPriorities)
 
     def __post_init__(self) -> None:
-        if self.precision not in AUTOCAST:
-            raise ValueError(f"precision {self.precision!r} is unknown: use one of {', '.join(AUTOCAST)}")
-        if self.transfers not in TRANSFERS:
-            raise ValueError(f"transfers {self.transfers!r} is unknown: use one of {', '.join(TRANSFERS)}")
-        if self.non_finite not in NON_FINITE:
-            raise ValueError(f"non_finite {self.non_finite!r} is unknown: use one of {', '.join(NON_FINITE)}")
+        if self.precision not in AUTOCAST_DTYPES:
+            raise ValueError(
+                f"precision {self.precision!r} is unknown: use one of {', '.join(AUTOCAST_DTYPES)}"
+            )
+        if self.transfers not in TRANSFER_DTYPES:
+            raise ValueError(
+                f"transfers {self.transfers!r} is unknown: use one of {', '.join(TRANSFER_DTYPES)}"
+            )
+        if self.non_finite not in NON_FINITE_POLICIES:
+            raise ValueError(
+                f"non_finite {self.non_finite!r} is unknown: use one of {', '.join(NON_FINITE_POLICIES)}"
+            )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; give a positive norm or none")
 

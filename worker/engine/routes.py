@@ -1,4 +1,4 @@
-"""Which tensor goes where: from a stage graph's edges to transfers, tags and the wiring of stages.
+"""Maps a stage graph's edges to routes between meshes, transfer tags and the wiring of each stage.
 
 Pure values; needs of an edge only its fields. Must not know lanes, transports or autograd.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class Edge(Protocol):

@@ -1,6 +1,8 @@
-"""The compute actions of one stage: F, B, I and W of a microbatch, by autograd.
+"""Runs the compute actions of one stage with autograd: F, B, I and W of a microbatch.
 
-What they take from the exchange and leave there is in stage_tensors.py. Must not know lanes, events or transports.
+What they take from the step state and leave there is in stage_io.py. The user's code raises here: its errors
+become StageError with action, stage and microbatch. Token weights are summed over workers before the RNG lock
+is taken, as others may wait for it. Must not know lanes, events or transports.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.engine.backward import WeightBackward, backward, backward_input
-from worker.engine.compute_settings import ComputeSettings
-from worker.engine.errors import PeerLostError, StageError
-from worker.engine.exchange import Exchange
-from worker.engine.random_state import RandomState, restart_at_operations
-from worker.engine.recompute import Kept, UpdatedBuffers, keep
+from worker.contract.failures import leave_breadcrumb
+from worker.engine.autograd import WeightBackward, backward, backward_input
+from worker.engine.forward import (
+    ForwardResult,
+    RecomputeInputs,
+    StageArguments,
+    UpdatedBuffers,
+    gather_arguments,
+    run_forward,
+    save_recompute_inputs,
+)
+from worker.engine.results import StageError
 from worker.engine.routes import StageWiring
-from worker.engine.stage_run import Arguments, StageRun, gather, run_forward
-from worker.engine.stage_tensors import Observer, Saved, StageTensors
-from worker.last_action import doing
-from worker.nests import no_loss
-from worker.seeding import seeded
-from worker.turns import GENERATORS
+from worker.engine.stage_io import ComputeSettings, SavedForward, StageObserver, StageTensors, StepState
+from worker.model.pytree import zero_loss
+from worker.model.rng import RNG_LOCK, RandomState, reseed_at_random_ops, seeded
+from worker.transport.base import PeerLostError
 
 
 class StageRunner:
@@ -36,7 +42,7 @@ class StageRunner:
         self,
         wiring: StageWiring,
         module: nn.Module,
-        exchange: Exchange,
+        exchange: StepState,
         settings: ComputeSettings,
         *,
         recompute: bool = False,
@@ -47,19 +53,19 @@ class StageRunner:
         self._module = module
         self._exchange = exchange
         self._settings = settings
-        self._saved: dict[int, Saved] = {}
-        self._weights: dict[int, tuple[WeightBackward, Kept | None]] = {}
+        self._saved: dict[int, SavedForward] = {}
+        self._weights: dict[int, tuple[WeightBackward, RecomputeInputs | None]] = {}
         self._recompute = recompute and settings.training
         self._buffers = UpdatedBuffers(module)
         self._random: RandomState | None = None
         keeps = settings.keeps_random
         if settings.seed is not None and (settings.training or keeps):
             random = RandomState(settings.seed, settings.worker, settings.device, keeps=keeps)
-            operations = restart_at_operations(module, random)
+            operations = reseed_at_random_ops(module, random)
             # a traced stage shows its random operations: without one it needs no state
             self._random = random if operations != 0 or (keeps and self._has_loss) else None
 
-    def observe(self, observer: Observer | None) -> None:
+    def observe(self, observer: StageObserver | None) -> None:
         """Tell `observer`, from now on, what this stage does."""
         self._tensors.observer = observer
 
@@ -75,16 +81,16 @@ class StageRunner:
             return (False,)
         return (False, True) if self._recompute else (True,)
 
-    def rehearse(
+    def dry_run(
         self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
     ) -> list[torch.Tensor]:
         """One forward of the module on `values`, with the loss where a `target` is given, as if it had not been; what a
         backward would start from."""
         given, settings = iter(values), self._settings
-        arguments = gather(self._wiring.inputs, lambda _: next(given), training=training)
+        arguments = gather_arguments(self._wiring.inputs, lambda _: next(given), training=training)
         places = self._wiring.model_outputs if target is not None else ()
         # random operations start again for themselves
-        with GENERATORS, seeded(0), self._buffers.as_of(keep(arguments, self._buffers)):
+        with RNG_LOCK, seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
             run = run_forward(
                 self._module,
                 arguments.values,
@@ -102,16 +108,16 @@ class StageRunner:
         """F: run the module, check its outputs, hand them on; the loss if the model's output is here."""
         with self._reported("F", microbatch):
             settings = self._settings
-            arguments = gather(
+            arguments = gather_arguments(
                 self._wiring.inputs,
                 functools.partial(self._tensors.fetch, microbatch=microbatch),
                 training=settings.training,
             )
-            kept = keep(arguments, self._buffers) if self._recompute else None
+            kept = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
             run = self._run(arguments, microbatch, training=settings.training, again=kept is not None)
             if kept is not None:
                 kept.check_unchanged()
-            saved = Saved(arguments.leaves, arguments.sources, {}, run.loss, kept)
+            saved = SavedForward(arguments.leaves, arguments.sources, {}, run.loss, kept)
             for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
                 self._tensors.hand_on(wiring, output, microbatch, saved)
             if settings.training:
@@ -121,7 +127,7 @@ class StageRunner:
         """B: gradients of inputs and parameters."""
         with self._reported("B", microbatch):
             saved = self._saved.pop(microbatch)
-            with self._as_of(saved.kept):
+            with self._restored_to(saved.recompute_inputs):
                 self._run_again(saved, microbatch)
                 roots, gradients = self._tensors.roots(saved, microbatch)
                 self._tensors.pass_back(saved, backward(roots, gradients, saved.leaves), microbatch)
@@ -130,21 +136,23 @@ class StageRunner:
         """I: gradients of inputs. The activations stay until W."""
         with self._reported("I", microbatch):
             saved = self._saved.pop(microbatch)
-            with self._as_of(saved.kept):
+            with self._restored_to(saved.recompute_inputs):
                 self._run_again(saved, microbatch)
                 roots, gradients = self._tensors.roots(saved, microbatch)
                 found, weights = backward_input(roots, gradients, saved.leaves)
-                self._weights[microbatch] = weights, saved.kept
+                self._weights[microbatch] = weights, saved.recompute_inputs
                 self._tensors.pass_back(saved, found, microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: gradients of parameters."""
         with self._reported("W", microbatch):
             weights, kept = self._weights.pop(microbatch)
-            with self._as_of(kept):
+            with self._restored_to(kept):
                 weights.run()
 
-    def _run(self, arguments: Arguments, microbatch: int, *, training: bool, again: bool = False) -> StageRun:
+    def _run(
+        self, arguments: StageArguments, microbatch: int, *, training: bool, again: bool = False
+    ) -> ForwardResult:
         """Run the module, and the loss where the model's output is. What will be run `again` for its backward
         keeps nothing, and leaves the loss, which may count its calls, to that run."""
         exchange, settings = self._exchange, self._settings
@@ -173,18 +181,18 @@ class StageRunner:
     def _has_loss(self) -> bool:
         return bool(self._wiring.model_outputs)
 
-    def _run_again(self, saved: Saved, microbatch: int) -> None:
+    def _run_again(self, saved: SavedForward, microbatch: int) -> None:
         """Of a recomputed stage: the forward once more, with gradients now."""
-        if saved.kept is None:
+        if saved.recompute_inputs is None:
             return
-        run = self._run(saved.kept.take_arguments(), microbatch, training=True)
+        run = self._run(saved.recompute_inputs.take_arguments(), microbatch, training=True)
         saved.loss = run.loss
         for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:
                 saved.outputs[wiring.tensor] = output
 
-    def _as_of(self, kept: Kept | None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if kept is None else self._buffers.as_of(kept)
+    def _restored_to(self, kept: RecomputeInputs | None) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if kept is None else self._buffers.restored_to(kept)
 
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs as they may be handed on. ValueError for another shape than the traced one."""
@@ -203,7 +211,7 @@ class StageRunner:
         exchange = self._exchange
         value = self._settings.loss(output, exchange.targets[microbatch])
         loss, metrics = value if isinstance(value, tuple) else (value, {})
-        found = {name: _number(metric, loss.device) for name, metric in metrics.items()}
+        found = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
         if exchange.weights is None:
             exchange.metrics[microbatch] = found
             return loss
@@ -212,23 +220,23 @@ class StageRunner:
             name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in found.items()
         }
         weight = weight.to(loss.dtype)
-        return torch.where(weight > 0, loss * weight, no_loss(output))
+        return torch.where(weight > 0, loss * weight, zero_loss(output))
 
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:
             # No operation of the stage draws, but a user's loss may.
             with_loss = self._has_loss and self._exchange.targets is not None
-            return GENERATORS if with_loss else contextlib.nullcontext()
+            return RNG_LOCK if with_loss else contextlib.nullcontext()
         return self._random.forward(self._exchange.step, microbatch, self._stage)
 
     @contextlib.contextmanager
     def _reported(self, action: str, microbatch: int):
-        doing(f"{self._stage}{action}{microbatch} of step {self._exchange.step}")
+        leave_breadcrumb(f"{self._stage}{action}{microbatch} of step {self._exchange.step}")
         try:
             yield
             if (observer := self._tensors.observer) is not None:
                 observer.ended(action, self._stage, microbatch)
-            doing("")
+            leave_breadcrumb("")
         except PeerLostError as error:  # in a sum inside the stage: no fault of the user's code
             raise PeerLostError(f"{self._stage}{action}{microbatch}: {error}", error.peer) from error
         except Exception as error:
@@ -241,7 +249,7 @@ class StageRunner:
             ) from error
 
 
-def _number(metric: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def _metric_tensor(metric: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     """On `device`, where no number of the host's makes it wait."""
     if isinstance(metric, torch.Tensor):
         return metric.detach().to(device, torch.float64)

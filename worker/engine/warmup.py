@@ -1,9 +1,10 @@
-"""Run a mesh's whole program once before the first step, without its peers and with nothing to show for it.
+"""Dry run of a mesh's whole program before the first step: without its peers, leaving nothing changed.
 
-CUDA loads kernels when they are first used, and loading waits for the device: behind a receive that spins for its
-sender it would wait for ever. Handles of cuBLAS and cuDNN, their workspaces and the allocator's blocks belong to a
-thread or to a stream. So it is the program that runs, on the threads and lanes of the step, REDUCE and STEP too: only
-what transfers would do is left out. Must not know lanes.
+CUDA loads kernels when they are first used, and loading waits for the device: behind a receive that spins for
+its sender it would wait for ever. cuBLAS and cuDNN handles, their workspaces and the allocator's blocks belong
+to a thread or a stream. So the program itself runs, on the threads and lanes of the step, REDUCE and STEP too:
+only transfers are muted. Parameters, buffers, optimizer state and RNG states are snapshotted in host memory and
+restored to the bit. Must not know lanes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from worker.model.rng import RNG_LOCK
 from worker.transport.base import Transport
-from worker.turns import GENERATORS
 
 
-class Silent:
+class MutedTransport:
     """A transport that moves nothing: what would be received is zero, sums are what they were."""
 
     def __init__(self, transport: Transport):
@@ -62,40 +63,42 @@ class Silent:
 
 
 @contextlib.contextmanager
-def silenced(transport: Transport, *holders: Any) -> Iterator[None]:
+def muted(transport: Transport, *holders: Any) -> Iterator[None]:
     """In the body whoever has `transport` moves nothing by it; nor afterwards, where the body raises."""
     for holder in holders:
-        holder.transport = Silent(transport)
+        holder.transport = MutedTransport(transport)
     yield
     for holder in holders:
         holder.transport = transport
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorCopy:
     """A tensor and what it held; kept in the host's memory, as the device may have no room for it twice."""
 
     tensor: torch.Tensor
     held: torch.Tensor
 
 
-class Kept:
+class StateSnapshot:
     """Parameters, buffers, the optimizer's state and all random states as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None):
         self._optimizer = optimizer
-        self._tensors = [_keep(t) for module in modules for t in (*module.parameters(), *module.buffers())]
+        self._tensors = [
+            _snapshot(t) for module in modules for t in (*module.parameters(), *module.buffers())
+        ]
         if optimizer is not None:
-            self._state = {key: _keep(entry) for key, entry in optimizer.state.items()}
+            self._state = {key: _snapshot(entry) for key, entry in optimizer.state.items()}
             self._groups = [
-                {key: _keep(value) for key, value in group.items() if key != "params"}
+                {key: _snapshot(value) for key, value in group.items() if key != "params"}
                 for group in optimizer.param_groups
             ]
             self._names = {*vars(optimizer)}
             self._numbers = {
                 key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float)
             }
-        with GENERATORS:
+        with RNG_LOCK:
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
             self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
@@ -103,11 +106,11 @@ class Kept:
     def restore(self) -> None:
         """Make everything what it was, to the bit."""
         for kept in self._tensors:
-            _restored(kept)
+            _restore(kept)
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer)
         of_python, of_numpy, of_torch, cuda = self._random
-        with GENERATORS:
+        with RNG_LOCK:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
             torch.set_rng_state(of_torch)
@@ -119,35 +122,35 @@ class Kept:
             delattr(optimizer, name)
         vars(optimizer).update(self._numbers)
         optimizer.state.clear()
-        optimizer.state.update({key: _restored(entry) for key, entry in self._state.items()})
+        optimizer.state.update({key: _restore(entry) for key, entry in self._state.items()})
         for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update({"params": parameters, **{key: _restored(value) for key, value in kept.items()}})
+            group.update({"params": parameters, **{key: _restore(value) for key, value in kept.items()}})
 
 
-def _keep(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Tensor(value, value.detach().to("cpu", copy=True))
+        return _TensorCopy(value, value.detach().to("cpu", copy=True))
     if isinstance(value, Mapping):
-        return {key: _keep(entry) for key, entry in value.items()}
+        return {key: _snapshot(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_keep(entry) for entry in value)
+        return type(value)(_snapshot(entry) for entry in value)
     return copy.deepcopy(value)
 
 
-def _restored(kept: Any) -> Any:
-    if isinstance(kept, _Tensor):
+def _restore(kept: Any) -> Any:
+    if isinstance(kept, _TensorCopy):
         kept.tensor.detach().copy_(kept.held)
         return kept.tensor
     if isinstance(kept, Mapping):
-        return {key: _restored(entry) for key, entry in kept.items()}
+        return {key: _restore(entry) for key, entry in kept.items()}
     if isinstance(kept, list | tuple):
-        return type(kept)(_restored(entry) for entry in kept)
+        return type(kept)(_restore(entry) for entry in kept)
     return kept
 
 
-def on_device(
+def batch_on_device(
     inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Tensor] | None, device: torch.device
 ) -> tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor] | None]:
     """A batch on the device, where it may be already; on CPU it always is."""

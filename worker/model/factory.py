@@ -1,23 +1,38 @@
-"""Factories named by import path (`package.module:attribute`), as job files give them.
+"""Resolves factories by import path (`package.module:attribute`), and parameters by patterns of their names.
 
-Serves models, data sets, losses and optimizers alike; knows nothing of stages or jobs.
+Serves models, data sets, losses and optimizers; an argument {factory, args} is built first. Patterns match as
+file names do (a star takes dots too); `re:` begins a regular expression that is searched for. Knows nothing of
+stages or jobs. Light: torch is imported only to build a model.
 """
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import importlib
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from worker.model.errors import FactoryError
+from worker.contract.profile import FactoryError, ModelError
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+MOVED_FACTORIES = {
+    "worker.model.gpt:build": "worker.examples.gpt:build",
+    "worker.model.unet:build": "worker.examples.unet:build",
+    "worker.data.text:ByteWindows": "worker.examples.text:ByteWindows",
+    "worker.data.digits:NoisyDigits": "worker.examples.digits:NoisyDigits",
+}
+"""Paths of built-in factories in jobs and checkpoints of earlier versions, and where they are now."""
+
+
 def resolve(path: str) -> Any:
     """The object that `path` ("package.module:attribute") names; raises FactoryError."""
+    path = MOVED_FACTORIES.get(path, path)
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise FactoryError(f"factory {path!r} is no import path: write it as 'package.module:attribute'")
@@ -29,9 +44,13 @@ def resolve(path: str) -> Any:
                 f"factory {path!r}: there is no module {error.name!r}; check the spelling, "
                 "or ship it with code.working_dir or code.pip"
             ) from error
-        raise FactoryError(f"factory {path!r}: importing {module_name} failed: {_reason(error)}") from error
+        raise FactoryError(
+            f"factory {path!r}: importing {module_name} failed: {_error_text(error)}"
+        ) from error
     except Exception as error:
-        raise FactoryError(f"factory {path!r}: importing {module_name} failed: {_reason(error)}") from error
+        raise FactoryError(
+            f"factory {path!r}: importing {module_name} failed: {_error_text(error)}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in vars(sys.modules[module_name]) if not name.startswith("_")]
@@ -50,12 +69,12 @@ def call_factory(path: str, args: Mapping[str, Any] | None = None) -> Any:
     factory = resolve(path)
     if not isinstance(factory, Callable):
         raise FactoryError(f"factory {path!r} is a {type(factory).__name__}, which cannot be called")
-    args = {name: _made(value) for name, value in (args or {}).items()}
+    args = {name: _resolve_nested_factories(value) for name, value in (args or {}).items()}
     try:
         return factory(**args)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args.items())
-        raise FactoryError(f"factory {path!r}({given}) raised {_reason(error)}") from error
+        raise FactoryError(f"factory {path!r}({given}) raised {_error_text(error)}") from error
 
 
 def build_model(path: str, args: Mapping[str, Any] | None = None, *, seed: int = 0) -> nn.Module:
@@ -66,7 +85,7 @@ def build_model(path: str, args: Mapping[str, Any] | None = None, *, seed: int =
     """
     import torch
 
-    from worker.seeding import seeded
+    from worker.model.rng import seeded
 
     with seeded(seed):
         if not torch.cuda.is_initialized():
@@ -79,17 +98,54 @@ def build_model(path: str, args: Mapping[str, Any] | None = None, *, seed: int =
     return model
 
 
-def _made(value: Any) -> Any:
+def _resolve_nested_factories(value: Any) -> Any:
     if isinstance(value, Mapping):
         if isinstance(value.get("factory"), str) and value.keys() <= {"factory", "args"}:
             return call_factory(value["factory"], value.get("args"))
-        return {key: _made(part) for key, part in value.items()}
-    return [_made(part) for part in value] if isinstance(value, list) else value
+        return {key: _resolve_nested_factories(part) for key, part in value.items()}
+    return [_resolve_nested_factories(part) for part in value] if isinstance(value, list) else value
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _shorten(names: list[str], limit: int = 12) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+_REGEX_PREFIX = "re:"
+_MAX_NAMES_SHOWN = 6
+
+
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Whether the parameter called `name` is meant."""
+    if pattern.startswith(_REGEX_PREFIX):
+        return re.search(pattern.removeprefix(_REGEX_PREFIX), name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def check_patterns_match(
+    field: str, patterns: Sequence[str], names: Collection[str], aliases: Mapping[str, Sequence[str]]
+) -> None:
+    """ModelError for patterns that mean none of the parameters `names`; `aliases` are all names of those with several."""
+    idle = [pattern for pattern in patterns if not any(pattern_matches(pattern, name) for name in names)]
+    if not idle:
+        return
+    told = [f"{pattern!r}{_pattern_hint(pattern, names, aliases)}" for pattern in idle]
+    shown = ", ".join(list(names)[:_MAX_NAMES_SHOWN]) + (
+        f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    )
+    raise ModelError(
+        f"{field}: no parameter is called {', '.join(told)}; a star stands for any characters, dots too, and re: begins "
+        f"a regular expression. The names are {shown or 'none'}"
+    )
+
+
+def _pattern_hint(pattern: str, names: Collection[str], aliases: Mapping[str, Sequence[str]]) -> str:
+    for name, every in aliases.items():
+        for alias in every:
+            if name in names and alias != name and pattern_matches(pattern, alias):
+                return f" ({alias!r} is the same parameter as {name!r}: write that)"
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.8)
+    return f" (is {near[0]!r} meant?)" if near else ""

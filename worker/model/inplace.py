@@ -1,7 +1,9 @@
-"""Makes changes in place harmless for a cut, so that no stage changes a tensor of another.
+"""Rewrites in-place operations of an exported graph, so that no stage changes a tensor of another.
 
-An operation that changes what its own layer made, or a buffer, stays as it is; any other one
-becomes a change of a copy, and everything after it uses the copy.
+An operation that changes what its own layer made, or a buffer, stays as it is; any other becomes a change of a
+copy, and everything after it uses the copy. `changed_copy` and `changed_copy_at_random` are call targets inside
+graphs: fx derives node names (edges of plans, seeds of random operations) from these function names, so they keep
+them.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from worker.model.errors import TraceError
+from worker.contract.profile import TraceError
 from worker.model.layers import inner_graph, is_random
 
 # operations that update running statistics although their schema does not say so: the arguments
 # that hold them, and the flag that switches the update on
-_STATISTICS = {
+_RUNNING_STATISTICS_OPS = {
     torch.ops.aten.batch_norm.default: ((3, 4), 5),
     torch.ops.aten.instance_norm.default: ((3, 4), 5),
 }
@@ -48,7 +50,7 @@ def changed_copy_at_random(base: torch.Tensor, views: tuple, change: tuple) -> t
 changed_copy_at_random.tags = (torch.Tag.nondeterministic_seeded,)  # as torch marks its own operations
 
 
-def isolate_changes(
+def isolate_mutations(
     graph: fx.Graph,
     calls: dict[fx.Node, str],
     values: Mapping[fx.Node, Any],
@@ -61,25 +63,25 @@ def isolate_changes(
     `values` are (fake) results by node: nodes that share a storage alias each other. `calls`
     (layer calls) learns the nodes that are added. Raises TraceError for a change of a parameter.
     """
-    return _Isolation(graph, calls, values, buffers, parameters).run()
+    return _MutationIsolator(graph, calls, values, buffers, parameters).run()
 
 
-class _Isolation:
+class _MutationIsolator:
     def __init__(self, graph, calls, values, buffers, parameters):
         self.graph, self.calls, self.values = graph, calls, dict(values)
         self.buffers, self.parameters = buffers, parameters
-        self.storage = {node: _storage(values.get(node)) for node in graph.nodes}
+        self.storage = {node: _storage_key(values.get(node)) for node in graph.nodes}
         self.fresh = itertools.count(1)
         self.root: dict[Any, fx.Node] = {}
         for node in graph.nodes:
             if self.storage[node] is not None:
                 self.root.setdefault(self.storage[node], node)
-        self.constant = _constants(graph, {*buffers})
+        self.constant = _constant_nodes(graph, {*buffers})
 
     def run(self) -> dict[fx.Node, frozenset[fx.Node]]:
         updated = set()
         for node in list(self.graph.nodes):
-            for argument in changed_arguments(node):
+            for argument in mutated_arguments(node):
                 root = self.root[self.storage[argument]]
                 if root in self.buffers:
                     updated.add(root)
@@ -102,7 +104,7 @@ class _Isolation:
         waiting = [node for node in self.graph.nodes if node.op in ("output", "placeholder")]
         changes = {}  # node -> the values that it changes
         for node in self.graph.nodes:
-            if changed := changed_arguments(node):
+            if changed := mutated_arguments(node):
                 changes[node] = {self.root[self.storage[argument]] for argument in changed}
         while waiting:
             while waiting:
@@ -143,7 +145,7 @@ class _Isolation:
             and any(place[user] > place[node] for user in other.users)
         ]
         with self.graph.inserting_before(node):
-            functional = _functional(node.target)
+            functional = _functional_variant(node.target)
             same_type = all(
                 self.values[arg].dtype == self.values[argument].dtype
                 for arg in node.all_input_nodes
@@ -183,17 +185,17 @@ class _Isolation:
             return
         for step in self._path(root, node):
             if step not in replacement:
-                arguments = (replacement[_unchanged(step.args[0])], *step.args[1:])
+                arguments = (replacement[_before_mutation(step.args[0])], *step.args[1:])
                 copy = self.graph.create_node("call_function", step.target, arguments, dict(step.kwargs))
                 copy.meta = {key: value for key, value in step.meta.items() if key != "nn_module_stack"}
                 self.values[copy] = self.values[step]
                 replacement[step] = copy
-        replacement[node] = replacement[_unchanged(node)]
+        replacement[node] = replacement[_before_mutation(node)]
 
     def _path(self, root: fx.Node, node: fx.Node) -> list[fx.Node]:
         """The view operations that lead from `root` to `node`; changes on the way have happened to `root`."""
         path = []
-        while (node := _unchanged(node)) is not root:
+        while (node := _before_mutation(node)) is not root:
             source = node.args[0] if node.args else None
             if not isinstance(source, fx.Node) or self.storage.get(source) != self.storage[root]:
                 raise TraceError(
@@ -213,23 +215,23 @@ class _Isolation:
         return copy
 
 
-def _unchanged(node: fx.Node) -> fx.Node:
+def _before_mutation(node: fx.Node) -> fx.Node:
     """The value itself, where `node` is what a change of it in place returned."""
-    while node.args and isinstance(node.args[0], fx.Node) and node.args[0] in changed_arguments(node):
+    while node.args and isinstance(node.args[0], fx.Node) and node.args[0] in mutated_arguments(node):
         node = node.args[0]
     return node
 
 
-def changed_arguments(node: fx.Node) -> list[fx.Node]:
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node changes in place."""
     if node.op != "call_function":
         return []
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _changed_operands(node)
+        return _mutated_operands(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    if node.target in _STATISTICS:
-        places, flag = _STATISTICS[node.target]
+    if node.target in _RUNNING_STATISTICS_OPS:
+        places, flag = _RUNNING_STATISTICS_OPS[node.target]
         return [node.args[i] for i in places if node.args[flag] and isinstance(node.args[i], fx.Node)]
     changed = []
     for index, declared in enumerate(node.target._schema.arguments):
@@ -241,16 +243,16 @@ def changed_arguments(node: fx.Node) -> list[fx.Node]:
     return [part for part in changed if isinstance(part, fx.Node)]
 
 
-def changed_buffers(graph: fx.Graph) -> set[str]:
+def mutated_buffers(graph: fx.Graph) -> set[str]:
     """The targets of the tensors held by a stage's graph that it changes in place."""
-    roots = (_held(argument) for node in graph.nodes for argument in changed_arguments(node))
+    roots = (_view_root(argument) for node in graph.nodes for argument in mutated_arguments(node))
     return {str(root.target) for root in roots if root.op == "get_attr"}
 
 
-def _held(node: fx.Node) -> fx.Node:
+def _view_root(node: fx.Node) -> fx.Node:
     """What a value is a view of, or the result of a change in place of."""
     while True:
-        source = _unchanged(_viewed(node))
+        source = _before_mutation(_view_base(node))
         if source.target is operator.getitem:
             source = source.args[0]
         if source is node:
@@ -258,7 +260,7 @@ def _held(node: fx.Node) -> fx.Node:
         node = source
 
 
-def _changed_operands(node: fx.Node) -> list[fx.Node]:
+def _mutated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that the graph called by a higher-order operation changes."""
     inner = inner_graph(node)
     if inner is None:
@@ -266,11 +268,11 @@ def _changed_operands(node: fx.Node) -> list[fx.Node]:
     place = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
     names = (part for part in inner.graph.nodes if part.op == "placeholder")
     operands = dict(zip(names, node.args[place + 1 :], strict=False))
-    changed = [_viewed(arg) for part in inner.graph.nodes for arg in changed_arguments(part)]
+    changed = [_view_base(arg) for part in inner.graph.nodes for arg in mutated_arguments(part)]
     return [operands[arg] for arg in changed if isinstance(operands.get(arg), fx.Node)]
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def _view_base(node: fx.Node) -> fx.Node:
     """The value that a chain of views starts from."""
     while isinstance(node.target, torch._ops.OpOverload) and any(
         r.alias_info for r in node.target._schema.returns
@@ -282,7 +284,7 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _functional_variant(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The operation that returns what an in-place `target` writes, if it takes the same arguments."""
     name = target._schema.name.split("::")[1]
     if target.namespace != "aten" or not name.endswith("_") or name.startswith("_"):
@@ -297,7 +299,7 @@ def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return other if same and len(other._schema.returns) == 1 else None
 
 
-def _constants(graph: fx.Graph, constant_inputs: set[fx.Node]) -> set[fx.Node]:
+def _constant_nodes(graph: fx.Graph, constant_inputs: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and all(
@@ -307,7 +309,7 @@ def _constants(graph: fx.Graph, constant_inputs: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _storage(value: Any) -> int | None:
+def _storage_key(value: Any) -> int | None:
     if isinstance(value, list | tuple):
         value = next((part for part in value if isinstance(part, torch.Tensor)), None)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

@@ -1,7 +1,8 @@
-"""How a user's model is called, and what of its result is used: stages take and give tensors only.
+"""Adapts a user's model so that it takes tensors by position and returns one tensor or a tuple of tensors.
 
-Inputs go in by position or by keyword; out comes one tensor of a nest of tuples, dicts and dataclasses (those of
-transformers and diffusers among them), all of them, or the loss that the model computes itself.
+Inputs go in by position or keyword; out comes one tensor of a pytree (tuples, dicts, dataclasses, those of
+transformers and diffusers among them), all of them, or the loss that the model computes itself. Replaces
+`forward` in place: modules and parameters keep their names, which is why nothing is wrapped around the model.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from worker.model.errors import TraceError
-from worker.model.experts import run_all_experts
-from worker.nests import Form, described, parts_of, taken_apart, tensors_of
+from worker.contract.profile import TraceError
+from worker.model.hf_patches import run_all_experts
+from worker.model.pytree import TreeSpec, describe_tree, flatten_tree, named_children, named_leaves
 
-LOSS = "loss"
-ALL = "*"
+LOSS_OUTPUT = "loss"
+WHOLE_OUTPUT = "*"
 """As model.output: the loss takes the result as the model returns it, though it be a single tensor in a dict."""
 
 
-class Interface:
+class ModelInterface:
     """How a model was adapted; `form` is that of the result of its last call, None where it is one tensor; `notes` are what
     to tell of it."""
 
-    form: Form | None = None
+    form: TreeSpec | None = None
     notes: Sequence[str] = ()
 
 
-def adapt(
+def adapt_model(
     model: nn.Module, keywords: Sequence[str], *, output: str | None = None, own_loss: bool = False
-) -> Interface:
+) -> ModelInterface:
     """From now on `model` takes tensors by position, named by `keywords` where there are any, and returns one or a tuple.
 
     One is that named `output` ("logits", "0.hidden"), its loss where `own_loss`, or else the only one there is. Where
@@ -44,7 +45,7 @@ def adapt(
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
-    interface, running = Interface(), False
+    interface, running = ModelInterface(), False
     interface.notes = run_all_experts(model)
     original = model.forward
 
@@ -59,7 +60,7 @@ def adapt(
             result = original(**given) if keywords else original(*inputs)
         finally:
             running = False
-        chosen, interface.form = _chosen(result, type(model).__name__, output, own_loss)
+        chosen, interface.form = _select_output(result, type(model).__name__, output, own_loss)
         return chosen
 
     if keywords:  # what the graph calls its inputs
@@ -69,42 +70,44 @@ def adapt(
     return interface
 
 
-def _chosen(
+def _select_output(
     result: Any, model: str, output: str | None, own_loss: bool
-) -> tuple[Tensor | tuple[Tensor, ...], Form | None]:
-    if isinstance(result, Tensor) and output in (None, ALL) and not own_loss:
+) -> tuple[Tensor | tuple[Tensor, ...], TreeSpec | None]:
+    if isinstance(result, Tensor) and output in (None, WHOLE_OUTPUT) and not own_loss:
         return result, None
-    found = dict(tensors_of(result))
-    returned = f"{model} returns {described(result)}"
+    found = dict(named_leaves(result))
+    returned = f"{model} returns {describe_tree(result)}"
     if own_loss:
-        return _own_loss(found, returned, output), None
-    if output not in (None, ALL):
-        return _named(result, output, returned)
+        return _own_loss_output(found, returned, output), None
+    if output not in (None, WHOLE_OUTPUT):
+        return _named_output(result, output, returned)
     if not found:
         raise TraceError(f"{returned}, and the loss takes some: return the tensors that it needs")
     if len(found) == 1 and output is None:
         return next(iter(found.values())), None
-    return taken_apart(result)
+    return flatten_tree(result)
 
 
-def _named(result: Any, output: str, returned: str) -> tuple[Tensor | tuple[Tensor, ...], Form | None]:
+def _named_output(
+    result: Any, output: str, returned: str
+) -> tuple[Tensor | tuple[Tensor, ...], TreeSpec | None]:
     """The part of a result with a dotted name."""
     part = result
     for name in output.split("."):
-        if (part := dict(parts_of(part)).get(name)) is None:
+        if (part := dict(named_children(part)).get(name)) is None:
             raise TraceError(f"{returned}, none of them named {output!r}: correct model.output")
     if isinstance(part, Tensor):
         return part, None
-    tensors, form = taken_apart(part)
+    tensors, form = flatten_tree(part)
     if not tensors:
         raise TraceError(f"{returned}, and {output!r} is no tensor and holds none: correct model.output")
     return tensors, form
 
 
-def _own_loss(found: Mapping[str, Tensor], returned: str, output: str | None) -> Tensor:
+def _own_loss_output(found: Mapping[str, Tensor], returned: str, output: str | None) -> Tensor:
     """The tensor named as the job says, or `loss`, or the only single number."""
     numbers = [name for name, tensor in found.items() if tensor.dim() == 0 and tensor.is_floating_point()]
-    name = output or (LOSS if LOSS in found else numbers[0] if len(numbers) == 1 else None)
+    name = output or (LOSS_OUTPUT if LOSS_OUTPUT in found else numbers[0] if len(numbers) == 1 else None)
     if name is None or name not in found:
         raise TraceError(
             f"the job has no loss, and {returned}, of which none is {output or 'its loss'!r}: give `loss`, name it in "

@@ -1,6 +1,7 @@
-"""Which module call every node of an exported graph belongs to, and which calls are layers.
+"""Maps every node of an exported graph to the module call it belongs to, and chooses the calls that are layers.
 
-Reads module structure and node metadata; knows nothing of stages or parameters' values.
+A module called again is a layer of its own (`name@1`); layers that share a buffer which forward updates are
+joined. Reads module structure and node metadata; knows nothing of stages or parameters' values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from worker.model.errors import TraceError
+from worker.contract.profile import TraceError
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -110,7 +111,7 @@ def map_layers(
     consumer. `constants` are the placeholders of values that never change, `parameters` those of
     trained values. Raises TraceError for a model without modules to cut between.
     """
-    replicated = _replicated(graph, calls, constants, parameters)
+    replicated = _replicated_nodes(graph, calls, constants, parameters)
     order: dict[str, int] = {}
     for node in graph.nodes:
         if node in calls and node not in replicated:
@@ -140,7 +141,7 @@ def map_layers(
             layer_of[node] = sources[0]
     for node in reversed(inner):  # what such an update begins with
         layer_of.setdefault(node, min((layer_of[user] for user in node.users if user in layer_of), default=0))
-    _check_forward(graph, layer_of, list(order))
+    _check_execution_order(graph, layer_of, list(order))
     return LayerMap(names=tuple(order), layer_of=layer_of, replicated=replicated)
 
 
@@ -168,7 +169,7 @@ def join_layers(
     return merged, {layers.names[layer]: name for layer, name in joined.items()}
 
 
-def _replicated(
+def _replicated_nodes(
     graph: fx.Graph,
     calls: Mapping[fx.Node, str],
     constants: Collection[fx.Node],
@@ -195,7 +196,7 @@ def is_random(node: fx.Node) -> bool:
     return inner is not None and any(is_random(part) for part in inner.graph.nodes)
 
 
-def _check_forward(graph: fx.Graph, layer_of: Mapping[fx.Node, int], names: list[str]) -> None:
+def _check_execution_order(graph: fx.Graph, layer_of: Mapping[fx.Node, int], names: list[str]) -> None:
     for node in graph.nodes:
         for arg in node.all_input_nodes:
             if node in layer_of and layer_of.get(arg, 0) > layer_of[node]:

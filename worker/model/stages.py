@@ -1,7 +1,8 @@
-"""Stages of a traced model: modules that compute one piece each, and the tensors between them.
+"""Cuts an exported graph into StageModules and the edges between them.
 
-Turns a placed graph (every node has a layer, every layer a stage) into `StageModule`s; knows
-nothing of meshes, schedules or transports.
+Every node has a layer, every layer a stage. Tensors travel contiguous, permuted where a transposed tensor lies in
+one piece; the using stage restores their layout, since a view may depend on it. Also `transfer_dtype`, the type
+on the wire by `training.transfers`. Knows nothing of meshes, schedules or transports.
 """
 
 from __future__ import annotations
@@ -13,20 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from worker.model.inplace import changed_buffers
-from worker.wire import wire_dtype
+from worker.model.inplace import mutated_buffers
 
-OUTPUT = "output"
+
+def transfer_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:
+    """What a tensor travels as: "auto" is its own type, so that it arrives as it was; with "bf16" float32 that
+    takes a gradient is rounded, as is its gradient. The using stage sees `dtype` again."""
+    halved = transfers == "bf16" and differentiable and dtype == torch.float32
+    return torch.bfloat16 if halved else dtype
+
+
+OUTPUT_NAME = "output"
 
 
 def output_name(index: int) -> str:
     """The name of the model's output number `index` among the outputs of the last stage."""
-    return f"{OUTPUT}:{index}" if index else OUTPUT
+    return f"{OUTPUT_NAME}:{index}" if index else OUTPUT_NAME
 
 
 def is_output(name: str) -> bool:
     """Whether an output of a stage is the model's."""
-    return name.partition(":")[0] == OUTPUT
+    return name.partition(":")[0] == OUTPUT_NAME
 
 
 def input_name(index: int) -> str:
@@ -46,11 +54,11 @@ class StageEdge:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
-    wire_dtype: torch.dtype
+    transfer_dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.wire_dtype.itemsize
+        return torch.Size(self.shape).numel() * self.transfer_dtype.itemsize
 
 
 class StageModule(nn.Module):
@@ -84,7 +92,7 @@ class StageModule(nn.Module):
         self.input_dtypes = input_dtypes
         self.original_names = {f"body.{local}": name for local, name in original_names.items()}
         self.tensor_names = {f"body.{local}": name for local, name in tensor_names.items()}
-        self.updated_buffers = tuple(f"body.{name}" for name in sorted(changed_buffers(body.graph)))
+        self.updated_buffers = tuple(f"body.{name}" for name in sorted(mutated_buffers(body.graph)))
         self._device = torch.device("cpu")
 
     @property
@@ -256,7 +264,7 @@ class StageBuilder:
         for node in [*inputs, *foreign]:
             copies[node] = graph.placeholder(node.name)
         for node in foreign:  # after all placeholders
-            if order := self._travelling_order(node):
+            if order := self._transfer_order(node):
                 back = tuple(order.index(dim) for dim in range(len(order)))
                 copies[node] = graph.call_function(torch.ops.aten.permute.default, (copies[node], back))
         for node in nodes:
@@ -266,7 +274,7 @@ class StageBuilder:
                 name = placed.parameters.get(node) or placed.buffers[node]
                 if name not in local_names:
                     local = local_names[name] = _local_name(name, root)
-                    root[local] = _copy(placed.tensors[name])
+                    root[local] = _copy_tensor(placed.tensors[name])
                     if node in placed.parameters or name in placed.persistent:
                         original_names[local] = name
                 copies[node] = graph.get_attr(local_names[name])
@@ -278,7 +286,7 @@ class StageBuilder:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         results = []
         for node in leaving:
-            order = self._travelling_order(node)
+            order = self._transfer_order(node)
             permute = torch.ops.aten.permute.default
             results.append(graph.call_function(permute, (copies[node], order)) if order else copies[node])
         names = [node.name for node in leaving]
@@ -298,13 +306,13 @@ class StageBuilder:
             inputs=tuple([input_name(placed.inputs[n]) for n in inputs] + [n.name for n in foreign]),
             outputs=tuple(names),
             input_shapes=tuple(placed.values[n].shape for n in inputs)
-            + tuple(self._travelling_shape(n) for n in foreign),
+            + tuple(self._transfer_shape(n) for n in foreign),
             input_dtypes=tuple(placed.values[n].dtype for n in [*inputs, *foreign]),
             original_names=original_names,
             tensor_names={local: name for name, local in local_names.items()},
         )
 
-    def _travelling_order(self, node: fx.Node) -> tuple[int, ...] | None:
+    def _transfer_order(self, node: fx.Node) -> tuple[int, ...] | None:
         """The order of dimensions in which a transposed tensor lies in one piece; None for one that does so
         as it is, or in no order.
 
@@ -316,14 +324,14 @@ class StageBuilder:
         order = tuple(sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim])))
         return order if value.permute(order).is_contiguous() else None
 
-    def as_it_travels(self, node: fx.Node, value: Tensor) -> Tensor:
+    def in_transfer_layout(self, node: fx.Node, value: Tensor) -> Tensor:
         """A value of `node` with its dimensions in the order in which they travel."""
-        order = self._travelling_order(node)
+        order = self._transfer_order(node)
         return value.permute(order) if order else value
 
-    def _travelling_shape(self, node: fx.Node) -> tuple[int, ...]:
+    def _transfer_shape(self, node: fx.Node) -> tuple[int, ...]:
         shape = self._placed.values[node].shape
-        return tuple(shape[dim] for dim in self._travelling_order(node) or range(len(shape)))
+        return tuple(shape[dim] for dim in self._transfer_order(node) or range(len(shape)))
 
     def _edge(self, source: int, target: int, node: fx.Node) -> StageEdge:
         value = self._placed.values[node]
@@ -331,10 +339,10 @@ class StageBuilder:
             source=source,
             target=target,
             tensor=node.name,
-            shape=self._travelling_shape(node),
+            shape=self._transfer_shape(node),
             dtype=value.dtype,
             differentiable=value.requires_grad,
-            wire_dtype=wire_dtype(value.dtype, value.requires_grad, self._placed.transfers),
+            transfer_dtype=transfer_dtype(value.dtype, value.requires_grad, self._placed.transfers),
         )
 
 
@@ -348,7 +356,7 @@ def _local_name(name: str, taken: Mapping[str, Any]) -> str:
     return local
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     return (
         nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

@@ -1,30 +1,4 @@
-"""How tensors travel between the workers of a pipeline; one interface, several transports.
+"""Moves tensors between the workers of a pipeline: one interface, over gloo, NCCL or threads of one process.
 
 Knows ranks, tags and groups. Must not know stages, programs or schedules.
 """
-
-from worker.transport.base import (
-    AbortedError,
-    ConnectError,
-    EngineError,
-    Failure,
-    PeerLostError,
-    Progress,
-    Topology,
-    Transport,
-    finish,
-    topology_of,
-)
-
-__all__ = [
-    "AbortedError",
-    "ConnectError",
-    "EngineError",
-    "Failure",
-    "PeerLostError",
-    "Progress",
-    "Topology",
-    "Transport",
-    "finish",
-    "topology_of",
-]

@@ -1,6 +1,8 @@
-"""The interface of a transport, the ranks behind it, and the errors that cross it.
+"""The interface of a transport, the topology of ranks, its errors, and the dense form of tensors it moves.
 
-Light: no torch at import. Must not know stages, programs or schedules.
+Transports move memory: no strides, no lazy conjugate. Sums work on elements in order, complex ones as pairs; a
+strided gradient is summed as a dense copy and written back.
+Must not know stages, programs or schedules.
 """
 
 from __future__ import annotations
@@ -9,10 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class EngineError(RuntimeError):
@@ -82,7 +83,7 @@ class Topology:
         return given if isinstance(given, tuple) else (given,) * len(self.meshes)
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether all meshes have as many workers, which share alike: then worker w of one has the part that worker w of
         another has. Whether they exchange tensors in pairs is the plan's to say."""
         return len({*self.sizes}) <= 1 and self.tensors is None
@@ -214,10 +215,10 @@ class Transport(Protocol):
     def progress(self, peer: str) -> Progress | None:
         """What `peer` last published: a mesh (its counterpart there), or one worker."""
 
-    def tell(self, what: str, text: str) -> None:
+    def post_message(self, what: str, text: str) -> None:
         """Leave a word of some name for whoever asks; the next of that name replaces it."""
 
-    def told(self, what: str, peer: str) -> str | None:
+    def read_message(self, what: str, peer: str) -> str | None:
         """The word of that name which worker `peer` left, if any."""
 
     def announce(self, reason: str) -> None:
@@ -234,7 +235,7 @@ class Transport(Protocol):
 
 
 @contextlib.contextmanager
-def for_a_while(transport: Transport) -> Iterator[None]:
+def closing_transport(transport: Transport) -> Iterator[None]:
     """Close the transport behind the body; abort it first where the body fails: what waits for a peer that failed
     too is not delivered, and close would wait for it."""
     try:
@@ -244,3 +245,30 @@ def for_a_while(transport: Transport) -> Iterator[None]:
         raise
     finally:
         transport.close()
+
+
+def dense_for_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """What a sum in place of `tensor` works on: its numbers in order, complex ones as pairs; and what then writes them to
+    the tensor, None where they are its own. A gradient may lie otherwise on another worker: what is summed are elements."""
+    own = tensor.detach()
+    dense = own.contiguous().resolve_conj().resolve_neg()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    if dense.data_ptr() == own.data_ptr():
+        return real, None
+
+    @torch.no_grad()
+    def write() -> None:
+        tensor.copy_(dense)
+
+    return real, write
+
+
+def check_dense(what: str, *tensors: torch.Tensor) -> None:
+    """ValueError for a tensor whose memory is not its values one after the other: others would get what it is not."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            lazily = "lazily conjugated or negated" if tensor.is_contiguous() else "not contiguous"
+            raise ValueError(
+                f"{what}: a tensor of shape {list(tensor.shape)} is {lazily}, and transports move memory: make it "
+                "contiguous, and resolve it (torch.resolve_conj, torch.resolve_neg)"
+            )

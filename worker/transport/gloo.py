@@ -1,8 +1,9 @@
-"""Transport between processes on CPU: gloo point-to-point and all-reduce.
+"""Transport between processes on CPU: gloo point-to-point, all-reduce, reduce-scatter and all-gather over TCP.
 
-Every direction of every pair of meshes has its own connection: gloo tells a sender that its receiver is
-ready on the connection that carries the tensors, and that word must not queue behind tensors of the other
-direction. On a connection every transfer of a step has its own tag, so no two can be confused.
+Every direction of every pair of meshes has its own connection: gloo announces that a receiver is ready on the
+connection that carries the tensors, and that word must not queue behind tensors of the other direction. On a
+connection every transfer of a step has its own tag. Waits are unbounded: the engine knows each slot's limit and
+calls `abort`. gloo's own abort does not wake a waiting transfer; a wait that times out does (torch 2.13).
 Must not know stages, programs or schedules.
 """
 
@@ -18,8 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from worker.transport.base import ConnectError, PeerLostError, Topology, finish
-from worker.transport.dense import check_dense, summable
+from worker.transport.base import ConnectError, PeerLostError, Topology, check_dense, dense_for_sum, finish
 from worker.transport.rendezvous import STORE_TIMEOUT, RendezvousTransport, first_line, host_store
 
 # Blocking for ever is the engine's business: it knows each slot's limit and calls `abort`.
@@ -87,15 +87,17 @@ class GlooTransport(RendezvousTransport):
                 f"{self._connect_timeout_s:g} s: {first_line(error)}"
             ) from error
 
-        calm_loop_threads()
+        set_loop_threads_to_batch()
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
         check_dense(f"sending to {peer}", tensor)
-        return _started(peer, f"sending to {peer}", lambda: self._sends[peer].send([tensor], 1, tag))
+        return _start_transfer(peer, f"sending to {peer}", lambda: self._sends[peer].send([tensor], 1, tag))
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None]:
         check_dense(f"receiving from {peer}", out)
-        return _started(peer, f"receiving from {peer}", lambda: self._receives[peer].recv([out], 0, tag))
+        return _start_transfer(
+            peer, f"receiving from {peer}", lambda: self._receives[peer].recv([out], 0, tag)
+        )
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         finish(self.start_all_reduce(group, tensor))
@@ -106,8 +108,8 @@ class GlooTransport(RendezvousTransport):
         if group not in self._groups:
             known = ", ".join(sorted(self._groups)) or "none"
             raise ValueError(f"no gloo connection in group {group!r} was made; there are: {known}")
-        reduce, (dense, write) = self._groups[group].allreduce, summable(tensor)
-        ended = _started(group, f"the all-reduce over {group}", lambda: reduce([dense]))
+        reduce, (dense, write) = self._groups[group].allreduce, dense_for_sum(tensor)
+        ended = _start_transfer(group, f"the all-reduce over {group}", lambda: reduce([dense]))
         if write is None:
             return ended
 
@@ -125,7 +127,7 @@ class GlooTransport(RendezvousTransport):
         check_dense(f"the reduce-scatter over {group}", tensor, out)
         parts = torch.empty_like(tensor)
         whole = self._groups[group].alltoall_base
-        ended = _started(
+        ended = _start_transfer(
             group, f"the reduce-scatter over {group}", lambda: whole(parts, tensor.detach(), [], [])
         )
 
@@ -140,7 +142,7 @@ class GlooTransport(RendezvousTransport):
     ) -> Callable[[], None] | None:
         check_dense(f"the all-gather over {group}", tensor, out)
         gather = self._groups[group]._allgather_base
-        return _started(
+        return _start_transfer(
             group, f"the all-gather over {group}", lambda: gather(out.view(-1), tensor.detach().view(-1))
         )
 
@@ -180,7 +182,7 @@ class GlooTransport(RendezvousTransport):
         return group
 
 
-def calm_loop_threads() -> None:
+def set_loop_threads_to_batch() -> None:
     """Keep gloo's own threads of this process from preempting those that they then wait for.
 
     A loop thread that cannot take a connection's lock asks epoll again at once, for as long as the thread that holds the
@@ -195,20 +197,20 @@ def calm_loop_threads() -> None:
                 os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def _started(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:
+def _start_transfer(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:
     """Start a transfer; what blocks until it has ended."""
-    with _lost(peer, what):
+    with _peer_lost_on_error(peer, what):
         work = start()
 
     def wait() -> None:
-        with _lost(peer, what):
+        with _peer_lost_on_error(peer, what):
             work.wait()
 
     return wait
 
 
 @contextlib.contextmanager
-def _lost(peer: str, what: str) -> Iterator[None]:
+def _peer_lost_on_error(peer: str, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

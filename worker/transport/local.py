@@ -39,7 +39,7 @@ class _Hub:
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
         self.failure: Failure | None = None
         self.progress: dict[int, tuple[str, float]] = {}
-        self.words: dict[tuple[str, int], str] = {}
+        self.messages: dict[tuple[str, int], str] = {}
 
     def mailbox(self, source: int, target: int, tag: int, peer: str = "") -> _Mailbox:
         """Lanes of meshes and lanes of workers have tags of their own."""
@@ -131,14 +131,14 @@ class LocalTransport:
         box.receipt.put(None)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
-        tensor.detach().copy_(self._all(group, "all-reduce", tensor).sum(0))
+        tensor.detach().copy_(self._gather_all(group, "all-reduce", tensor).sum(0))
 
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None]:
         return lambda: self.all_reduce(group, tensor)
 
     def start_reduce_scatter(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
         def finish() -> None:
-            total = self._all(group, "reduce-scatter", tensor).sum(0)
+            total = self._gather_all(group, "reduce-scatter", tensor).sum(0)
             own = sorted(self._hub.parts[group]).index(self._rank)
             out.copy_(total.view(-1, *out.shape)[own])
 
@@ -146,11 +146,11 @@ class LocalTransport:
 
     def start_all_gather(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
         def finish() -> None:
-            out.copy_(self._all(group, "all-gather", tensor).view_as(out))
+            out.copy_(self._gather_all(group, "all-gather", tensor).view_as(out))
 
         return finish
 
-    def _all(self, group: str, what: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather_all(self, group: str, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """What every worker of the group brought, in their order."""
         barrier, parts = self._hub.barriers[group], self._hub.parts[group]
         parts[self._rank] = tensor.detach().clone()
@@ -169,11 +169,11 @@ class LocalTransport:
         entry = self._hub.progress.get(self.topology.rank_of(peer, self.worker))
         return None if entry is None else Progress(entry[0], time.monotonic() - entry[1])
 
-    def tell(self, what: str, text: str) -> None:
-        self._hub.words[what, self._rank] = text
+    def post_message(self, what: str, text: str) -> None:
+        self._hub.messages[what, self._rank] = text
 
-    def told(self, what: str, peer: str) -> str | None:
-        return self._hub.words.get((what, self.topology.rank_of(peer, self.worker)))
+    def read_message(self, what: str, peer: str) -> str | None:
+        return self._hub.messages.get((what, self.topology.rank_of(peer, self.worker)))
 
     def announce(self, reason: str) -> None:
         with self._hub.lock:

@@ -1,10 +1,12 @@
-"""Transport between GPUs: NCCL through cupy, one communicator for each direction of each pair of meshes, and one for
-each group that sums.
+"""Transport between GPUs: NCCL through cupy, a communicator per direction of two meshes and per process group.
 
-Every call is enqueued on torch's current stream, which the engine sets to the lane's. On one communicator
-NCCL matches transfers and sums by order; all ends' programs have the same order (the scheduler proves it). Meshes
-between which tensors are resharded have one communicator of all their workers for each direction: what is exchanged
-between them is on its way at once, in one kernel. Must not know stages, programs or schedules.
+Every call is enqueued on torch's current stream, which the engine sets to the lane's. On one communicator NCCL
+matches transfers and sums by order; all ends' programs have the same order (the scheduler proves it). Meshes
+between which tensors are resharded have one communicator of all their workers for each direction: an exchange
+is one kernel. Communicators are made in one order on all workers, self-tested, and ended together on a thread
+of their own: freeing one waits for the device, where a receive of the next may still spin. Calls under way are
+counted: none is freed under a call. cupy must load the NCCL that torch was built for: whichever loads first
+serves both. Must not know stages or programs.
 """
 
 from __future__ import annotations
@@ -21,11 +23,49 @@ from typing import Any
 
 import torch
 
-from worker.transport.base import ConnectError, Failure, Lane, PeerLostError, Topology
-from worker.transport.dense import check_dense, summable
-from worker.transport.nccl_library import check_versions, load_nccl
+from worker.transport.base import (
+    ConnectError,
+    Failure,
+    Lane,
+    PeerLostError,
+    Topology,
+    check_dense,
+    dense_for_sum,
+)
 from worker.transport.rendezvous import RendezvousTransport, first_line
-from worker.transport.trial import Trial, exchange_trials, group_trials, lane_trials
+from worker.transport.selftest import SelfTest, exchange_selftests, group_selftests, lane_selftests
+
+
+def check_nccl_versions(of_torch: tuple[int, ...], of_cupy: int) -> None:
+    """Refuse two different NCCLs in one process: whichever loads first serves both, and structures differ.
+
+    ConnectError with the pair that fits. `of_cupy` is NCCL's own number, 22809 for 2.28.9.
+    """
+    theirs = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
+    ours = tuple(of_torch[:3])
+    if theirs != ours:
+        want, have = (".".join(map(str, version)) for version in (ours, theirs))
+        raise ConnectError(
+            f"torch was built for NCCL {want}, but cupy loads NCCL {have}: install nvidia-nccl-cu12 or "
+            f"nvidia-nccl-cu13 =={want} (the one of torch's CUDA) and let cupy find that library first"
+        )
+
+
+def load_nccl() -> Any:
+    """cupy.cuda.nccl; ConnectError where it or its library is missing."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise ConnectError(
+            "cupy is not installed: install slotline[cuda12] or slotline[cuda13], as torch's CUDA has it"
+        ) from error
+    if not nccl.available:  # an import that failed inside cupy is only a warning there
+        raise ConnectError(
+            "cupy finds no NCCL library (libnccl.so.2): import torch first, which brings its own, or install "
+            "nvidia-nccl-cu12 or nvidia-nccl-cu13, as torch's CUDA has it"
+        )
+    return nccl
+
 
 # ncclDataType_t and ncclRedOp_t of nccl.h. Only sums need to know types: transfers move bytes.
 _BYTES = 1
@@ -46,8 +86,8 @@ _DESTROY_S = 10.0
 # How long a call into NCCL may take to return before an abort no longer waits for it: it is what hangs.
 _CALL_S = 0.5
 # How often the device is asked whether it is through with the trials.
-_LOOK_S = 0.01
-_LATER_STATUS = {6: "6, ncclRemoteError: a peer exited or the network failed", 7: "7, ncclInProgress"}
+_SELFTEST_POLL_S = 0.01
+_NEW_STATUSES = {6: "6, ncclRemoteError: a peer exited or the network failed", 7: "7, ncclInProgress"}
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +148,7 @@ class NcclTransport(RendezvousTransport):
             prefix=prefix,
         )
         self._nccl = nccl if nccl is not None else load_nccl()
-        check_versions(torch_version or torch.cuda.nccl.version(), self._nccl.get_version())
+        check_nccl_versions(torch_version or torch.cuda.nccl.version(), self._nccl.get_version())
         self._stream_pointer = stream_pointer or (lambda: torch.cuda.current_stream().cuda_stream)
         self._sends: dict[str, Any] = {}
         self._receives: dict[str, Any] = {}
@@ -135,8 +175,8 @@ class NcclTransport(RendezvousTransport):
     def _connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...], ends_s: float) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mine = self.topology.name(self._rank)
-        trials: list[Trial] = []
-        exchanges = _exchanges(lanes)
+        trials: list[SelfTest] = []
+        exchanges = _exchange_pairs(lanes)
         groups = {**groups, **{name: self._ranks_of(pairs) for name, pairs in exchanges.items()}}
         for source, target, name, ranks in self._own_lanes(tuple(lane for lane in lanes if len(lane) == 2)):
             communicator = self._make(name, ranks, ends_s)
@@ -144,14 +184,14 @@ class NcclTransport(RendezvousTransport):
                 self._sends[target] = communicator
             else:
                 self._receives[source] = communicator
-            trials += lane_trials(self, source, target, ranks, self._rank, device)
+            trials += lane_selftests(self, source, target, ranks, self._rank, device)
         for name, ranks in self._own_groups(groups):
             self._groups[name] = self._make(f"group/{name}", ranks, ends_s)
             self._ranks[name] = ranks
             if name in exchanges:
-                trials += exchange_trials(self, name, exchanges[name], mine, device)
+                trials += exchange_selftests(self, name, exchanges[name], mine, device)
             else:
-                trials += group_trials(self, name, ranks, self._rank, device)
+                trials += group_selftests(self, name, ranks, self._rank, device)
         if device == "cuda":  # what follows waits for peers: nothing may be loaded or allocated behind it
             torch.cuda.synchronize()
         for trial in trials:
@@ -170,29 +210,32 @@ class NcclTransport(RendezvousTransport):
                     f"{self.topology.name(self._rank)}: NCCL's connections have not carried a few known values in time; "
                     "NCCL_DEBUG=INFO makes NCCL tell which way it goes"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_SELFTEST_POLL_S)
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
         """The caller keeps the tensor until something that follows on its own stream waits for the send's end."""
         check_dense(f"sending to {peer}", tensor)
-        stream, communicator = self._stream_pointer(), _of(self._sends, peer, "to send to")
-        with _peer_lost_if_it_fails(f"sending to {peer}", peer), self._call():
+        stream, communicator = self._stream_pointer(), _communicator_of(self._sends, peer, "to send to")
+        with _peer_lost_on_error(f"sending to {peer}", peer), self._call():
             communicator.send(tensor.data_ptr(), tensor.nbytes, _BYTES, 1, stream)
 
     def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
         check_dense(f"receiving from {peer}", out)
-        stream, communicator = self._stream_pointer(), _of(self._receives, peer, "to receive from")
-        with _peer_lost_if_it_fails(f"receiving from {peer}", peer), self._call():
+        stream, communicator = (
+            self._stream_pointer(),
+            _communicator_of(self._receives, peer, "to receive from"),
+        )
+        with _peer_lost_on_error(f"receiving from {peer}", peer), self._call():
             communicator.recv(out.data_ptr(), out.nbytes, _BYTES, 0, stream)
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
         if group in self._alone:
             return
-        communicator = _of(self._groups, group, "in group")
-        dense, write = summable(tensor)
-        kind = _summed(group, dense)
+        communicator = _communicator_of(self._groups, group, "in group")
+        dense, write = dense_for_sum(tensor)
+        kind = _nccl_type(group, dense)
         pointer, count = dense.data_ptr(), dense.numel()
-        with _peer_lost_if_it_fails(f"the all-reduce over {group}", group), self._call():
+        with _peer_lost_on_error(f"the all-reduce over {group}", group), self._call():
             communicator.allReduce(pointer, pointer, count, kind, _SUM, self._stream_pointer())
         if write is not None:
             write()
@@ -203,17 +246,17 @@ class NcclTransport(RendezvousTransport):
     def start_reduce_scatter(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """The caller keeps both until something that follows on its own stream waits for the end, as with `send`."""
         check_dense(f"the reduce-scatter over {group}", tensor, out)
-        (tensor, _), (out, _) = summable(tensor), summable(out)
-        kind, communicator = _summed(group, tensor), _of(self._groups, group, "in group")
-        with _peer_lost_if_it_fails(f"the reduce-scatter over {group}", group), self._call():
+        (tensor, _), (out, _) = dense_for_sum(tensor), dense_for_sum(out)
+        kind, communicator = _nccl_type(group, tensor), _communicator_of(self._groups, group, "in group")
+        with _peer_lost_on_error(f"the reduce-scatter over {group}", group), self._call():
             communicator.reduceScatter(
                 tensor.data_ptr(), out.data_ptr(), out.numel(), kind, _SUM, self._stream_pointer()
             )
 
     def start_all_gather(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
         check_dense(f"the all-gather over {group}", tensor, out)
-        communicator = _of(self._groups, group, "in group")
-        with _peer_lost_if_it_fails(f"the all-gather over {group}", group), self._call():
+        communicator = _communicator_of(self._groups, group, "in group")
+        with _peer_lost_on_error(f"the all-gather over {group}", group), self._call():
             communicator.allGather(
                 tensor.data_ptr(), out.data_ptr(), tensor.nbytes, _BYTES, self._stream_pointer()
             )
@@ -226,9 +269,9 @@ class NcclTransport(RendezvousTransport):
     ) -> None:
         """In one group of NCCL, so that no message waits for another of them."""
         check_dense(f"the exchange in {group}", *(tensor for _, tensor in (*sends, *receives)))
-        communicator = _of(self._groups, group, "in group")
+        communicator = _communicator_of(self._groups, group, "in group")
         rank_of, stream = self._rank_in(group), self._stream_pointer()
-        with _peer_lost_if_it_fails(f"the exchange in {group}", group), self._call():
+        with _peer_lost_on_error(f"the exchange in {group}", group), self._call():
             self._nccl.groupStart()
             try:
                 for peer, tensor in sends:
@@ -245,7 +288,7 @@ class NcclTransport(RendezvousTransport):
         if self._ender is not None:
             return None
         for peer, communicator in self._communicators():
-            with _peer_lost_if_it_fails("NCCL's connection", peer), self._call():
+            with _peer_lost_on_error("NCCL's connection", peer), self._call():
                 communicator.check_async_error()
         return None
 
@@ -322,7 +365,7 @@ class NcclTransport(RendezvousTransport):
         key = f"nccl/{name}"
         try:
             if rank == 0:
-                store.set(key, _checked(self._nccl.get_unique_id()).hex())
+                store.set(key, _check_unique_id(self._nccl.get_unique_id()).hex())
             store.wait([key], timedelta(seconds=max(1.0, ends_s - time.monotonic())))
             identity = bytes.fromhex(store.get(key).decode())
             return self._nccl.NcclCommunicator(len(ranks), identity, rank)
@@ -332,7 +375,7 @@ class NcclTransport(RendezvousTransport):
             ) from error
 
 
-def _exchanges(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
+def _exchange_pairs(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
     """The pairs of workers that exchange messages, by their group."""
     found: dict[str, list[tuple[str, str]]] = {}
     for lane in lanes:
@@ -341,7 +384,7 @@ def _exchanges(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _of(communicators: Mapping[str, Any], name: str, what: str) -> Any:
+def _communicator_of(communicators: Mapping[str, Any], name: str, what: str) -> Any:
     """The communicator of that name; ValueError where none was connected."""
     if name not in communicators:
         known = ", ".join(sorted(communicators)) or "none"
@@ -349,14 +392,14 @@ def _of(communicators: Mapping[str, Any], name: str, what: str) -> Any:
     return communicators[name]
 
 
-def _summed(group: str, tensor: torch.Tensor) -> int:
+def _nccl_type(group: str, tensor: torch.Tensor) -> int:
     """NCCL's type of what it sums."""
     if tensor.dtype not in _SUMMED_TYPES:
         raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
     return _SUMMED_TYPES[tensor.dtype]
 
 
-def _checked(identity: Any) -> bytes:
+def _check_unique_id(identity: Any) -> bytes:
     """What makes a communicator one, as cupy 14 gives it."""
     if not isinstance(identity, bytes):
         raise TypeError(
@@ -366,14 +409,14 @@ def _checked(identity: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _peer_lost_if_it_fails(what: str, peer: str) -> Iterator[None]:
+def _peer_lost_on_error(what: str, peer: str) -> Iterator[None]:
     """Whatever cupy raises becomes a PeerLostError that says what failed and on the way to whom."""
     try:
         yield
     except KeyError as error:  # cupy looks NCCL's status up in a table that ends before 6, or before 7
         status = error.args[0] if error.args else None
         raise PeerLostError(
-            f"{what} failed: NCCL status {_LATER_STATUS.get(status, status)}", peer
+            f"{what} failed: NCCL status {_NEW_STATUSES.get(status, status)}", peer
         ) from error
     except Exception as error:
         raise PeerLostError(f"{what} failed: {first_line(error)}", peer) from error

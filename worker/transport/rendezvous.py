@@ -1,10 +1,9 @@
-"""How the workers of an attempt find each other and hear of each other's fate: one TCPStore.
+"""Rendezvous of an attempt's workers over one TCPStore: joining, progress, messages and the first failure.
 
-The driver hosts the store, so that no worker's death ends it. Must not know tensors or transfers.
-
-A TCPStore asks nobody who he is. Where all workers are on one machine it listens on that machine alone; what workers
-say of themselves and of failures carries a seal that only the attempt's own processes can make, so that nobody else
-who reaches the port ends an attempt with a word of his own.
+The driver hosts the store, so that no worker's death ends it. A TCPStore authenticates nobody: where all
+workers are on one machine it listens on loopback alone, and what workers say is sealed with an HMAC that only
+the attempt's own processes can make, so that nobody else who reaches the port can end an attempt.
+Must not know tensors or transfers.
 """
 
 from __future__ import annotations
@@ -126,19 +125,19 @@ class Rendezvous:
     def progress(self, rank: int) -> Progress | None:
         key = f"progress/{rank}"
         with contextlib.suppress(RuntimeError):
-            if (said := self._said(key, key)) is not None:
+            if (said := self._read_sealed(key, key)) is not None:
                 return Progress(said[0], max(0.0, time.time() - said[1]))
         return None
 
-    def tell(self, what: str, text: str) -> None:
+    def post_message(self, what: str, text: str) -> None:
         """RuntimeError when the store is gone."""
         key = f"{what}/{self._rank}"
         self.store.set(key, self._seal.put(key, [text]))
 
-    def told(self, what: str, rank: int) -> str | None:
+    def read_message(self, what: str, rank: int) -> str | None:
         key = f"{what}/{rank}"
         with contextlib.suppress(RuntimeError):
-            if (said := self._said(key, key)) is not None:
+            if (said := self._read_sealed(key, key)) is not None:
                 return said[0]
         return None
 
@@ -150,14 +149,14 @@ class Rendezvous:
 
     def failure(self) -> Failure | None:
         with contextlib.suppress(RuntimeError):
-            if (said := self._said(self._seal.failure_key, "failure")) is not None:
+            if (said := self._read_sealed(self._seal.failure_key, "failure")) is not None:
                 return Failure(*said)
         return None
 
     def close(self) -> None:
         self.store = None
 
-    def _said(self, key: str, name: str) -> list[Any] | None:
+    def _read_sealed(self, key: str, name: str) -> list[Any] | None:
         """What a worker of this attempt put there; None where nothing is, or what somebody else put there."""
         if self.store is None or not self.store.check([key]):
             return None
@@ -212,11 +211,11 @@ class RendezvousTransport:
     def progress(self, peer: str) -> Progress | None:
         return self._rendezvous.progress(self.topology.rank_of(peer, self.worker))
 
-    def tell(self, what: str, text: str) -> None:
-        self._rendezvous.tell(what, text)
+    def post_message(self, what: str, text: str) -> None:
+        self._rendezvous.post_message(what, text)
 
-    def told(self, what: str, peer: str) -> str | None:
-        return self._rendezvous.told(what, self.topology.rank_of(peer, self.worker))
+    def read_message(self, what: str, peer: str) -> str | None:
+        return self._rendezvous.read_message(what, self.topology.rank_of(peer, self.worker))
 
     def announce(self, reason: str) -> None:
         self._rendezvous.announce(reason)

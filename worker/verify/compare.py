@@ -1,5 +1,8 @@
-"""What of a pipeline's step differs from the plain model's, in the order of cause and consequence, with the slot that
-made it. Works on what both left; runs nothing."""
+"""Compares a pipeline step with the plain model's in causal order, and names the slot that made a difference.
+
+Works on what both runs left behind; runs nothing. Order: transfers, losses, loss scale, gradients, skipped
+updates, learning rate, parameters, buffers.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from worker.model.distance import LEAST, Tolerance, distance, least_size, size
+from worker.model.tolerance import MIN_GRADIENT_SHARE, Tolerance, gradient_floor, relative_distance, rms
 from worker.verify.plain import PlainStep
-from worker.verify.record import Slot, StepRecord, norm_of
+from worker.verify.record import BackwardSlot, StepRecord, probe_norm
 
 # A parameter after a step may differ by this part of the step, and by the rounding of its own type.
-_UPDATE = 1e-4
-_ROUNDINGS = 4
+_UPDATE_TOLERANCE = 1e-4
+_MAX_ROUNDINGS = 4
 
 
-class Different(Exception):
+class DifferenceFound(Exception):
     """Something of the pipeline is not as in the plain model; the message says what, by how much and where."""
 
 
 @dataclass
-class Worst:
+class WorstDistances:
     """The greatest distance of each kind of thing, how many were compared, and what is allowed."""
 
     kinds: dict[str, tuple[int, float, float]] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Holder:
+class WorkerState:
     """A worker's tensors by original name, and the stages of each name there; which part of a microbatch is its, and which
     `part` it has of the whole of a parameter."""
 
@@ -71,7 +74,10 @@ class PipelineStep:
 
 
 def compare_initial(
-    plain: Mapping[str, Tensor], buffers: Mapping[str, Tensor], holders: Sequence[Holder], worst: Worst
+    plain: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    holders: Sequence[WorkerState],
+    worst: WorstDistances,
 ) -> None:
     """Initial values are equal, bit for bit."""
     for holder in holders:
@@ -81,24 +87,24 @@ def compare_initial(
         ):
             for name, tensor in found.items():
                 if name not in expected:
-                    raise Different(f"{holder.place(name)} holds {name!r}, which the model has not")
+                    raise DifferenceFound(f"{holder.place(name)} holds {name!r}, which the model has not")
                 wanted = holder.part(name, expected[name].detach())
                 same = torch.equal(tensor.detach().cpu(), wanted)
                 worst.add(kind, 0.0 if same else 1.0, 0.0)
                 if not same:
-                    raise Different(
+                    raise DifferenceFound(
                         f"before the first step: {name!r} of {holder.place(name)} does not begin with the model's "
-                        f"values (apart by {distance(wanted, tensor.detach().cpu(), 0.0):.3g} of "
+                        f"values (apart by {relative_distance(wanted, tensor.detach().cpu(), 0.0):.3g} of "
                         "its size)"
                     )
 
 
-def check_transfers(step: int, record: StepRecord, worst: Worst) -> None:
+def check_transfers(step: int, record: StepRecord, worst: WorstDistances) -> None:
     """What a stage used is what another left to be sent, bit for bit."""
-    for passed in record.passed():
+    for passed in record.transfer_checks():
         worst.add("transfers", 0.0 if passed.intact else 1.0, 0.0)
-    if changed := [str(passed) for passed in record.passed() if not passed.intact]:
-        raise Different(
+    if changed := [str(passed) for passed in record.transfer_checks() if not passed.intact]:
+        raise DifferenceFound(
             f"step {step}: what was sent is not what was used: {changed[0]}"
             + (f", and {len(changed) - 1} more transfers" if len(changed) > 1 else "")
             + "; a buffer was stale, or written to too early"
@@ -114,16 +120,16 @@ class StepComparison:
         step: int,
         plain: PlainStep,
         pipeline: PipelineStep,
-        holders: Sequence[Holder],
+        holders: Sequence[WorkerState],
         tolerance: Tolerance,
-        worst: Worst,
+        worst: WorstDistances,
         *,
         clip: float | None,
         first_forward: Callable[[int, int], str],
         unlike: bool = False,
     ) -> None:
         """`unlike`: meshes share a microbatch among unlike numbers of workers."""
-        self._unlike = unlike
+        self._heterogeneous = unlike
         self._step, self._plain, self._pipeline = step, plain, pipeline
         self._holders, self._tolerance, self._worst = holders, tolerance, worst
         self._clip, self._first_forward = clip, first_forward
@@ -137,7 +143,7 @@ class StepComparison:
             if at not in self._pipeline.losses:
                 raise self._different(f"microbatch {microbatch} of worker {worker} has no loss")
             found = self._pipeline.losses[at]
-            apart = distance(torch.tensor(expected).double(), torch.tensor(found).double(), 0.0)
+            apart = relative_distance(torch.tensor(expected).double(), torch.tensor(found).double(), 0.0)
             self._worst.add("losses", apart, self._tolerance.values)
             if apart > self._tolerance.values:
                 raise self._different(
@@ -159,7 +165,7 @@ class StepComparison:
                 f"{lost[0]!r} is in no stage, and in the plain model it has a gradient"
                 + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
             )
-        least = least_size(plain.values())
+        least = gradient_floor(plain.values())
         coefficient = self._coefficient(self._pipeline.norm)
         for name, at in self._backwards():
             holder = self._holders[at]
@@ -168,7 +174,7 @@ class StepComparison:
                 continue
             expected = torch.zeros_like(found) if expected is None else expected
             found = torch.zeros_like(expected) if found is None else found.cpu() / coefficient
-            apart = distance(expected, found, least)
+            apart = relative_distance(expected, found, least)
             self._worst.add("gradients", apart, self._tolerance.gradients)
             if apart > self._tolerance.gradients:
                 raise self._different(self._about_gradient(holder, name, expected, found, apart, least))
@@ -189,14 +195,16 @@ class StepComparison:
             for name, tensor in holder.parameters.items():
                 expected, found = holder.part(name, after[name].detach()), tensor.detach().cpu()
                 was = holder.part(name, before[name])
-                moved = size(expected - was)
+                moved = rms(expected - was)
                 eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
-                allowed = _UPDATE * moved + _ROUNDINGS * eps * size(expected)
-                difference = size(found - expected)
+                allowed = _UPDATE_TOLERANCE * moved + _MAX_ROUNDINGS * eps * rms(expected)
+                difference = rms(found - expected)
                 apart = difference / moved if moved else (math.inf if difference > allowed else 0.0)
-                self._worst.add("parameters after the step", apart if difference > allowed else 0.0, _UPDATE)
+                self._worst.add(
+                    "parameters after the step", apart if difference > allowed else 0.0, _UPDATE_TOLERANCE
+                )
                 if difference > allowed or not math.isfinite(difference):
-                    still = moved and size(found - was) == 0.0
+                    still = moved and rms(found - was) == 0.0
                     what = (
                         "did not change, as the plain model's does: is it in no group of the optimizer?"
                         if still
@@ -212,7 +220,7 @@ class StepComparison:
                 )  # of unlike meshes nothing updates any
                 if expected is None:
                     continue
-                apart = distance(expected, tensor.detach().cpu(), 0.0)
+                apart = relative_distance(expected, tensor.detach().cpu(), 0.0)
                 self._worst.add("buffers", apart, self._tolerance.values)
                 if apart > self._tolerance.values:
                     raise self._different(
@@ -234,8 +242,8 @@ class StepComparison:
                     f"the loss scale is {scale:g} on {holder} and {self._plain.loss_scale:g} in the plain model"
                 )
 
-    def _different(self, message: str) -> Different:
-        return Different(f"step {self._step}: {message}")
+    def _different(self, message: str) -> DifferenceFound:
+        return DifferenceFound(f"step {self._step}: {message}")
 
     def _backwards(self) -> list[tuple[str, int]]:
         """Every parameter with the holders that have it, in the order in which a backward ends with it."""
@@ -266,9 +274,9 @@ class StepComparison:
             )
 
     def _about_gradient(
-        self, holder: Holder, name: str, expected: Tensor, found: Tensor, apart: float, least: float
+        self, holder: WorkerState, name: str, expected: Tensor, found: Tensor, apart: float, least: float
     ) -> str:
-        share = _share(expected, found, self._tolerance.gradients, least)
+        share = _scale_factor(expected, found, self._tolerance.gradients, least)
         coefficient = self._coefficient(self._pipeline.norm)
         slots = self._slots(name)
         if not slots and share is not None and math.isclose(share * coefficient, 1.0, rel_tol=1e-2):
@@ -283,43 +291,43 @@ class StepComparison:
             f"{self._tolerance.gradients:g} is rounding){times}; made by {made}"
         )
 
-    def _slots(self, name: str) -> list[Slot]:
+    def _slots(self, name: str) -> list[BackwardSlot]:
         """The backwards that added something else to a gradient than the plain model's of the same microbatch."""
-        by_microbatch: dict[tuple[int, int], dict[Slot, Tensor]] = {}
+        by_microbatch: dict[tuple[int, int], dict[BackwardSlot, Tensor]] = {}
         expected: dict[tuple[int, int], Tensor] = {}
         for slot, added in self._pipeline.record.added.get(name, {}).items():
-            by_microbatch.setdefault(self._compared_at(slot.rows, slot.microbatch), {})[slot] = added
+            by_microbatch.setdefault(self._comparison_key(slot.rows, slot.microbatch), {})[slot] = added
         for at, added in self._plain.added.items():
             if name in added:
-                place = self._compared_at(*at)
+                place = self._comparison_key(*at)
                 expected[place] = expected.get(place, 0.0) + added[name]
-        least = LEAST * max(map(norm_of, expected.values()), default=0.0)
+        least = MIN_GRADIENT_SHARE * max(map(probe_norm, expected.values()), default=0.0)
         wrong = []
         for at, added in expected.items():
             slots = by_microbatch.get(at, {})
             if not slots:  # the holders that do not compute it
                 continue
             total = sum(slots.values())
-            whole = max(norm_of(added), least)
-            if norm_of(total - added) > 3 * self._tolerance.gradients * whole:
+            whole = max(probe_norm(added), least)
+            if probe_norm(total - added) > 3 * self._tolerance.gradients * whole:
                 wrong += sorted(slots, key=lambda slot: (-slot.stage, slot.mesh, slot.worker))
         return wrong
 
-    def _compared_at(self, rows: int, microbatch: int) -> tuple[int, int]:
+    def _comparison_key(self, rows: int, microbatch: int) -> tuple[int, int]:
         """Workers of meshes of unlike sizes have other rows: together they have those of the microbatch."""
-        return (0 if self._unlike else rows, microbatch)
+        return (0 if self._heterogeneous else rows, microbatch)
 
 
-def _share(expected: Tensor, found: Tensor, tolerance: float, least: float) -> float | None:
+def _scale_factor(expected: Tensor, found: Tensor, tolerance: float, least: float) -> float | None:
     """The number that `found` is `expected` times, where there is one."""
     expected, found = expected.double().flatten(), found.double().flatten()
     whole = float(expected @ expected)
-    if not whole or size(expected) < least or not math.isfinite(whole):
+    if not whole or rms(expected) < least or not math.isfinite(whole):
         return None
     share = float(expected @ found) / whole
-    return share if distance(expected * share, found, least) <= tolerance else None
+    return share if relative_distance(expected * share, found, least) <= tolerance else None
 
 
-def named(pairs: Iterable[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Tensor]:
+def by_original_name(pairs: Iterable[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Those of a stage's tensors that have a name in the model, by it."""
     return {names[local]: tensor for local, tensor in pairs if local in names}

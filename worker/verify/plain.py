@@ -1,7 +1,7 @@
-"""The plain model of a job on one worker: no graph, no stages, no transfers; microbatches one after the other.
+"""Runs the plain model of a job on one worker: no graph, stages or transfers, one microbatch at a time.
 
-Uses torch, the job's own factories, and the contract of which samples and random numbers a step has; nothing of the
-engine.
+Uses torch, the job's own factories, and the contract of which samples and random numbers a step has; nothing of
+the engine. Each data-parallel rank has buffers of its own, since its statistics are of its own rows.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.data.microbatches import Microbatches, Part, Rows
-from worker.data.source import Order
-from worker.job import Job, Training
-from worker.job_loss import takes_inputs
-from worker.last_action import doing
-from worker.model.checkpointing import regions_marked
-from worker.model.interface import adapt
-from worker.model.random_calls import RandomCall, drawn_as
-from worker.nests import Target, no_loss, tokens_of
-from worker.precision import AUTOCAST, FP16, LossScaling
-from worker.training import ignored_target, make_loss, make_optimizer, make_schedule
-from worker.verify.draws import DrawsOfMeshes, MeshCall
+from worker.actor.loss import takes_inputs
+from worker.actor.model_host import build_job_model
+from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_ignore_index
+from worker.checkpoint.sources import fill_model
+from worker.contract.failures import leave_breadcrumb
+from worker.contract.job import AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
+from worker.data.dataset import SampleOrder
+from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors
+from worker.model.export import mark_checkpoint_regions
+from worker.model.interface import adapt_model
+from worker.model.pytree import Target, count_tokens, zero_loss
+from worker.model.rng_ops import RngOp, replay_rng
 from worker.verify.record import Probes
-from worker.weights.building import build_job_model
-from worker.weights.start import fill_model
+from worker.verify.rng import HeterogeneousDraws, MeshRngOp
 
 
 @dataclass(frozen=True)
@@ -57,35 +56,35 @@ class PlainModel:
         self,
         job: Job,
         microbatches: int,
-        calls: Sequence[RandomCall],
+        calls: Sequence[RngOp],
         probes: Probes,
         *,
         workers: int | None = None,
-        of_meshes: Sequence[MeshCall] = (),
+        of_meshes: Sequence[MeshRngOp] = (),
     ) -> None:
         """`workers`: how many share a microbatch where the loss is; `of_meshes` are the calls where meshes have unlike
         sizes."""
         training = job.training
         self._job, self._calls, self._probes = job, calls, probes
         self._of_meshes = of_meshes
-        self._microbatches, self._workers = microbatches, workers or job.data_workers
+        self._microbatches, self._workers = microbatches, workers or job.max_dp_size
         own_loss = job.loss is None
-        order = Order(job.data, training.seed, training.global_batch, microbatches)
+        order = SampleOrder(job.data, training.seed, training.global_batch, microbatches)
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
         built = build_job_model(job)
         self.model = built.model
         if job.model.weights:
             fill_model(job.model.weights, self.model, built.record)
-        self._whole: tuple[int, list[Rows]] | None = None
-        names = self._data.read(0, 0, Part(0, 1)).names
-        self._interface = adapt(self.model, names, output=job.model.output, own_loss=own_loss)
+        self._whole: tuple[int, list[MicrobatchTensors]] | None = None
+        names = self._data.read(0, 0, BatchSlice(0, 1)).names
+        self._interface = adapt_model(self.model, names, output=job.model.output, own_loss=own_loss)
         self._loss = make_loss(job.loss)
         self.parameters = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(job.optimizer, list(self.trained.values()), list(self.trained))
         schedule = job.optimizer.schedule
         self._schedule = make_schedule(schedule, self.optimizer) if schedule else None
-        self._scaler = _scaler(training)
+        self._scaler = _make_grad_scaler(training)
         self.buffers = [
             {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             for _ in range(self._workers)
@@ -98,12 +97,12 @@ class PlainModel:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        name = AUTOCAST[self._job.training.precision]
+        name = AUTOCAST_DTYPES[self._job.training.precision]
         return None if name is None else getattr(torch, name)
 
     def forward_and_backward(self, step: int) -> PlainStep:
         """Losses and gradients of a step; parameters stay, buffers are updated."""
-        doing(f"step {step} of the plain model")
+        leave_breadcrumb(f"step {step} of the plain model")
         for parameter in self.trained.values():
             parameter.grad = None
         losses, added = {}, {}
@@ -134,7 +133,7 @@ class PlainModel:
         }
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
         norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
-        doing("")
+        leave_breadcrumb("")
         rate = float(self.optimizer.param_groups[0]["lr"])
         return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters), scale)
 
@@ -149,10 +148,10 @@ class PlainModel:
 
     def _shares(self, targets: Mapping[tuple[int, int], Target]) -> dict[tuple[int, int], float]:
         """What each microbatch counts: 1, or where tokens count alike, how many times its part of them it has."""
-        ignored = ignored_target(self._job)
+        ignored = target_ignore_index(self._job)
         if ignored is None:
             return dict.fromkeys(targets, 1.0)
-        tokens = {at: int(tokens_of(target, ignored)) for at, target in targets.items()}
+        tokens = {at: int(count_tokens(target, ignored)) for at, target in targets.items()}
         return {at: count * len(tokens) / max(sum(tokens.values()), 1) for at, count in tokens.items()}
 
     def _run(
@@ -163,21 +162,23 @@ class PlainModel:
         autocast = contextlib.nullcontext()
         if self.autocast is not None:
             autocast = torch.autocast("cpu", dtype=self.autocast)
-        with autocast, regions_marked():
-            with drawn_as(self.model, self._calls, **where, shared=self._shared_draws(where)):
+        with autocast, mark_checkpoint_regions():
+            with replay_rng(self.model, self._calls, **where, shared=self._shared_draws(where)):
                 output = self.model(*inputs)
-            loss = self._loss.reading(self._interface.form)
-            return loss(output, target) * share if share else no_loss(output)
+            loss = self._loss.with_output_spec(self._interface.form)
+            return loss(output, target) * share if share else zero_loss(output)
 
-    def _shared_draws(self, where: Mapping[str, int]) -> DrawsOfMeshes | None:
-        return DrawsOfMeshes(self._of_meshes, workers=self._workers, **where) if self._of_meshes else None
+    def _shared_draws(self, where: Mapping[str, int]) -> HeterogeneousDraws | None:
+        return (
+            HeterogeneousDraws(self._of_meshes, workers=self._workers, **where) if self._of_meshes else None
+        )
 
     def rows(
         self, step: int, worker: int, microbatch: int, workers: int | None = None
     ) -> tuple[tuple[Tensor, ...], Target]:
         """A worker's rows, one of so many (or of those that have the loss): a block of those of the microbatch."""
         if self._whole is None or self._whole[0] != step:
-            read = [self._data.read(step, m, Part(0, 1)).rows for m in range(self._microbatches)]
+            read = [self._data.read(step, m, BatchSlice(0, 1)).rows for m in range(self._microbatches)]
             self._whole = step, read
         inputs, targets = self._whole[1][microbatch]
         share = len(targets) // (workers or self._workers)
@@ -191,7 +192,7 @@ class PlainModel:
             buffer.copy_(own[name])
 
 
-def _scaler(training: Training) -> torch.amp.GradScaler:
+def _make_grad_scaler(training: Training) -> torch.amp.GradScaler:
     """torch's own; one that does nothing where losses are not scaled."""
     scaling = training.loss_scaling or LossScaling()
     return torch.amp.GradScaler(

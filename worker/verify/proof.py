@@ -1,8 +1,9 @@
-"""A job's pipeline beside its plain model, for some steps: whether each is the same to rounding, and if not, where.
+"""Runs a job's pipeline beside its plain model for some steps, and reports the first difference or equality.
 
-The pipeline is the job's own: its plan's programs, its meshes, stages and transports, run by the engine, of all workers
-in this process (a thread each). After every step the plain model makes its update by the pipeline's gradients, which
-were found equal: each step is judged by itself, and what Adam makes of rounding in the smallest gradients is no error.
+The pipeline is the job's own: its plan's programs, meshes, stages and transports, run by the engine with all
+workers in this process (a thread each). After every step the plain model updates by the pipeline's gradients,
+which were found equal: each step is compared by itself, and what Adam makes of rounding in the smallest gradients
+is no error.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from worker.driver.planning import PlannedJob
-from worker.failure import AttemptFailure
-from worker.job import Job
-from worker.model.distance import FULL, Tolerance, tolerance_of
-from worker.model.random_calls import OtherRandomCallsError, RandomCall, random_calls
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import Job
+from worker.contract.planned import PlannedJob
+from worker.model.rng_ops import RngOp, RngOpMismatchError, traced_rng_ops
+from worker.model.tolerance import FULL_PRECISION, Tolerance, tolerance_for
 from worker.verify.compare import (
-    Different,
-    Holder,
+    DifferenceFound,
     PipelineStep,
     StepComparison,
-    Worst,
+    WorkerState,
+    WorstDistances,
+    by_original_name,
     check_transfers,
     compare_initial,
-    named,
 )
-from worker.verify.draws import mesh_calls
-from worker.verify.forwards import first_forward
+from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
+from worker.verify.locate import first_different_forward
 from worker.verify.plain import PlainModel
 from worker.verify.record import Probes, Recorder, StepRecord
-from worker.verify.workers import LocalWorkers, OpenWorker, make_workers
+from worker.verify.rng import mesh_rng_ops
 
 NOT_COVERED = (
     "the job runs on CPU and in one process: CUDA's kernels and streams, NCCL, several nodes and Ray are not covered",
@@ -48,7 +49,7 @@ class Proof:
 
     steps: int = 0
     difference: str | None = None
-    worst: Worst = field(default_factory=Worst)
+    worst: WorstDistances = field(default_factory=WorstDistances)
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Proof:
 
 def prove(
     job: Job,
-    plan: Callable[[Sequence[OpenWorker]], PlannedJob],
+    plan: Callable[[Sequence[InspectableWorker]], PlannedJob],
     steps: int = 3,
     *,
     told: Callable[[str], None] = lambda line: None,
@@ -78,10 +79,10 @@ def prove(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: compare 1 step or more")
-    if job.training.sync_batch_norm and job.data_workers > 1:
+    if job.training.sync_batch_norm and job.max_dp_size > 1:
         raise ValueError(
             "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
-            f"those of all {job.data_workers} at once: verify the job with resources.workers_per_mesh 1"
+            f"those of all {job.max_dp_size} at once: verify the job with resources.workers_per_mesh 1"
         )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
@@ -94,33 +95,33 @@ def prove(
     for worker in workers:  # one after the other: torch seeds for a whole process
         worker.prepare(job.mesh_sizes[int(worker.mesh[1:])])
     planned = plan(workers)
-    calls: list[list[RandomCall]] = []
-    with LocalWorkers(workers, planned, look=lambda traced: calls.append(random_calls(traced))) as gang:
+    calls: list[list[RngOp]] = []
+    with LocalGang(workers, planned, look=lambda traced: calls.append(traced_rng_ops(traced))) as gang:
         proof.notes += gang.notes
-        plain = _plain_model(job, planned, gang, calls, probes)
-        run = _Run(gang, plain, job, planned, proof, probes)
+        plain = _make_plain_model(job, planned, gang, calls, probes)
+        run = _ProofRun(gang, plain, job, planned, proof, probes)
         try:
             compare_initial(plain.parameters, plain.buffers[0], run.holders, proof.worst)
             for step in range(1, steps + 1):
                 run.step(step)
                 proof.steps = step
                 told(f"step {step} of {steps} is equal")
-        except Different as difference:
+        except DifferenceFound as difference:
             proof.difference = str(difference)
-        except OtherRandomCallsError as error:
+        except RngOpMismatchError as error:
             proof.difference = f"not comparable: {error}"
     return proof
 
 
-def _plain_model(
+def _make_plain_model(
     job: Job,
     planned: PlannedJob,
-    gang: LocalWorkers,
-    calls: Sequence[list[RandomCall]],
+    gang: LocalGang,
+    calls: Sequence[list[RngOp]],
     probes: Probes,
 ) -> PlainModel:
     """With the rows of the workers that have the loss; `calls` are those of each size of a mesh, in their order."""
-    if len({*job.data_sizes}) == 1:
+    if len({*job.dp_sizes}) == 1:
         return PlainModel(job, planned.microbatches, calls[0], probes)
     for worker in gang.workers:
         for index, stage in sorted(worker.stages.items()):
@@ -130,9 +131,9 @@ def _plain_model(
                     f"and meshes of {', '.join(map(str, job.mesh_sizes))} workers have unlike numbers of rows: no plain "
                     "model computes that; verify the job with equal sizes"
                 )
-    sizes = [*dict.fromkeys(job.data_sizes)]
+    sizes = [*dict.fromkeys(job.dp_sizes)]
     by_workers = dict(zip(sizes, calls, strict=True))
-    sharing = _sharing(job)
+    sharing = _dp_sizes(job)
     workers_of = {
         node.name: sharing[worker.mesh]
         for worker in gang.workers
@@ -148,30 +149,30 @@ def _plain_model(
         by_workers[last],
         probes,
         workers=last,
-        of_meshes=mesh_calls(by_workers, last, workers_of),
+        of_meshes=mesh_rng_ops(by_workers, last, workers_of),
     )
 
 
-def _sharing(job: Job) -> dict[str, int]:
+def _dp_sizes(job: Job) -> dict[str, int]:
     """By mesh, how many workers share a microbatch."""
-    return {f"m{mesh}": size for mesh, size in enumerate(job.data_sizes)}
+    return {f"m{mesh}": size for mesh, size in enumerate(job.dp_sizes)}
 
 
 # Of fp32 on CPU: of 37 public models at most 6.4e-7 of a gradient was rounding, where several users' gradients meet.
-_FULL = Tolerance(values=1e-5, gradients=1e-4)
+_FULL_PRECISION = Tolerance(values=1e-5, gradients=1e-4)
 
 
 def _tolerance(plain: PlainModel) -> Tolerance:
-    found = tolerance_of(plain.model, plain.autocast, "cpu")
-    return _FULL if found == FULL else found
+    found = tolerance_for(plain.model, plain.autocast, "cpu")
+    return _FULL_PRECISION if found == FULL_PRECISION else found
 
 
-class _Run:
+class _ProofRun:
     """Both, step by step."""
 
     def __init__(
         self,
-        gang: LocalWorkers,
+        gang: LocalGang,
         plain: PlainModel,
         job: Job,
         planned: PlannedJob,
@@ -182,12 +183,12 @@ class _Run:
         self._probes = probes
         self._planned = planned
         self._tolerance = _tolerance(plain)
-        self.holders = [_holder(worker) for worker in gang.workers]
+        self.holders = [_worker_state(worker) for worker in gang.workers]
         self._recorders = [
             Recorder(w.mesh, w.index, w.stages, probes, rows=w.rows, share=w.share, plans=planned.reshardings)
             for w in gang.workers
         ]
-        self._given = [_Given(worker) for worker in gang.workers]
+        self._optimizer_gradients = [_OptimizerGradients(worker) for worker in gang.workers]
         for worker, recorder in zip(gang.workers, self._recorders, strict=True):
             worker.engine.observe(recorder)
 
@@ -199,13 +200,13 @@ class _Run:
         expected = plain.forward_and_backward(step)
 
         def located(worker: int, microbatch: int) -> str:
-            return first_forward(
+            return first_different_forward(
                 plain,
                 pipeline.record,
                 self._probes,
                 begins=self._planned.begins,
                 mesh_of_stage=self._planned.mesh_of_stage,
-                sharing=_sharing(self._job),
+                sharing=_dp_sizes(self._job),
                 at=(worker, step, microbatch),
                 tolerance=self._tolerance.values,
             )
@@ -219,7 +220,7 @@ class _Run:
             self._proof.worst,
             clip=self._job.training.clip_grad_norm,
             first_forward=located,
-            unlike=len({*self._job.data_sizes}) > 1,
+            unlike=len({*self._job.dp_sizes}) > 1,
         )
         compared.check_transfers()
         compared.check_losses()
@@ -229,7 +230,7 @@ class _Run:
         compared.check_skipped()
         compared.check_rate()
         if not pipeline.skipped:
-            plain.update(self._shared(pipeline.gradients))
+            plain.update(self._first_of_each(pipeline.gradients))
         compared.check_parameters(before, plain.parameters)
         compared.check_buffers(plain.buffers)
 
@@ -237,14 +238,14 @@ class _Run:
         record = StepRecord(self._probes)
         for recorder in self._recorders:
             recorder.begin(record)
-        for given in self._given:
+        for given in self._optimizer_gradients:
             given.begin()
         try:
             results = self._gang.step(step)
         except AttemptFailure as failure:
             check_transfers(step, record, self._proof.worst)
             finite = self._plain.forward_and_backward(step).finite
-            raise Different(
+            raise DifferenceFound(
                 f"step {step}: the pipeline failed: {failure.message} (the plain model made this step: its losses and "
                 f"gradients are {'finite' if finite else 'not finite either'})"
             ) from failure
@@ -263,16 +264,18 @@ class _Run:
                 if result.learning_rate is not None
             },
             skipped=any(result.skipped for result in results),
-            gradients=self._of_shared_matrices(self._whole([given.gradients() for given in self._given])),
+            gradients=self._merge_tensor_parallel(
+                self._merge_zero1([given.gradients() for given in self._optimizer_gradients])
+            ),
             record=record,
             loss_scales=[result.loss_scale for result in results if result.loss_scale is not None],
         )
 
-    def _whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def _merge_zero1(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Of workers that share the optimizer's state, whose optimizers were given parts, those of whole parameters: of
         all that a worker has of them, where some share matrices too."""
         shares = [
-            (m, self._job.tensor_of(m), n) for m in self._job.sharded for n in range(self._job.tensor_of(m))
+            (m, self._job.tp_size(m), n) for m in self._job.sharded for n in range(self._job.tp_size(m))
         ]
         for mesh, tensor, share in shares:
             own = [k for k, h in enumerate(self.holders) if h.mesh == mesh and h.worker % tensor == share]
@@ -285,7 +288,7 @@ class _Run:
                 gradients[k] = whole
         return gradients
 
-    def _of_shared_matrices(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def _merge_tensor_parallel(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Of workers that share matrices, whose gradients are parts, those of whole parameters."""
         if self._job.resources.tensor == 1:
             return gradients
@@ -298,7 +301,7 @@ class _Run:
             found.append(
                 {
                     name: sum(
-                        workers[k].share.placed(name, gradients[k][name])
+                        workers[k].share.zero_padded(name, gradients[k][name])
                         for k in own
                         if workers[k].share.counts(name)
                     )
@@ -307,7 +310,7 @@ class _Run:
             )
         return found
 
-    def _shared(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def _first_of_each(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """By name, of the first that has it; what the plain model has no gradient of gets none."""
         found: dict[str, Tensor] = {}
         for own in gradients:
@@ -317,11 +320,11 @@ class _Run:
         return found
 
 
-class _Given:
+class _OptimizerGradients:
     """The gradients that a worker's optimizer is given, before it may change them."""
 
-    def __init__(self, worker: OpenWorker) -> None:
-        held = _holder(worker).parameters
+    def __init__(self, worker: InspectableWorker) -> None:
+        held = _worker_state(worker).parameters
         self._parameters = {name: p for name, p in worker.updated.items() if p.requires_grad and name in held}
         self._kept: dict[str, Tensor] | None = None
         if worker.optimizer is not None:
@@ -342,18 +345,21 @@ class _Given:
         }
 
 
-def _holder(worker: OpenWorker) -> Holder:
+def _worker_state(worker: InspectableWorker) -> WorkerState:
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     stages_of: dict[str, list[int]] = {}
     for index, stage in sorted(worker.stages.items()):
         names: Mapping[str, str] = stage.original_names
-        own = named(stage.named_parameters(), names), named(stage.named_buffers(), names)
+        own = (
+            by_original_name(stage.named_parameters(), names),
+            by_original_name(stage.named_buffers(), names),
+        )
         parameters |= {name: p for name, p in own[0].items() if name not in parameters}
         buffers |= own[1]
         for name in [*own[0], *own[1]]:
             stages_of.setdefault(name, []).append(index)
-    return Holder(
+    return WorkerState(
         worker.mesh,
         worker.index,
         parameters,

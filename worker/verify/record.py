@@ -1,24 +1,90 @@
-"""What the workers of a pipeline do in one step, kept in a few numbers a slot, so that a difference can be traced to
-the slot that made it.
+"""Records one pipeline step in a few numbers a slot: checksums of transfers, random projections of gradients.
 
-Of what travels a checksum is kept at both ends; of gradients, after every backward, their products with vectors of
-random numbers, which add up as gradients do.
+A transfer keeps a checksum at both ends: of a tensor for a pair of workers, of tiles for a resharding. Of
+gradients, after every backward, the products with random vectors are kept, which add up as gradients do.
+Observers run on the threads of all workers: StepRecord takes a lock for every write.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from worker.checks.replicas import checksum
+from worker.contract.resharding import Box, ReshardingPlan
 from worker.engine.routes import Route
-from worker.engine.tensor_share import TensorShare
-from worker.verify.transfers import Passage, Passed, Plans, pieces
+from worker.parallel.tensor.shards import TensorParallelShards
 
-_OFFSETS = (0, 17, 101, 997)
+ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
+"""By the first edge of a route, and whether it is the way back."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One transfer of one microbatch: of the tensor of one worker of each mesh, or of a tile (`box` of the whole)."""
+
+    index: int
+    source: int
+    tensor: str
+    meshes: tuple[str, str]
+    backward: bool
+    microbatch: int
+    worker: int | None
+    box: Box = ()
+
+    def __str__(self) -> str:
+        ops, ends = ("SEND_F", "RECV_F"), self.meshes
+        if self.backward:
+            ops, ends = ("SEND_B", "RECV_B"), ends[::-1]
+        what = "gradient of " if self.backward else ""
+        box = "".join(f"[{begin}:{end}]" for begin, end in self.box)
+        return (
+            f"{ops[0]} on {ends[0]} to {ops[1]} on {ends[1]} of microbatch {self.microbatch} "
+            f"({what}{self.tensor!r} of stage {self.source}{f', its part {box}' if box else ''})"
+        )
+
+
+@dataclass(frozen=True)
+class TransferCheck:
+    """A transfer to worker `taker`, and whether what was used is what was left to be sent."""
+
+    transfer: Transfer
+    taker: str
+    intact: bool
+
+    def __str__(self) -> str:
+        return str(self.transfer) + (f" as {self.taker} has it" if self.transfer.box else "")
+
+
+def transfer_checksums(
+    mesh: str,
+    worker: int,
+    plans: ReshardingPlans,
+    route: Route,
+    backward: bool,
+    microbatch: int,
+    tensor: Tensor,
+) -> Iterator[tuple[Transfer, str]]:
+    """The transfers that `tensor` of a worker is an end of, with the checksums of what they move of it."""
+    plan = plans.get((route.index, backward))
+    ends = route.source_mesh, route.target_mesh
+    what = (route.index, route.source, route.tensor, ends, backward, microbatch)
+    if plan is None:
+        yield Transfer(*what, worker), checksum(tensor)
+        return
+    name = f"{mesh}/{worker}"
+    own = plan.box(name)
+    for tile, box in enumerate(plan.tiles):
+        if plan.holds(name, tile) or plan.needs(name, tile):
+            part = tensor[tuple(slice(b - at, e - at) for (b, e), (at, _) in zip(box, own, strict=True))]
+            yield Transfer(*what, None, box), checksum(part)
+
+
+_PROBE_OFFSETS = (0, 17, 101, 997)
 
 
 class Probes:
@@ -32,10 +98,12 @@ class Probes:
     def of(self, tensor: Tensor | None) -> Tensor:
         """Zeros for None, which stands for no gradient."""
         if tensor is None:
-            return torch.zeros(len(_OFFSETS), dtype=torch.float64)
+            return torch.zeros(len(_PROBE_OFFSETS), dtype=torch.float64)
         flat = tensor.detach().reshape(-1).float()
-        numbers = self._enough(flat.numel() + _OFFSETS[-1])
-        return torch.stack([flat @ numbers[start : start + flat.numel()] for start in _OFFSETS]).double()
+        numbers = self._enough(flat.numel() + _PROBE_OFFSETS[-1])
+        return torch.stack(
+            [flat @ numbers[start : start + flat.numel()] for start in _PROBE_OFFSETS]
+        ).double()
 
     def _enough(self, count: int) -> Tensor:
         with self._lock:
@@ -44,13 +112,13 @@ class Probes:
             return self._numbers
 
 
-def norm_of(probe: Tensor) -> float:
+def probe_norm(probe: Tensor) -> float:
     """About the norm of what was probed."""
     return float(probe.square().mean().sqrt())
 
 
 @dataclass(frozen=True)
-class Slot:
+class BackwardSlot:
     """A backward that added to gradients (B or W), of this part of the microbatch's rows."""
 
     stage: int
@@ -72,19 +140,19 @@ class StepRecord:
     def __init__(self, probes: Probes) -> None:
         self._probes = probes
         self._lock = threading.Lock()
-        self._gave: dict[Passage, set[str]] = {}
-        self._took: dict[tuple[Passage, str], str] = {}
+        self._gave: dict[Transfer, set[str]] = {}
+        self._took: dict[tuple[Transfer, str], str] = {}
         self._made: dict[tuple[int, int, int, str], Tensor] = {}
-        self.added: dict[str, dict[Slot, Tensor]] = {}
+        self.added: dict[str, dict[BackwardSlot, Tensor]] = {}
         """What each slot added to a parameter's gradient, as probes, by name."""
         self.left_over: set[str] = set()
         """Parameters that had a gradient before the first backward."""
 
-    def passed(self) -> list[Passed]:
+    def transfer_checks(self) -> list[TransferCheck]:
         """The transfers whose tensors were used, in that order."""
         with self._lock:
             return [
-                Passed(one, taker, used in self._gave.get(one, ()))
+                TransferCheck(one, taker, used in self._gave.get(one, ()))
                 for (one, taker), used in self._took.items()
             ]
 
@@ -102,18 +170,18 @@ class StepRecord:
         with self._lock:
             self._made[worker, stage, microbatch, name] = probe
 
-    def gave(self, sent: Iterable[tuple[Passage, str]]) -> None:
+    def gave(self, sent: Iterable[tuple[Transfer, str]]) -> None:
         """Checksums of what a worker leaves to be sent; of a tile that several hold each has its own."""
         with self._lock:
             for one, value in sent:
                 self._gave.setdefault(one, set()).add(value)
 
-    def took(self, taker: str, received: Iterable[tuple[Passage, str]]) -> None:
+    def took(self, taker: str, received: Iterable[tuple[Transfer, str]]) -> None:
         with self._lock:
             for one, value in received:
                 self._took[one, taker] = value
 
-    def add(self, name: str, slot: Slot, probe: Tensor) -> None:
+    def add(self, name: str, slot: BackwardSlot, probe: Tensor) -> None:
         with self._lock:
             self.added.setdefault(name, {})[slot] = probe
 
@@ -129,8 +197,8 @@ class Recorder:
         probes: Probes,
         *,
         rows: int | None = None,
-        share: TensorShare | None = None,
-        plans: Plans | None = None,
+        share: TensorParallelShards | None = None,
+        plans: ReshardingPlans | None = None,
     ) -> None:
         """`plans` are the transfers that are resharded."""
         self._plans = plans or {}
@@ -164,8 +232,10 @@ class Recorder:
 
     def _pieces(
         self, route: Route, backward: bool, microbatch: int, tensor: Tensor
-    ) -> list[tuple[Passage, str]]:
-        return list(pieces(self._mesh, self._worker, self._plans, route, backward, microbatch, tensor))
+    ) -> list[tuple[Transfer, str]]:
+        return list(
+            transfer_checksums(self._mesh, self._worker, self._plans, route, backward, microbatch, tensor)
+        )
 
     def ended(self, action: str, stage: int, microbatch: int) -> None:
         if not self._before:  # the first action of the step, a forward
@@ -176,7 +246,7 @@ class Recorder:
                         self._step.left_over.add(name)
         if action not in ("B", "W"):
             return
-        slot = Slot(stage, action, microbatch, self._mesh, self._worker, self._rows)
+        slot = BackwardSlot(stage, action, microbatch, self._mesh, self._worker, self._rows)
         for name, parameter in self._parameters[stage].items():
             now = self._probe(name, parameter)
             if self._share is None or self._share.counts(name):
@@ -187,5 +257,5 @@ class Recorder:
         """Of workers that share a parameter those of their parts, which add up to that of the whole."""
         gradient = parameter.grad
         if gradient is not None and self._share is not None:
-            gradient = self._share.placed(name, gradient)
+            gradient = self._share.zero_padded(name, gradient)
         return self._probes.of(gradient)

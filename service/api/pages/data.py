@@ -1,6 +1,6 @@
-"""What the job page asks for beside the JSON API: profiled steps, gaps, the memory of meshes, what was chosen.
+"""Serves JSON that the job page needs beside the API: profiled steps, gaps, memory of meshes, the chosen plan.
 
-Turns stored plans, slots and peaks into the values of gaps.py; decides nothing.
+Turns stored plans, slots and peaks into the values of the scheduler's gap analysis; decides nothing.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from fastapi import APIRouter
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from service.api.context import Current
+from service.api.dependencies import CurrentService
 from service.api.errors import ProblemError
-from service.api.manage import JobId, existing_job
-from service.api.schemas import Integer, SlotView
-from service.scheduler.model.spec import PipelineSpec
+from service.api.routers.jobs import JobId, existing_job
+from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.why.gaps import find_gaps
+from service.schemas.jobs import Integer, SlotView
 from service.store.attempts import attempts_of
-from service.store.plans import find_plan
+from service.store.measurements import SlotRecord, find_timeline, profiled_attempt_steps
+from service.store.plans import find_job_plan
 from service.store.tables import JobPlan
-from service.store.timelines import SlotRecord, find_timeline, profiled_places
-from worker.model.memory_plan import planned_peak_bytes
-from worker.program import COMPUTE_OPS, TRANSFER_OPS
+from worker.contract.planned import planned_peak_bytes
+from worker.contract.program import COMPUTE_OPS, TRANSFER_OPS
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.get("/jobs/{job_id}/profiled-steps")
-async def steps(job_id: JobId, service: Current) -> dict[str, Any]:
+async def steps(job_id: JobId, service: CurrentService) -> dict[str, Any]:
     """The attempt whose plan is stored (null: none), and of each stored timeline the step and the attempt; latest last."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
         plan = await session.scalar(select(JobPlan.attempt).where(JobPlan.job_id == job_id))
-        places = await profiled_places(session, job_id)
+        places = await profiled_attempt_steps(session, job_id)
     return {
         "planned": plan,
         "steps": [step for _, step in places],
@@ -46,23 +46,23 @@ async def steps(job_id: JobId, service: Current) -> dict[str, Any]:
 
 
 @router.get("/jobs/{job_id}/gaps")
-async def gaps(job_id: JobId, service: Current, step: Integer | None = None) -> dict[str, Any]:
+async def gaps(job_id: JobId, service: CurrentService, step: Integer | None = None) -> dict[str, Any]:
     """The gaps of the planned and of the measured compute lanes of one step (the last profiled one if null)."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        plan = await find_plan(session, job_id)
+        plan = await find_job_plan(session, job_id)
         timeline = await find_timeline(session, job_id, step)
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan yet: it gets one when its first attempt starts")
-    return await asyncio.to_thread(_explain, plan.body, [] if timeline is None else timeline[1])
+    return await asyncio.to_thread(_explained_gaps, plan.body, [] if timeline is None else timeline[1])
 
 
 @router.get("/jobs/{job_id}/memory")
-async def memory(job_id: JobId, service: Current) -> dict[str, Any]:
+async def memory(job_id: JobId, service: CurrentService) -> dict[str, Any]:
     """Of each mesh of the job's plan: its limit, the planned and the measured peak, and the stages that recompute."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        plan = await find_plan(session, job_id)
+        plan = await find_job_plan(session, job_id)
         attempts = await attempts_of(session, job_id)
     if plan is None:
         return {"meshes": []}
@@ -71,11 +71,11 @@ async def memory(job_id: JobId, service: Current) -> dict[str, Any]:
 
 
 @router.get("/jobs/{job_id}/choice")
-async def choice(job_id: JobId, service: Current) -> dict[str, Any]:
+async def choice(job_id: JobId, service: CurrentService) -> dict[str, Any]:
     """What the job's plan chose and promises beside its slots; null and empty where there is no plan yet."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        plan = await find_plan(session, job_id)
+        plan = await find_job_plan(session, job_id)
     if plan is None:
         return {"microbatches": None, "stages": None, "step_s": None, "update": []}
     return await asyncio.to_thread(_choice, plan.body)
@@ -108,7 +108,7 @@ def _memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any]]:
     ]
 
 
-def _explain(plan_text: str, records: list[SlotRecord]) -> dict[str, Any]:
+def _explained_gaps(plan_text: str, records: list[SlotRecord]) -> dict[str, Any]:
     measured = [SlotView(**record._asdict()) for record in records]
     body = json.loads(plan_text)
     planned = [SlotView.model_validate(slot) for slot in body["plan"]["slots"]]

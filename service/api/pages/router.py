@@ -1,6 +1,6 @@
-"""Routes of the web pages: HTML shells and their script, style and icon.
+"""Serves the web pages: HTML shells with their script, style and icon, and links to Grafana.
 
-The pages fill themselves from the JSON API; of the store this module asks only whether a job is there.
+The pages fill themselves from the JSON API; this module asks the store only if a job exists.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
-from service.api.context import Current
-from service.job_states import JobState
-from service.jobspec import JOB_ID_PATTERN
+from service.api.dependencies import CurrentService
+from service.spec.job import JOB_ID_PATTERN
+from service.spec.states import JobState
 from service.store.jobs import find_job
 from service.store.tables import Job
 
@@ -35,7 +35,7 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/", response_class=HTMLResponse)
-async def jobs_page(request: Request, service: Current) -> HTMLResponse:
+async def jobs_page(request: Request, service: CurrentService) -> HTMLResponse:
     """The list of jobs."""
     context = {"states": list(JobState), "queues": list(service.settings.queues)}
     return _templates.TemplateResponse(request, "jobs.html", context, headers=_HEADERS)
@@ -48,7 +48,7 @@ async def cluster_page(request: Request) -> HTMLResponse:
 
 
 @router.get("/jobs/{job_id}", response_class=HTMLResponse)
-async def job_page(request: Request, job_id: str, service: Current) -> HTMLResponse:
+async def job_page(request: Request, job_id: str, service: CurrentService) -> HTMLResponse:
     """The page of one job, or 404 and a page that says so."""
     async with service.database.read() as session:
         known = re.fullmatch(JOB_ID_PATTERN, job_id) and await find_job(session, job_id)

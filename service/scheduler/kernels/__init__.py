@@ -3,33 +3,44 @@
 Compiled on first use and cached on disk; a change in any of these files compiles all of them again.
 """
 
-from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT, Limits, Receives, Rows, Tasks
+from service.scheduler.kernels.base import BACKWARD, FORWARD, OPS, WEIGHT, Limits, ReceiveBuffers, Rows, Tasks
 from service.scheduler.kernels.dispatcher import TOLERANCE, dispatch
-from service.scheduler.kernels.paths import compress, jackson, latest_starts, longest_paths, tails
-from service.scheduler.kernels.tabu import TASK, Disjunctive, tabu_round
-from service.scheduler.kernels.waits import Local, clocks, compile_waits, first_unmet
+from service.scheduler.kernels.paths import (
+    compress_rows,
+    jackson_makespan,
+    latest_starts,
+    longest_paths,
+    tails,
+)
+from service.scheduler.kernels.tabu import TABU_TASK_DTYPE, DisjunctiveGraph, tabu_round
+from service.scheduler.kernels.waits import (
+    MeshInstructions,
+    compile_waits,
+    first_unmet_dependency,
+    vector_clocks,
+)
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
     "OPS",
-    "TASK",
+    "TABU_TASK_DTYPE",
     "TOLERANCE",
     "WEIGHT",
-    "Disjunctive",
+    "DisjunctiveGraph",
     "Limits",
-    "Local",
-    "Receives",
+    "MeshInstructions",
+    "ReceiveBuffers",
     "Rows",
     "Tasks",
-    "clocks",
     "compile_waits",
-    "compress",
+    "compress_rows",
     "dispatch",
-    "first_unmet",
-    "jackson",
+    "first_unmet_dependency",
+    "jackson_makespan",
     "latest_starts",
     "longest_paths",
     "tabu_round",
     "tails",
+    "vector_clocks",
 ]

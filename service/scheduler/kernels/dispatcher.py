@@ -1,21 +1,131 @@
 """The event-driven dispatcher: runs tasks as early as priorities, resources and memory allow.
 
-At each instant ends come first (`_release`), then starts by descending priority: of the tasks that the
-compute lanes choose (`_choose_compute`) and those at the heads of the transfers' queues (`_choose_transfer`)
-the most urgent one begins (`_begin`), until none may.
-
-What it keeps meanwhile is in run.py, the queue of ends in ends.py, what memory lets begin in room.py.
+At each instant ends come first, then starts by descending priority: of the tasks that the compute lanes choose
+and the heads of the transfer queues the most urgent one starts, until none may. Greedy and non-preemptive.
+Running tasks lie in a binary heap, earliest end first. Forwards start under the caps and limits of activations
+(with the banker's rule where several stages share a mesh), transfers under the receive buffers of their mesh.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from service.scheduler.kernels.arrays import BACKWARD, FORWARD, OPS, WEIGHT
-from service.scheduler.kernels.compiled import compiled, inlined
-from service.scheduler.kernels.ends import pop, push
-from service.scheduler.kernels.room import has_buffer, may_forward
-from service.scheduler.kernels.run import new_run
+from service.scheduler.kernels.base import (
+    BACKWARD,
+    FORWARD,
+    OPS,
+    WEIGHT,
+    compiled,
+    inlined,
+    new_dispatch_state,
+)
+
+
+@inlined
+def push_running(end, task, run):
+    """Into the binary heap of running tasks, earliest end first, of equal ends the lowest task."""
+    run.tasks[task].end = end
+    at = run.counts[0].running
+    run.counts[0].running += 1
+    while at > 0:
+        parent = (at - 1) >> 1
+        other = run.heap[parent]
+        if run.tasks[other].end < end or (run.tasks[other].end == end and other < task):
+            break
+        run.heap[at] = other
+        at = parent
+    run.heap[at] = task
+
+
+@inlined
+def pop_earliest_end(run):
+    """The running task that ends first, taken from the heap."""
+    first = run.heap[0]
+    run.counts[0].running -= 1
+    count = run.counts[0].running
+    task = run.heap[count]
+    end = run.tasks[task].end
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= count:
+            break
+        right = child + 1
+        if right < count and (
+            run.tasks[run.heap[right]].end < run.tasks[run.heap[child]].end
+            or (
+                run.tasks[run.heap[right]].end == run.tasks[run.heap[child]].end
+                and run.heap[right] < run.heap[child]
+            )
+        ):
+            child = right
+        if end < run.tasks[run.heap[child]].end or (
+            end == run.tasks[run.heap[child]].end and task < run.heap[child]
+        ):
+            break
+        run.heap[at] = run.heap[child]
+        at = child
+    run.heap[at] = task
+    return first
+
+
+@inlined
+def may_start_forward(stage, mesh, tasks, limits, run):
+    """Whether the caps and the memory of its mesh let a stage begin another forward."""
+    if run.stages[stage].started - run.stages[stage].returned >= limits.in_flight_cap[stage]:
+        return False
+    if run.stages[stage].started - run.stages[stage].finished >= limits.source_cap[stage]:
+        return False
+    if limits.activation_limit[mesh] < 0:
+        return True
+    room = limits.activation_limit[mesh] - run.meshes[mesh].held - limits.activation[stage]
+    if room < 0:
+        return False
+    first, end = tasks.kinds_of_mesh.pointer[mesh], tasks.kinds_of_mesh.pointer[mesh + 1]
+    if end - first == OPS:
+        return True
+    # several stages share the memory: afterwards the microbatches must still be able to finish one by
+    # one, oldest first, each with what those before it give back (the banker's rule)
+    oldest = run.stages[stage].started
+    newest = run.stages[stage].started
+    whole = 0
+    for position in range(first, end, OPS):
+        other = tasks.kinds_of_mesh.values[position] // OPS
+        oldest = min(oldest, run.stages[other].finished)
+        newest = max(newest, run.stages[other].started - 1)
+        whole += limits.activation[other]
+    for m in range(oldest, newest + 1):
+        needed = 0
+        given = 0
+        for position in range(first, end, OPS):
+            other = tasks.kinds_of_mesh.values[position] // OPS
+            if m >= run.stages[other].started + (1 if other == stage else 0):
+                needed += limits.activation[other]
+            elif m >= run.stages[other].returned:
+                given += limits.activation[other]
+            elif m >= run.stages[other].finished:
+                given += limits.stash[other]
+        if needed > room:
+            return False
+        room += given
+        if room >= whole:
+            return True
+    return True
+
+
+@inlined
+def has_receive_buffer(task, mesh, receives, run):
+    """Whether a receive buffer is left for a transfer when those used before it have taken theirs."""
+    if receives.limit[mesh] < 0:
+        return True
+    room = receives.limit[mesh] - run.meshes[mesh].buffers
+    at = run.meshes[mesh].buffer_low
+    while room > 0 and receives.by_first_use.values[at] != task:
+        if run.tasks[receives.by_first_use.values[at]].receive_rank >= 0:
+            room -= 1
+        at += 1
+    return room > 0
+
 
 TOLERANCE = 1e-9  # relative; two times this close are one instant
 
@@ -31,34 +141,34 @@ def dispatch(tasks, lanes, limits, receives, priority, patience):
     limited = False
     for mesh in range(tasks.meshes):
         limited = limited or receives.limit[mesh] >= 0
-    run = new_run(tasks, lanes, receives, limited)
-    _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, run)
+    run = new_dispatch_state(tasks, lanes, receives, limited)
+    _run_events(tasks, lanes, limits, receives, priority, patience, fixed, limited, run)
     return run.tasks["start"].copy(), run.order, run.counts[0].begun
 
 
 @inlined
-def _play(tasks, lanes, limits, receives, priority, patience, fixed, limited, run):
+def _run_events(tasks, lanes, limits, receives, priority, patience, fixed, limited, run):
     """`dispatch` on a new run: from one end of a task to the next."""
     time = 0.0
     while True:
         window = time + TOLERANCE * abs(time)
         while run.counts[0].running > 0 and run.tasks[run.heap[0]].end <= window:
-            task = pop(run)
-            _release(task, run.tasks[task].end, tasks, limits, receives, limited, priority, run)
+            task = pop_earliest_end(run)
+            _finish_task(task, run.tasks[task].end, tasks, limits, receives, limited, priority, run)
         while True:
             best = _choose_compute(time, window, fixed, tasks, lanes, limits, priority, patience, run)
             if run.counts[0].waiting_kinds > 0:
                 best = _choose_transfer(best, tasks, receives, limited, priority, run)
             if best < 0:
                 break
-            _begin(best, time, fixed, tasks, limits, receives, limited, run)
+            _start_task(best, time, fixed, tasks, limits, receives, limited, run)
         if run.counts[0].running == 0:
             break
         time = run.tasks[run.heap[0]].end
 
 
 @inlined
-def _release(task, end, tasks, limits, receives, limited, priority, run):
+def _finish_task(task, end, tasks, limits, receives, limited, priority, run):
     """A task has ended: give back what it held, and queue the transfers that waited for it alone."""
     microbatches = tasks.microbatches
     first_transfer = OPS * tasks.stages
@@ -108,7 +218,7 @@ def _release(task, end, tasks, limits, receives, limited, priority, run):
             run.tasks[after].start = begin
             run.order[run.counts[0].begun] = after
             run.counts[0].begun += 1
-            push(begin + tasks.duration[after], after, run)
+            push_running(begin + tasks.duration[after], after, run)
         else:
             by_rank = limited and receives.limit[tasks.receiver[after_kind]] >= 0
             _enqueue(after, after_kind, first_transfer, by_rank, priority, run)
@@ -173,7 +283,7 @@ def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
         task = kind * microbatches + m
         if run.tasks[task].missing != 0 or not tasks.exists[task]:
             continue
-        if kind % OPS == FORWARD and not may_forward(kind // OPS, mesh, tasks, limits, run):
+        if kind % OPS == FORWARD and not may_start_forward(kind // OPS, mesh, tasks, limits, run):
             continue
         if choice < 0 or priority[task] > priority[choice]:
             choice = task
@@ -188,7 +298,7 @@ def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
         task = kind * microbatches + m
         if not tasks.exists[task] or run.tasks[task].missing == 0 or run.tasks[task].unknown != 0:
             continue
-        if kind % OPS == FORWARD and not may_forward(kind // OPS, mesh, tasks, limits, run):
+        if kind % OPS == FORWARD and not may_start_forward(kind // OPS, mesh, tasks, limits, run):
             continue
         if priority[task] > priority[choice] and window < run.tasks[task].expected < deadline:
             return -1
@@ -215,7 +325,7 @@ def _choose_transfer(best, tasks, receives, limited, priority, run):
         task = run.queue[kind - first_transfer, head]
         if priority[task] <= best_priority:
             continue
-        if limited and not has_buffer(task, tasks.receiver[kind], receives, run):
+        if limited and not has_receive_buffer(task, tasks.receiver[kind], receives, run):
             continue
         best = task
         best_priority = priority[task]
@@ -223,7 +333,7 @@ def _choose_transfer(best, tasks, receives, limited, priority, run):
 
 
 @inlined
-def _begin(task, time, fixed, tasks, limits, receives, limited, run):
+def _start_task(task, time, fixed, tasks, limits, receives, limited, run):
     """Start a task as early as its causes and resources were there."""
     microbatches = tasks.microbatches
     first_transfer = OPS * tasks.stages
@@ -267,13 +377,13 @@ def _begin(task, time, fixed, tasks, limits, receives, limited, run):
     run.order[run.counts[0].begun] = task
     run.counts[0].begun += 1
     end = begin + tasks.duration[task]
-    push(end, task, run)
+    push_running(end, task, run)
     if kind < first_transfer or tasks.resources[kind, 0] >= 0 or limited:
-        _expect(task, m, end, limited, tasks, run)
+        _propagate_expected_ends(task, m, end, limited, tasks, run)
 
 
 @inlined
-def _expect(task, m, end, limited, tasks, run):
+def _propagate_expected_ends(task, m, end, limited, tasks, run):
     """Tell the dependents of a begun task when it ends; through transfers that nothing can hold up, too."""
     microbatches = tasks.microbatches
     first_transfer = OPS * tasks.stages

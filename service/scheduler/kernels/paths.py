@@ -1,4 +1,4 @@
-"""Longest paths along a graph in compressed rows, and one machine by itself."""
+"""Longest paths along task graphs in compressed sparse rows, ALAP starts, and Jackson's one-machine bound."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-from service.scheduler.kernels.compiled import compiled
+from service.scheduler.kernels.base import compiled
 
 
 @compiled
@@ -56,7 +56,7 @@ def tails(pointer, successors, duration, order, count):
 
 
 @compiled
-def jackson(head, length, tail):
+def jackson_makespan(head, length, tail):
     """Optimal preemptive makespan of one machine: of what is ready always the longest tail. Sorted by head."""
     remaining = length.copy()
     ready = [(0.0, -1)]
@@ -102,7 +102,7 @@ def latest_starts(pointer, successors, start, duration, order, moves):
 
 
 @compiled
-def compress(nodes, causes, effects):
+def compress_rows(nodes, causes, effects):
     """(pointer, successors): for each node those that come after it, in the order of the edges."""
     pointer = np.zeros(nodes + 1, dtype=np.int64)
     for position in range(causes.shape[0]):

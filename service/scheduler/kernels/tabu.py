@@ -1,7 +1,8 @@
-"""Tabu search on the orders of all resources: exchange two neighbours of a critical path, again and again.
+"""Tabu search kernel: swaps neighbours on a critical path of the disjunctive graph, one move an iteration.
 
-Moves after van Laarhoven, Aarts and Lenstra (1992), their value estimated after Taillard (1994), tabu
-list after Nowicki and Smutnicki (1996); here for tasks that may occupy two resources, and with memory.
+Moves after van Laarhoven, Aarts and Lenstra (1992), their value estimated after Taillard (1994), tabu list after
+Nowicki and Smutnicki (1996); here for tasks that may occupy two resources, and with memory limits.
+Deterministic for a seed: numba's generator of the calling thread is seeded at the start of a round.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.scheduler.kernels.arrays import OPS, Rows
-from service.scheduler.kernels.compiled import compiled, inlined
+from service.scheduler.kernels.base import OPS, Rows, compiled, inlined
 
 _EPSILON = 1e-9
-_LIST = 1 << 18  # places of the tabu list; pairs that share one only forbid each other's moves
+_TABU_LIST_SIZE = 1 << 18  # places of the tabu list; pairs that share one only forbid each other's moves
 
 
-TASK = np.dtype(
+TABU_TASK_DTYPE = np.dtype(
     [
         ("exists", np.int32),
         ("missing", np.int32),  # how many others it waits for
@@ -29,7 +29,7 @@ TASK = np.dtype(
 )
 
 
-class Disjunctive(NamedTuple):
+class DisjunctiveGraph(NamedTuple):
     """A problem as graph and resources, task by task."""
 
     microbatches: int
@@ -45,8 +45,10 @@ class Disjunctive(NamedTuple):
 
 
 # `orders` holds for each task and side its neighbours on that resource, and the bytes held there before it.
-_BEFORE, _AFTER, _HELD = 0, 1, 2
-_TIMES = np.dtype([("start", np.float64), ("tail", np.float64)])  # tail: the longest path behind its end
+_PREDECESSOR, _SUCCESSOR, _HELD_BEFORE = 0, 1, 2
+_TIMES_DTYPE = np.dtype(
+    [("start", np.float64), ("tail", np.float64)]
+)  # tail: the longest path behind its end
 
 
 class _Moves(NamedTuple):
@@ -66,14 +68,14 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
     """
     np.random.seed(seed)  # numba's generator of this thread
     tasks = problem.tasks.shape[0]
-    orders = _link(problem, sequence)
-    times = np.zeros(tasks, dtype=_TIMES)
+    orders = _link_orders(problem, sequence)
+    times = np.zeros(tasks, dtype=_TIMES_DTYPE)
     missing = np.empty(tasks, dtype=np.int64)
     order = np.empty(tasks, dtype=np.int64)
     best_start = np.full(tasks, np.inf)
     best_order = sequence.copy()
     best = np.inf
-    allowed_from = np.zeros(_LIST, dtype=np.int64)
+    allowed_from = np.zeros(_TABU_LIST_SIZE, dtype=np.int64)
     places = 2 * tasks
     moves = _Moves(
         np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64)
@@ -87,10 +89,10 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
         if count < sequence.shape[0]:  # only tasks without length can close a cycle: take the move back
             if first < 0:
                 break
-            _exchange(problem, orders, second, first, on)
+            _swap(problem, orders, second, first, on)
             if also_on >= 0:
-                _exchange(problem, orders, second, first, also_on)
-            allowed_from[(second * tasks + first) & (_LIST - 1)] = iteration + iterations
+                _swap(problem, orders, second, first, also_on)
+            allowed_from[(second * tasks + first) & (_TABU_LIST_SIZE - 1)] = iteration + iterations
             first = -1
             continue
         _set_tails(problem, orders, times, order, count)
@@ -116,17 +118,17 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
         on, also_on = problem.resources[second, side], problem.resources[second, 1 - side]
         if also_on >= 0 and also_on != problem.resources[first, 0] and also_on != problem.resources[first, 1]:
             also_on = -1
-        _exchange(problem, orders, first, second, on)
+        _swap(problem, orders, first, second, on)
         if also_on >= 0:
-            _exchange(problem, orders, first, second, also_on)
-        allowed_from[(first * tasks + second) & (_LIST - 1)] = (
+            _swap(problem, orders, first, second, also_on)
+        allowed_from[(first * tasks + second) & (_TABU_LIST_SIZE - 1)] = (
             iteration + tenure + np.random.randint(tenure + 1)
         )
     return best_start, best_order, iteration
 
 
 @compiled
-def _link(problem, sequence):
+def _link_orders(problem, sequence):
     """The orders in which `sequence` lists the tasks of each resource."""
     resources = problem.resources
     orders = np.full((resources.shape[0], 3, 2), -1, dtype=np.int64)
@@ -139,11 +141,11 @@ def _link(problem, sequence):
             if resource < 0:
                 continue
             other = last[resource]
-            orders[task, _BEFORE, side] = other
+            orders[task, _PREDECESSOR, side] = other
             if other >= 0:
-                orders[other, _AFTER, 0 if resources[other, 0] == resource else 1] = task
+                orders[other, _SUCCESSOR, 0 if resources[other, 0] == resource else 1] = task
             last[resource] = task
-            orders[task, _HELD, side] = total[resource]
+            orders[task, _HELD_BEFORE, side] = total[resource]
             total[resource] += problem.tasks[task].change
     return orders
 
@@ -160,7 +162,7 @@ def _set_starts(problem, orders, times, missing, order):
         times[task].start = tasks[task].release
         missing[task] = tasks[task].missing
         for side in range(2):
-            if orders[task, _BEFORE, side] >= 0:
+            if orders[task, _PREDECESSOR, side] >= 0:
                 missing[task] += 1
         if missing[task] == 0:
             order[count] = task
@@ -178,7 +180,7 @@ def _set_starts(problem, orders, times, missing, order):
                 order[count] = other
                 count += 1
         for side in range(2):
-            other = orders[task, _AFTER, side]
+            other = orders[task, _SUCCESSOR, side]
             if other >= 0:
                 times[other].start = max(times[other].start, end)
                 missing[other] -= 1
@@ -199,29 +201,29 @@ def _set_tails(problem, orders, times, order, count):
             other = successors[position]
             longest = max(longest, tasks[other].duration + times[other].tail)
         for side in range(2):
-            other = orders[task, _AFTER, side]
+            other = orders[task, _SUCCESSOR, side]
             if other >= 0:
                 longest = max(longest, tasks[other].duration + times[other].tail)
         times[task].tail = longest
 
 
 @inlined
-def _exchange(problem, orders, first, second, resource):
+def _swap(problem, orders, first, second, resource):
     """`second` directly before `first` on a resource where it came directly after it."""
     resources = problem.resources
     side = 0 if resources[first, 0] == resource else 1
     other = 0 if resources[second, 0] == resource else 1
-    earlier, later = orders[first, _BEFORE, side], orders[second, _AFTER, other]
+    earlier, later = orders[first, _PREDECESSOR, side], orders[second, _SUCCESSOR, other]
     if earlier >= 0:
-        orders[earlier, _AFTER, 0 if resources[earlier, 0] == resource else 1] = second
+        orders[earlier, _SUCCESSOR, 0 if resources[earlier, 0] == resource else 1] = second
     if later >= 0:
-        orders[later, _BEFORE, 0 if resources[later, 0] == resource else 1] = first
-    orders[second, _BEFORE, other] = earlier
-    orders[second, _AFTER, other] = first
-    orders[first, _BEFORE, side] = second
-    orders[first, _AFTER, side] = later
-    orders[second, _HELD, other] = orders[first, _HELD, side]
-    orders[first, _HELD, side] = orders[second, _HELD, other] + problem.tasks[second].change
+        orders[later, _PREDECESSOR, 0 if resources[later, 0] == resource else 1] = first
+    orders[second, _PREDECESSOR, other] = earlier
+    orders[second, _SUCCESSOR, other] = first
+    orders[first, _PREDECESSOR, side] = second
+    orders[first, _SUCCESSOR, side] = later
+    orders[second, _HELD_BEFORE, other] = orders[first, _HELD_BEFORE, side]
+    orders[first, _HELD_BEFORE, side] = orders[second, _HELD_BEFORE, other] + problem.tasks[second].change
 
 
 @inlined
@@ -246,15 +248,15 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
                 if np.random.randint(choices) == 0:
                     cause = other
         for side in range(2):
-            other = orders[task, _BEFORE, side]
+            other = orders[task, _PREDECESSOR, side]
             if other < 0 or times[other].start + tasks[other].duration < times[task].start - tolerance:
                 continue
             choices += 1
             if np.random.randint(choices) == 0:
                 cause = other
-            if side == 1 and orders[task, _BEFORE, 0] == other:
+            if side == 1 and orders[task, _PREDECESSOR, 0] == other:
                 continue  # the same move
-            if _may_exchange(problem, orders, other, task, side):
+            if _may_swap(problem, orders, other, task, side):
                 moves.first[found] = other
                 moves.second[found] = task
                 moves.side[found] = side
@@ -266,7 +268,7 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
 
 
 @inlined
-def _may_exchange(problem, orders, first, second, side):
+def _may_swap(problem, orders, first, second, side):
     """Whether two neighbours may change places: no dependency, lead or memory limit is against it."""
     microbatches = problem.microbatches
     kind, first_kind = second // microbatches, first // microbatches
@@ -281,7 +283,7 @@ def _may_exchange(problem, orders, first, second, side):
     resource = problem.resources[second, side]
     first_side = 0 if problem.resources[first, 0] == resource else 1
     taken = problem.tasks[second].change
-    return not (taken > 0 and 0 <= problem.limit[resource] < orders[first, _HELD, first_side] + taken)
+    return not (taken > 0 and 0 <= problem.limit[resource] < orders[first, _HELD_BEFORE, first_side] + taken)
 
 
 @inlined
@@ -299,10 +301,10 @@ def _choose_move(problem, orders, times, moves, found, allowed_from, iteration, 
         u_side = 0 if resources[u, 0] == resources[v, v_side] else 1
         shared = resources[v, 1 - v_side]
         both = shared >= 0 and resources[u, 1 - u_side] == shared
-        if both and orders[u, _AFTER, 1 - u_side] != v:
+        if both and orders[u, _SUCCESSOR, 1 - u_side] != v:
             continue
-        value = _estimate(problem, orders, times, u, v, u_side, v_side, both)
-        if allowed_from[(v * tasks + u) & (_LIST - 1)] > iteration and value >= best - tolerance:
+        value = _estimate_makespan(problem, orders, times, u, v, u_side, v_side, both)
+        if allowed_from[(v * tasks + u) & (_TABU_LIST_SIZE - 1)] > iteration and value >= best - tolerance:
             if fallback < 0 or np.random.randint(move + 1) == 0:
                 fallback = move
             continue
@@ -316,7 +318,7 @@ def _choose_move(problem, orders, times, moves, found, allowed_from, iteration, 
 
 
 @inlined
-def _estimate(problem, orders, times, u, v, u_side, v_side, both):
+def _estimate_makespan(problem, orders, times, u, v, u_side, v_side, both):
     """Taillard's estimate: the longest path through u and v once v comes before u."""
     tasks = problem.tasks
     # v first: what u waited for on the resources that they share, and what v itself waits for
@@ -324,11 +326,11 @@ def _estimate(problem, orders, times, u, v, u_side, v_side, both):
     behind = 0.0
     for side in range(2):
         if side == u_side or both:
-            other = orders[u, _BEFORE, side]
+            other = orders[u, _PREDECESSOR, side]
             if other >= 0:
                 ahead = max(ahead, times[other].start + tasks[other].duration)
         if side == v_side or both:
-            other = orders[v, _AFTER, side]
+            other = orders[v, _SUCCESSOR, side]
             if other >= 0:
                 behind = max(behind, times[other].tail + tasks[other].duration)
     v_start = _longest_ahead(problem, orders, times, v, u, ahead)
@@ -348,7 +350,7 @@ def _longest_ahead(problem, orders, times, task, without, least):
         other = needs[position]
         least = max(least, times[other].start + tasks[other].duration)
     for side in range(2):
-        other = orders[task, _BEFORE, side]
+        other = orders[task, _PREDECESSOR, side]
         if other >= 0 and other != without:
             least = max(least, times[other].start + tasks[other].duration)
     return least
@@ -364,7 +366,7 @@ def _longest_behind(problem, orders, times, task, without, least):
         other = successors[position]
         least = max(least, times[other].tail + tasks[other].duration)
     for side in range(2):
-        other = orders[task, _AFTER, side]
+        other = orders[task, _SUCCESSOR, side]
         if other >= 0 and other != without:
             least = max(least, times[other].tail + tasks[other].duration)
     return least

@@ -1,4 +1,7 @@
-"""Waits between lanes: the fewest that keep an order, and what given ones imply."""
+"""Waits between the lanes of one mesh: the fewest events that keep an order, and the vector clocks they imply.
+
+Used twice, on purpose from separate sides: to compile programs, and to verify that nothing starts too early.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.scheduler.kernels.arrays import Rows
-from service.scheduler.kernels.compiled import compiled
+from service.scheduler.kernels.base import Rows, compiled
 
 
-class Local(NamedTuple):
+class MeshInstructions(NamedTuple):
     """The instructions of one mesh in host order, as arrays."""
 
     microbatches: int
@@ -89,7 +91,7 @@ def compile_waits(local, lanes, latest):
 
 
 @compiled
-def clocks(lane, lanes, pointer, waits):
+def vector_clocks(lane, lanes, pointer, waits):
     """(before, number): for each instruction how many of each lane have ended before it starts, and its own number.
 
     Only what the lane orders and waits of this one mesh imply; waits must point backwards.
@@ -117,7 +119,7 @@ def clocks(lane, lanes, pointer, waits):
 
 
 @compiled
-def first_unmet(local, before, number):
+def first_unmet_dependency(local, before, number):
     """(index, needed index, reason) of the first instruction that may start too early, or (−1, −1, 0).
 
     `before` and `number` are those of `clocks`. Reason 1: it does not come after what makes its input.

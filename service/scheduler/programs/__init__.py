@@ -1,1 +1,4 @@
-"""From a timeline to instruction lists, and back: compile, decode, replay, verify."""
+"""Timelines to instruction lists and back: compile, decode, replay, verify, and the Plan that carries them.
+
+Imports problem and kernels (and types of resharding); must not know how a timeline was found.
+"""

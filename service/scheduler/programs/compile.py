@@ -1,6 +1,7 @@
-"""From a timeline to programs: lanes, waited and recorded events, one instruction list for each mesh.
+"""Compiles a timeline into programs: one instruction list for each mesh, with lanes, waits and events.
 
-Compiles to worker/program.py. Knows nothing of how the timeline was found.
+The target is worker/contract's instruction set. Knows nothing of how the timeline was found. STEP frees every
+buffer of the step, so it waits for the last send of each lane.
 """
 
 from __future__ import annotations
@@ -8,16 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.local_actions import COMPUTE_RANK, LocalAction, actions_of_mesh
-from service.scheduler.model.memory import holding_waits, latest_compute
-from service.scheduler.model.problem import Problem
-from service.scheduler.model.timeline import Edges, Timeline
-from worker.program import COMPUTE_LANE, Instruction
+from service.scheduler.problem.memory import latest_compute, send_buffer_waits
+from service.scheduler.problem.problem import COMPUTE_RANK, LocalAction, Problem, actions_of_mesh
+from service.scheduler.problem.timeline import Edges, Timeline
+from worker.contract.program import COMPUTE_LANE, Instruction
 
 
 def compile_programs(timeline: Timeline) -> dict[str, list[Instruction]]:
     """The program of every mesh; each training program ends with REDUCE and STEP."""
-    held = holding_waits(timeline)
+    held = send_buffer_waits(timeline)
     return {
         mesh.name: _compile_mesh(timeline, index, held)
         for index, mesh in enumerate(timeline.problem.spec.meshes)
@@ -41,7 +41,7 @@ def _compile_mesh(timeline: Timeline, mesh: int, held: Edges) -> list[Instructio
     latest[receiving] = np.where(behind >= 0, index[compute[behind]] if len(compute) else -1, -1)
     sent, waiting = (side[here[held[1] // problem.microbatches]] for side in held)
     latest[index[waiting]] = index[sent]
-    local = kernels.Local(
+    local = kernels.MeshInstructions(
         microbatches=problem.microbatches,
         resource_count=problem.resource_count,
         needs=problem.dependency_rows,
@@ -50,11 +50,11 @@ def _compile_mesh(timeline: Timeline, mesh: int, held: Edges) -> list[Instructio
         tasks=tasks,
         receiving=receiving,
         lane=lane,
-        resource=occupied_here(problem, kinds, receiving),
+        resource=occupied_resources(problem, kinds, receiving),
     )
     pointer, waits = kernels.compile_waits(local, len(lane_names), latest)
-    final = [] if problem.inference else _final_waits(lane, lane_names, pointer, waits)
-    return _instructions(problem, actions, tasks, pointer, waits, final)
+    final = [] if problem.inference else _waits_of_step(lane, lane_names, pointer, waits)
+    return _build_instructions(problem, actions, tasks, pointer, waits, final)
 
 
 def _number_lanes(
@@ -69,7 +69,7 @@ def _number_lanes(
     return np.searchsorted(ranks, rank[kinds]), [names[value] for value in ranks.tolist()]
 
 
-def occupied_here(problem: Problem, kinds: np.ndarray, receiving: np.ndarray) -> np.ndarray:
+def occupied_resources(problem: Problem, kinds: np.ndarray, receiving: np.ndarray) -> np.ndarray:
     """The resource of this mesh that each local instruction occupies, −1 for none."""
     side = problem.resources[kinds]
     here = np.where(receiving, side[:, 1], side[:, 0])
@@ -78,9 +78,9 @@ def occupied_here(problem: Problem, kinds: np.ndarray, receiving: np.ndarray) ->
     return np.where((kinds >= problem.compute_kinds) & link, -1, here)
 
 
-def _final_waits(lane: np.ndarray, names: list[str], pointer: np.ndarray, waits: np.ndarray) -> list[int]:
+def _waits_of_step(lane: np.ndarray, names: list[str], pointer: np.ndarray, waits: np.ndarray) -> list[int]:
     """STEP ends the step and every buffer with it: it waits for the last send of each lane, unless implied."""
-    before, number = kernels.clocks(lane, len(names), pointer, waits)
+    before, number = kernels.vector_clocks(lane, len(names), pointer, waits)
     known = np.zeros(len(names), dtype=np.int32)
     compute = np.flatnonzero(lane == 0)
     if len(compute):
@@ -95,7 +95,7 @@ def _final_waits(lane: np.ndarray, names: list[str], pointer: np.ndarray, waits:
     return [i for i in final if not any(before[j, lane[i]] >= number[i] for j in final if j != i)]
 
 
-def _instructions(
+def _build_instructions(
     problem: Problem,
     actions: dict[int, LocalAction],
     tasks: np.ndarray,

@@ -1,4 +1,7 @@
-"""Instruction lists read back into arrays, every instruction checked by itself; for verify."""
+"""Decodes instruction lists into arrays and checks each instruction by itself; the first half of `verify`.
+
+Raises PlanError, naming mesh and instruction. Reads only spec and programs, no timeline.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.local_actions import LocalAction, actions_of_mesh
-from service.scheduler.model.problem import Problem, build_problem
-from service.scheduler.model.spec import PipelineSpec
-from worker.program import COMPUTE_LANE, FINAL_OPS, Instruction
+from service.scheduler.problem.problem import LocalAction, Problem, actions_of_mesh, build_problem
+from service.scheduler.problem.spec import PipelineSpec
+from worker.contract.program import COMPUTE_LANE, FINAL_OPS, Instruction
 
 
 class PlanError(ValueError):
@@ -56,7 +58,7 @@ class MeshProgram:
     def show(self, index: int) -> str:
         return str(self.instructions[index])
 
-    def tell(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         return f"mesh {self.name!r}: {self.show(index)} (instruction {index})"
 
 
@@ -73,14 +75,14 @@ def read_programs(
     if spec.schedule == "csv":
         backward = any(ins.op in ("B", "I") for program in programs.values() for ins in program)
         problem = build_problem(spec, inference=not backward)
-    problem = problem.with_fused(_fused(problem, programs))
+    problem = problem.with_fused(_fused_backwards(problem, programs))
     meshes = [_read_mesh(problem, index, programs[mesh.name]) for index, mesh in enumerate(spec.meshes)]
     for mesh in meshes:
         _check_complete(problem, mesh)
     return problem, meshes
 
 
-def _fused(problem: Problem, programs: Mapping[str, Sequence[Instruction]]) -> np.ndarray:
+def _fused_backwards(problem: Problem, programs: Mapping[str, Sequence[Instruction]]) -> np.ndarray:
     fused = np.full((problem.stages, problem.microbatches), problem.inference)
     for program in programs.values():
         for instruction in program:
@@ -144,7 +146,7 @@ def _read_mesh(problem: Problem, mesh: int, instructions: Sequence[Instruction])
             f"mesh {name!r} ends with {final or 'nothing'}: it must end with {wanted or 'its last action'}"
         )
     wait_array = np.array(waits, dtype=np.int64)
-    before, number = kernels.clocks(lane, len(lane_number), pointer, wait_array)
+    before, number = kernels.vector_clocks(lane, len(lane_number), pointer, wait_array)
     return MeshProgram(
         mesh=mesh,
         name=name,
@@ -185,7 +187,7 @@ def _check_complete(problem: Problem, program: MeshProgram) -> None:
         why = (
             "stands there more than once" if expected[extra[0]] else "must not be there beside the other form"
         )
-        raise PlanError(f"{program.tell(index)} {why}")
+        raise PlanError(f"{program.describe(index)} {why}")
     missing = np.flatnonzero(counts < expected)
     if len(missing):
         raise PlanError(

@@ -1,13 +1,12 @@
-"""Proves the programs of meshes of several workers, worker by worker: one order of messages, no deadlock.
+"""Proves message order and deadlock freedom worker by worker, for meshes with several workers and reshardings.
 
-`verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a transfer that does not go
-in pairs of workers is the messages of its resharding. Two things are shown: of each lane, both ends of each ordered pair of
-workers have their messages in one order (what comes over other lanes has tags of its own); and no instruction, message or
-sum over all workers waits for another in a circle. Every wait is taken to be stricter than it is: an instruction begins
-when the one before it on its lane has ended, a worker sends one message at a time and receives one, in the plan's order.
-
-Sums within a computation, of workers that share matrices, add no circle: `verify` takes each computation as one event of a
-mesh, which begins when all its workers have come to it, and a worker waits in such a sum for no more than that.
+`verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a resharded transfer
+is the messages of its plan. Shown are: on each lane both ends of each ordered pair of workers have their messages
+in one order (other lanes have tags of their own); and no instruction, message or all-reduce waits for another in
+a circle. Every wait is taken as stricter than it is: an instruction begins when the one before it on its lane has
+ended, and a worker sends one message at a time and receives one, in the plan's order.
+Tensor-parallel collectives add no circle: `verify` takes a computation as one event of a mesh that begins when
+all its workers have come to it, and a worker waits in such a collective for no more than that.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from service.scheduler.programs.decode import PlanError
-from worker.program import SEND_OPS, TRANSFER_OPS, Instruction
+from worker.contract.program import SEND_OPS, TRANSFER_OPS, Instruction
 
 if TYPE_CHECKING:
-    from service.scheduler.resharding import PlannedMessage, ReshardingPlan
+    from service.scheduler.resharding.plan import PlannedMessage, ReshardingPlan
 
-Plans = Mapping[tuple[int, bool], "ReshardingPlan"]
-_Transfer = tuple[int, bool, int]
+
+ReshardingPlans = Mapping[tuple[int, bool], "ReshardingPlan"]
+_TransferKey = tuple[int, bool, int]
 """Edge, whether it goes back, microbatch."""
 
 
 def check_messages(
     programs: Mapping[str, Sequence[Instruction]],
-    plans: Plans,
+    plans: ReshardingPlans,
     sizes: Mapping[str, int],
     forward_only: Collection[int] = (),
 ) -> None:
@@ -40,16 +40,16 @@ def check_messages(
     `forward_only` have no gradient, as a mask: of their ways back programs have a slot and workers send nothing.
     """
     parties = [
-        _Party(f"{mesh}/{w}", mesh, w, program, forward_only)
+        _Worker(f"{mesh}/{w}", mesh, w, program, forward_only)
         for mesh, program in programs.items()
         for w in range(sizes[mesh])
     ]
-    _check_order(parties, plans, sizes)
-    _check_end(parties, plans, sizes)
+    _check_message_order(parties, plans, sizes)
+    _check_no_deadlock(parties, plans, sizes)
 
 
 @dataclass(frozen=True)
-class _Party:
+class _Worker:
     """One worker; it runs the program of its mesh."""
 
     name: str
@@ -58,7 +58,7 @@ class _Party:
     program: Sequence[Instruction]
     forward_only: Collection[int]
 
-    def transfers(self) -> Iterable[tuple[int, Instruction, _Transfer]]:
+    def transfers(self) -> Iterable[tuple[int, Instruction, _TransferKey]]:
         """Its transfers in order, with their places in the program."""
         for index, one in enumerate(self.program):
             backward = one.op.endswith("B")
@@ -66,8 +66,8 @@ class _Party:
                 yield index, one, (one.edge, backward, one.microbatch)
 
 
-def _messages(
-    party: _Party, one: Instruction, transfer: _Transfer, plans: Plans, sizes: Mapping[str, int]
+def _messages_of_worker(
+    party: _Worker, one: Instruction, transfer: _TransferKey, plans: ReshardingPlans, sizes: Mapping[str, int]
 ) -> list[tuple[int, str, str]]:
     """(number, sender, receiver) of this worker's messages of a transfer."""
     plan = plans.get(transfer[:2])
@@ -86,14 +86,16 @@ def _messages(
     ]
 
 
-def _check_order(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, int]) -> None:
+def _check_message_order(
+    parties: Sequence[_Worker], plans: ReshardingPlans, sizes: Mapping[str, int]
+) -> None:
     """Of each lane and ordered pair of workers, what the one sends and the other receives, in their orders."""
-    sent: dict[tuple[str, ...], list[tuple[_Transfer, int]]] = defaultdict(list)
-    received: dict[tuple[str, ...], list[tuple[_Transfer, int]]] = defaultdict(list)
+    sent: dict[tuple[str, ...], list[tuple[_TransferKey, int]]] = defaultdict(list)
+    received: dict[tuple[str, ...], list[tuple[_TransferKey, int]]] = defaultdict(list)
     for party in parties:
         for _, one, transfer in party.transfers():
             lane = (party.mesh, one.peer) if one.op in SEND_OPS else (one.peer, party.mesh)
-            for number, sender, receiver in _messages(party, one, transfer, plans, sizes):
+            for number, sender, receiver in _messages_of_worker(party, one, transfer, plans, sizes):
                 (sent if sender == party.name else received)[*lane, sender, receiver].append(
                     (transfer, number)
                 )
@@ -102,14 +104,14 @@ def _check_order(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, in
             continue
         both = zip(sent[pair], received[pair], strict=False)
         at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(sent[pair]), len(received[pair])))
-        one, other = (_tell(side[at : at + 1]) for side in (sent[pair], received[pair]))
+        one, other = (_describe_message(side[at : at + 1]) for side in (sent[pair], received[pair]))
         raise PlanError(
             f"message {at} from worker {pair[2]} to worker {pair[3]} is sent as {one} but received as {other}: both ends "
             "must use one order"
         )
 
 
-def _tell(message: Sequence[tuple[_Transfer, int]]) -> str:
+def _describe_message(message: Sequence[tuple[_TransferKey, int]]) -> str:
     if not message:
         return "nothing"
     ((edge, backward, microbatch), number), *_ = message
@@ -117,7 +119,7 @@ def _tell(message: Sequence[tuple[_Transfer, int]]) -> str:
     return f"part {number} of the {what} of edge {edge}, microbatch {microbatch}"
 
 
-class _Waits:
+class _WaitGraph:
     """What waits for what: nodes by number, each with a text of its own."""
 
     def __init__(self) -> None:
@@ -147,11 +149,11 @@ class _Waits:
         return [node for node, count in enumerate(missing) if count]
 
 
-def _check_end(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, int]) -> None:
-    waits = _Waits()
+def _check_no_deadlock(parties: Sequence[_Worker], plans: ReshardingPlans, sizes: Mapping[str, int]) -> None:
+    waits = _WaitGraph()
     starts: dict[str, list[int]] = {}
     ends: dict[str, list[int]] = {}
-    place: dict[tuple[str, _Transfer, bool], int] = {}
+    place: dict[tuple[str, _TransferKey, bool], int] = {}
     sums: list[tuple[int, int]] = []
     for party in parties:
         starts[party.name], ends[party.name] = _add_program(waits, party)
@@ -165,7 +167,7 @@ def _check_end(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, int]
         waits.wait(everybody, start)
         waits.wait(end, everybody)
 
-    def of(worker: str, transfer: _Transfer, sends: bool) -> tuple[int, int]:
+    def of(worker: str, transfer: _TransferKey, sends: bool) -> tuple[int, int]:
         index = place[worker, transfer, sends]
         return starts[worker][index], ends[worker][index]
 
@@ -186,7 +188,7 @@ def _check_end(parties: Sequence[_Party], plans: Plans, sizes: Mapping[str, int]
         raise PlanError(f"the workers wait for each other for ever, among others at {waits.texts[stuck[0]]}")
 
 
-def _add_program(waits: _Waits, party: _Party) -> tuple[list[int], list[int]]:
+def _add_program(waits: _WaitGraph, party: _Worker) -> tuple[list[int], list[int]]:
     """Starts and ends of a worker's instructions, with the waits of its lanes and events."""
     starts, ends = [], []
     last: dict[str, int] = {}
@@ -213,7 +215,7 @@ def _add_program(waits: _Waits, party: _Party) -> tuple[list[int], list[int]]:
 
 
 def _add_resharding(
-    waits: _Waits, messages: Sequence[PlannedMessage], part_of: Mapping[str, tuple[int, int]]
+    waits: _WaitGraph, messages: Sequence[PlannedMessage], part_of: Mapping[str, tuple[int, int]]
 ) -> None:
     """The messages of one transfer; `part_of`: start and end of each worker's instruction."""
     last: dict[tuple[str, bool, bool], int] = {}

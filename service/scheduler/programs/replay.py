@@ -1,4 +1,8 @@
-"""Programs played out under rendezvous semantics: times, or the cycle of waits that blocks them."""
+"""Replays decoded programs under rendezvous semantics: start times, or the cycle of waits that deadlocks them.
+
+A transfer is one node: it starts when both its send and its receive may. Each directed pair of meshes is one
+lane; with contention `none` the planning model lets its messages overlap, and so does the replayed timeline.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.memory import latest_compute
-from service.scheduler.model.problem import Problem
-from service.scheduler.model.timeline import Timeline, earliest_times, lane_edges, make_timeline
+from service.scheduler.problem.memory import latest_compute
+from service.scheduler.problem.problem import Problem
+from service.scheduler.problem.timeline import Timeline, earliest_times, lane_edges, make_timeline
 from service.scheduler.programs.decode import MeshProgram, PlanError
 
 
@@ -39,7 +43,7 @@ def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
     is one lane, so its messages follow each other; where contention is `none` the planning model
     lets them overlap, and so does `timeline`.
     """
-    sources, targets, posting = _edges(meshes)
+    sources, targets, posting = _lane_and_wait_edges(meshes)
     times = earliest_times(problem, (sources, targets))
     if not times.complete:
         raise PlanError(_cycle_message(problem, meshes, sources, targets, times.topological))
@@ -53,7 +57,7 @@ def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
     return Replay(make_timeline(problem, times.start, times.topological), float(serialised))
 
 
-def _edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _lane_and_wait_edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(sources, targets, posting): orders of lanes and waits; posting marks those that are waits of receives or actions."""
     sources, targets, posting = [], [], []
     for program in meshes:

@@ -1,10 +1,10 @@
-"""Proves programs from spec and instructions: causality, exclusivity, memory, message order, no deadlock.
+"""Proves programs from spec and instructions: causality, exclusivity, memory limits, message order, no deadlock.
 
-Takes no timeline, order or wait from the planner: all are derived again from the instructions, under
-rendezvous semantics (a transfer starts when both its send and its receive have come up). It does share
-with the planner what the spec means: the Problem (dependencies, costs, resources), the accounting of
-memory and which resource an instruction occupies; a mistake there is shared. The checker of the tests
-reads spec and plan anew and shares nothing.
+Takes no timeline, order or wait from the planner: all are derived again from the instructions, under rendezvous
+semantics (a transfer starts when both its send and its receive have come up). It does share with the planner what
+the spec means: the Problem (dependencies, costs, resources), the accounting of memory, and which resource an
+instruction occupies; a mistake there is shared. The checker of the tests reads spec and plan anew and shares
+nothing.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.kernels import TOLERANCE
-from service.scheduler.model.local_actions import local_actions
-from service.scheduler.model.memory import (
+from service.scheduler.kernels import FORWARD, TOLERANCE
+from service.scheduler.problem.memory import (
     buffers_in_use,
     in_flight_violation,
     last_use,
     over_memory,
     peak_activation,
 )
-from service.scheduler.model.problem import FORWARD, Problem
-from service.scheduler.model.spec import PipelineSpec
-from service.scheduler.model.timeline import Timeline, action_name
-from service.scheduler.programs.compile import occupied_here
+from service.scheduler.problem.problem import Problem, local_actions
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.problem.timeline import Timeline, action_name
+from service.scheduler.programs.compile import occupied_resources
 from service.scheduler.programs.decode import MeshProgram, PlanError, read_programs
 from service.scheduler.programs.replay import Replay, replay
-from worker.program import Instruction
+from worker.contract.program import Instruction
 
 __all__ = ["PlanError", "check_slots", "verify"]
 
@@ -99,7 +98,7 @@ def _check_local_causes(problem: Problem, program: MeshProgram) -> None:
     known = program.task >= 0
     place[program.task[known]] = np.flatnonzero(known)
     kinds = np.where(known, program.task // problem.microbatches, 0)
-    local = kernels.Local(
+    local = kernels.MeshInstructions(
         microbatches=problem.microbatches,
         resource_count=problem.resource_count,
         needs=problem.dependency_rows,
@@ -108,16 +107,16 @@ def _check_local_causes(problem: Problem, program: MeshProgram) -> None:
         tasks=program.task,
         receiving=program.receiving,
         lane=program.lane,
-        resource=occupied_here(problem, kinds, program.receiving),
+        resource=occupied_resources(problem, kinds, program.receiving),
     )
-    index, needed, reason = kernels.first_unmet(local, program.before, program.number)
+    index, needed, reason = kernels.first_unmet_dependency(local, program.before, program.number)
     if reason == 1:
         raise PlanError(
-            f"{program.tell(index)} may start before {program.show(needed)} has ended: a wait is missing"
+            f"{program.describe(index)} may start before {program.show(needed)} has ended: a wait is missing"
         )
     if reason == 2:
         raise PlanError(
-            f"{program.tell(index)} may run at the same time as {program.show(needed)}, but "
+            f"{program.describe(index)} may run at the same time as {program.show(needed)}, but "
             f"contention {problem.spec.network.contention!r}, overlap {problem.spec.overlap} lets only one of them run: "
             "a wait is missing"
         )
@@ -132,7 +131,7 @@ def _check_step(program: MeshProgram) -> None:
         members = np.flatnonzero(program.lane == lane)
         if name.startswith("send:") and program.before[step, lane] < program.number[members[-1]]:
             raise PlanError(
-                f"{program.tell(step)} frees the buffer of {program.show(int(members[-1]))} before that send has "
+                f"{program.describe(step)} frees the buffer of {program.show(int(members[-1]))} before that send has "
                 "ended: a wait is missing"
             )
 
@@ -194,6 +193,6 @@ def _check_receives(problem: Problem, program: MeshProgram, played: Replay) -> N
     if len(early):
         compute = program.compute[safe[early[0]]]
         raise PlanError(
-            f"{program.tell(int(index[early[0]]))} is posted before {action_name(problem, compute)} has ended and "
+            f"{program.describe(int(index[early[0]]))} is posted before {action_name(problem, compute)} has ended and "
             "would spin on the accelerator: a wait is missing"
         )

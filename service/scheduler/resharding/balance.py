@@ -1,4 +1,4 @@
-"""Sharing work among the fewest loads: the least possible largest load, and a division that reaches it."""
+"""Divides items among options to the least largest load: its exact value by max flow, and the division itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ortools.graph.python.max_flow import SimpleMaxFlow
 
 
 @dataclass(frozen=True)
-class Item:
+class LoadItem:
     """So many elements that any of `options` may carry, each a part of them."""
 
     elements: int
@@ -17,7 +17,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Share:
+class LoadShare:
     """Elements `begin` to `end` of an item go to `option`."""
 
     option: int
@@ -25,7 +25,7 @@ class Share:
     end: int
 
 
-def least_largest_load(items: list[Item]) -> Fraction:
+def least_largest_load(items: list[LoadItem]) -> Fraction:
     """The least value that the largest load can have, when items may be divided at will.
 
     It is the largest of W(S)/|S| over sets S of options, where W(S) counts the elements of the items with no option
@@ -39,26 +39,26 @@ def least_largest_load(items: list[Item]) -> Fraction:
         return Fraction(0)
     options = {option for item in items for option in item.options}
     bound = Fraction(sum(item.elements for item in items), len(options))
-    while (crowded := _crowded(items, bound)) is not None:
+    while (crowded := _overloaded_options(items, bound)) is not None:
         inside = sum(item.elements for item in items if crowded.issuperset(item.options))
         bound = Fraction(inside, len(crowded))
     return bound
 
 
-def whole_shares(items: list[Item]) -> list[list[Share]]:
+def whole_shares(items: list[LoadItem]) -> list[list[LoadShare]]:
     """Every item to one option: those with the fewest options first, the largest of them first, to the least load."""
     loads: dict[int, int] = {}
-    shares: list[list[Share]] = [[] for _ in items]
+    shares: list[list[LoadShare]] = [[] for _ in items]
     for i in sorted(range(len(items)), key=lambda i: (len(items[i].options), -items[i].elements, i)):
         option = min(
             items[i].options, key=lambda option: (loads.get(option, 0), items[i].options.index(option))
         )
         loads[option] = loads.get(option, 0) + items[i].elements
-        shares[i] = [Share(option, 0, items[i].elements)]
+        shares[i] = [LoadShare(option, 0, items[i].elements)]
     return shares
 
 
-def least_shares(items: list[Item]) -> list[list[Share]]:
+def least_shares(items: list[LoadItem]) -> list[list[LoadShare]]:
     """A division with the least largest load, but for the rounding of each share to whole elements.
 
     Nothing is divided where dividing does not help.
@@ -67,21 +67,21 @@ def least_shares(items: list[Item]) -> list[list[Share]]:
     whole = whole_shares(items)
     if largest_load(whole) <= bound:
         return whole
-    flow, arcs, _ = _flow(items, bound)
-    shares: list[list[Share]] = []
+    flow, arcs, _ = _solved_flow(items, bound)
+    shares: list[list[LoadShare]] = []
     for i, item in enumerate(items):
         found, carried, begin = [], 0, 0
         for option in item.options:
             carried += flow.flow(arcs[i, option])
             end = carried // bound.denominator
             if end > begin:
-                found.append(Share(option, begin, end))
+                found.append(LoadShare(option, begin, end))
                 begin = end
         shares.append(found)
     return shares
 
 
-def largest_load(shares: list[list[Share]]) -> int:
+def largest_load(shares: list[list[LoadShare]]) -> int:
     """The most elements that one option carries."""
     loads: dict[int, int] = {}
     for share in (share for of_item in shares for share in of_item):
@@ -89,17 +89,17 @@ def largest_load(shares: list[list[Share]]) -> int:
     return max(loads.values(), default=0)
 
 
-def _crowded(items: list[Item], bound: Fraction) -> set[int] | None:
+def _overloaded_options(items: list[LoadItem], bound: Fraction) -> set[int] | None:
     """Options whose own items are more than `bound` for each of them, or None."""
-    flow, _, nodes = _flow(items, bound)
+    flow, _, nodes = _solved_flow(items, bound)
     if flow.optimal_flow() == bound.denominator * sum(item.elements for item in items):
         return None
     reached = set(flow.get_source_side_min_cut())
     return {option for option, node in nodes.items() if node in reached}
 
 
-def _flow(
-    items: list[Item], bound: Fraction
+def _solved_flow(
+    items: list[LoadItem], bound: Fraction
 ) -> tuple[SimpleMaxFlow, dict[tuple[int, int], int], dict[int, int]]:
     """The solved flow with every capacity times the bound's denominator, its arcs and the nodes of the options."""
     flow = SimpleMaxFlow()

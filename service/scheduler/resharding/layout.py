@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are on the workers of a mesh, and what links join the workers.
+"""Layouts of a tensor on the workers of a mesh, the links between workers, and the tiles that two layouts share.
 
 Values only. A box is a piece of a tensor: (begin, end) for each of its dimensions.
 """
@@ -56,7 +56,7 @@ class Layout:
         for d, dimension in enumerate(self.split):
             if dimension is not None:
                 begin, end = box[dimension]
-                cuts = cut(end - begin, self.mesh[d], self.sizes[d])
+                cuts = piece_borders(end - begin, self.mesh[d], self.sizes[d])
                 box[dimension] = (begin + cuts[place[d]], begin + cuts[place[d] + 1])
         return tuple(box)
 
@@ -75,7 +75,7 @@ class Links:
     cards_per_host: int = 1
 
 
-def layout(
+def mesh_layout(
     name: str,
     *,
     mesh: tuple[int, ...],
@@ -90,7 +90,7 @@ def layout(
     return Layout(name, mesh, split, hosts, sizes or (None,) * len(mesh))
 
 
-def cut(length: int, pieces: int, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def piece_borders(length: int, pieces: int, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """The borders of `pieces` pieces of `length`, first 0, last `length`."""
     if sizes is not None:
         borders = [0]
@@ -106,7 +106,7 @@ def volume(box: Box) -> int:
     return math.prod(end - begin for begin, end in box)
 
 
-def overlap(one: Box, other: Box) -> Box:
+def intersection(one: Box, other: Box) -> Box:
     """What two boxes share; empty (begin = end somewhere) where nothing."""
     pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
     return tuple((begin, max(begin, end)) for begin, end in pairs)
@@ -127,7 +127,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Worker:
+class ReshardingWorker:
     """`card` is the network card that it uses, numbered through all hosts."""
 
     name: str
@@ -137,12 +137,12 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ReshardingProblem:
     """Two layouts of one tensor on their workers: what is to be moved, and over which links."""
 
     tensor: Tensor
     links: Links
-    workers: tuple[Worker, ...]
+    workers: tuple[ReshardingWorker, ...]
     sources: int
     tiles: tuple[Tile, ...]
 
@@ -163,7 +163,7 @@ class Problem:
             found[host] = (*found.get(host, ()), w)
         return found
 
-    def slow_s(self, elements: float) -> float:
+    def card_s(self, elements: float) -> float:
         """Seconds of so many elements over one card."""
         return elements * self.tensor.element_bytes / self.links.card_bytes_per_s
 
@@ -173,15 +173,15 @@ class Problem:
         return 0.0 if rate is None else elements * self.tensor.element_bytes / rate
 
 
-def problem(tensor: Tensor, source: Layout, target: Layout, links: Links) -> Problem:
+def resharding_problem(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingProblem:
     """The common refinement of both layouts: every pair of a source box and a target box shares at most one tile."""
     boxes = source.boxes(tensor.shape) + target.boxes(tensor.shape)
     hosts = source.hosts + target.hosts
     names = [f"{side.name}/{w}" for side in (source, target) for w in range(side.workers)]
-    cards = _cards(source.hosts, links) + _cards(target.hosts, links)
+    cards = _card_of_workers(source.hosts, links) + _card_of_workers(target.hosts, links)
     numbers = {card: n for n, card in enumerate(dict.fromkeys(cards))}
     workers = tuple(
-        Worker(name, host, numbers[card], box)
+        ReshardingWorker(name, host, numbers[card], box)
         for name, host, card, box in zip(names, hosts, cards, boxes, strict=True)
     )
     held = _workers_of_boxes(boxes, range(source.workers))
@@ -190,10 +190,10 @@ def problem(tensor: Tensor, source: Layout, target: Layout, links: Links) -> Pro
         Tile(shared, holders, needers)
         for box, holders in held.items()
         for other, needers in needed.items()
-        if volume(shared := overlap(box, other))
+        if volume(shared := intersection(box, other))
     ]
     tiles.sort(key=lambda tile: tile.box)
-    return Problem(tensor, links, workers, source.workers, tuple(tiles))
+    return ReshardingProblem(tensor, links, workers, source.workers, tuple(tiles))
 
 
 def _workers_of_boxes(boxes: tuple[Box, ...], workers: range) -> dict[Box, tuple[int, ...]]:
@@ -204,7 +204,7 @@ def _workers_of_boxes(boxes: tuple[Box, ...], workers: range) -> dict[Box, tuple
     return found
 
 
-def _cards(hosts: tuple[str, ...], links: Links) -> list[tuple[str, int]]:
+def _card_of_workers(hosts: tuple[str, ...], links: Links) -> list[tuple[str, int]]:
     """(host, card) of each worker: the workers of a host are dealt to its cards in equal runs."""
     total, seen, found = Counter(hosts), Counter[str](), []
     for host in hosts:

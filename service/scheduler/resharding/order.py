@@ -1,15 +1,137 @@
-"""When every message goes: parts cut into chunks, and an order in which the busiest ports do not wait."""
+"""Orders and times the messages of a resharding: list schedules over chunks, and matchings of card loads.
+
+Matchings (open shop with preemption, Gonzalez and Sahni 1976): when work may be cut anywhere, everything ends
+after exactly the largest load of a card in one direction. A matrix of loads, filled up so that every row and
+column has that sum, is a sum of perfect matchings (Birkhoff); in each matching every busiest card works.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from service.scheduler.resharding.layout import Problem
-from service.scheduler.resharding.routes import Part
+from service.scheduler.resharding.layout import ReshardingProblem
+from service.scheduler.resharding.routes import TilePart
 
-_SAME = 1e-12
+MAX_MATCHED_CARDS = 48
+"""Cards in one direction; more would take seconds."""
+
+CardPair = tuple[int, int]
+
+
+def in_matching_order(problem: ReshardingProblem, parts: tuple[TilePart, ...]) -> tuple[TilePart, ...] | None:
+    """The parts, cut where a matching ends, in the order in which matchings carry them.
+
+    None where a part passes more than one card (what is passed on waits, and a matching knows nothing of that), or for
+    too many cards. Parts that pass none come first.
+    """
+    queues: dict[CardPair, deque[TilePart]] = defaultdict(deque)
+    ordered = []
+    for part in parts:
+        pairs = [
+            (problem.workers[hop.sender].card, problem.workers[hop.receiver].card)
+            for hop in part.hops
+            if not hop.local
+        ]
+        if len(pairs) > 1:
+            return None
+        if pairs:
+            queues[pairs[0]].append(part)
+        else:
+            ordered.append(part)
+    loads = {pair: sum(part.end - part.begin for part in queue) for pair, queue in queues.items()}
+    if max(len({a for a, _ in loads}), len({b for _, b in loads}), 0) > MAX_MATCHED_CARDS:
+        return None
+    for pair, length in _stretches(loads):
+        queue = queues[pair]
+        while length:
+            part = queue.popleft()
+            taken = min(length, part.end - part.begin)
+            ordered.append(replace(part, end=part.begin + taken))
+            if part.begin + taken < part.end:
+                queue.appendleft(replace(part, begin=part.begin + taken))
+            length -= taken
+    return tuple(ordered)
+
+
+def _stretches(loads: dict[CardPair, int]) -> Iterator[tuple[CardPair, int]]:
+    """(pair, elements) by the start of each stretch; a pair in one matching after another is one stretch."""
+    if not loads:
+        return
+    table = _padded_loads(loads)
+    outs, ins = sorted({a for a, _ in loads}), sorted({b for _, b in loads})
+    partner: dict[int, int] = {}
+    open_since: dict[CardPair, int] = {}
+    stretches: list[tuple[int, CardPair, int]] = []
+    now, total = 0, sum(table[0].values())
+    while now < total:
+        partner = _perfect_matching(table, partner)
+        length = min(table[row][column] for row, column in partner.items())
+        pairs = {
+            (outs[row], ins[column])
+            for row, column in partner.items()
+            if row < len(outs) and column < len(ins)
+        }
+        for pair in [pair for pair in open_since if pair not in pairs]:
+            stretches.append((open_since.pop(pair), pair, now))
+        for pair in pairs:
+            open_since.setdefault(pair, now)
+        for row, column in partner.items():
+            table[row][column] -= length
+            if not table[row][column]:
+                del table[row][column]
+        partner = {row: column for row, column in partner.items() if column in table[row]}
+        now += length
+    stretches += [(since, pair, now) for pair, since in open_since.items()]
+    for since, pair, end in sorted(stretches):
+        yield pair, end - since
+
+
+def _padded_loads(loads: dict[CardPair, int]) -> list[dict[int, int]]:
+    """Rows of a square table with the loads in its corner and every row and column of the largest sum."""
+    outs, ins = sorted({a for a, _ in loads}), sorted({b for _, b in loads})
+    row_of, column_of = {a: k for k, a in enumerate(outs)}, {b: k for k, b in enumerate(ins)}
+    rows, columns = [0] * len(outs), [0] * len(ins)
+    table: list[dict[int, int]] = [{} for _ in range(len(outs) + len(ins))]
+    for (a, b), load in loads.items():
+        table[row_of[a]][column_of[b]] = load
+        table[len(outs) + column_of[b]][len(ins) + row_of[a]] = load
+        rows[row_of[a]] += load
+        columns[column_of[b]] += load
+    largest = max(rows + columns)
+    for k, load in enumerate(rows):
+        if largest > load:
+            table[k][len(ins) + k] = largest - load
+    for k, load in enumerate(columns):
+        if largest > load:
+            table[len(outs) + k][k] = largest - load
+    return table
+
+
+def _perfect_matching(table: list[dict[int, int]], partner: dict[int, int]) -> dict[int, int]:
+    """A perfect matching on the positive entries that keeps as much as it can of `partner` (Kuhn's augmenting paths)."""
+    taken = {column: row for row, column in partner.items()}
+
+    def augment(row: int, tried: set[int]) -> bool:
+        for column in sorted(table[row], key=lambda column: (-table[row][column], column)):
+            if column not in tried:
+                tried.add(column)
+                if column not in taken or augment(taken[column], tried):
+                    taken[column] = row
+                    return True
+        return False
+
+    matched = set(partner)
+    for row in range(len(table)):
+        if row not in matched:
+            found = augment(row, set())
+            assert found, "equal sums of rows and columns have a perfect matching"
+    return {row: column for column, row in taken.items()}
+
+
+_SIMULTANEOUS = 1e-12
 """Ends closer than this, relative to the whole, are one instant: sums of floats in different orders."""
 
 
@@ -27,7 +149,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedMessages:
     """Messages in the order of their starts; `starts` and `ends` in seconds, message by message."""
 
     messages: tuple[Message, ...]
@@ -39,7 +161,7 @@ class Timed:
         return max(self.ends, default=0.0)
 
 
-def cut_into_messages(parts: Iterable[Part], chunks: int) -> tuple[Message, ...]:
+def cut_into_messages(parts: Iterable[TilePart], chunks: int) -> tuple[Message, ...]:
     """Each hop of each part, in `chunks` pieces where a part passes several hops (a single hop gains nothing)."""
     messages: list[Message] = []
     for part in parts:
@@ -54,30 +176,32 @@ def cut_into_messages(parts: Iterable[Part], chunks: int) -> tuple[Message, ...]
     return tuple(messages)
 
 
-def message_count(parts: Iterable[Part], chunks: int) -> int:
+def message_count(parts: Iterable[TilePart], chunks: int) -> int:
     """How many messages `cut_into_messages` would make."""
     return sum(
         len(part.hops) * (1 if part.depth < 2 else min(chunks, part.end - part.begin)) for part in parts
     )
 
 
-def in_given_order(problem: Problem, messages: Sequence[Message]) -> Timed:
+def in_given_order(problem: ReshardingProblem, messages: Sequence[Message]) -> TimedMessages:
     """Each port serves its messages in the given order, each as soon as both ports and what it waits for are free."""
     free: dict[tuple[str, int], float] = {}
     starts, ends = [], []
     for message in messages:
-        ports = _ports(problem, message)
+        ports = _message_ports(problem, message)
         start = max(
             [free.get(port, 0.0) for port in ports] + [ends[before] for before in message.after], default=0.0
         )
-        end = start + _seconds(problem, message)
+        end = start + _message_s(problem, message)
         starts.append(start)
         ends.append(end)
         free.update(dict.fromkeys(ports, end))
-    return _sorted(Timed(tuple(messages), tuple(starts), tuple(ends)))
+    return _sorted_by_start(TimedMessages(tuple(messages), tuple(starts), tuple(ends)))
 
 
-def listed(problem: Problem, messages: Sequence[Message], *, tails_first: bool) -> Timed:
+def list_schedule(
+    problem: ReshardingProblem, messages: Sequence[Message], *, tails_first: bool
+) -> TimedMessages:
     """A list schedule: whenever ports are free, the most urgent message that may start does.
 
     Urgent is the pair of ports with the most left to do (so that the busiest never waits), then the longest way
@@ -87,16 +211,16 @@ def listed(problem: Problem, messages: Sequence[Message], *, tails_first: bool) 
 
 
 class _ListSchedule:
-    def __init__(self, problem: Problem, messages: Sequence[Message], tails_first: bool):
+    def __init__(self, problem: ReshardingProblem, messages: Sequence[Message], tails_first: bool):
         self._messages = messages
         self._tails_first = tails_first
-        self._lengths = [_seconds(problem, message) for message in messages]
-        self._pairs = [_ports(problem, message) for message in messages]
+        self._lengths = [_message_s(problem, message) for message in messages]
+        self._pairs = [_message_ports(problem, message) for message in messages]
         self._left: dict[tuple[str, int], float] = {}
         for pair, length in zip(self._pairs, self._lengths, strict=True):
             for port in pair:
                 self._left[port] = self._left.get(port, 0.0) + length
-        self._slack = _SAME * max(self._left.values(), default=0.0)
+        self._slack = _SIMULTANEOUS * max(self._left.values(), default=0.0)
         self._behind: list[list[int]] = [[] for _ in messages]
         for m, message in enumerate(messages):
             for before in message.after:
@@ -110,7 +234,7 @@ class _ListSchedule:
         self._starts = [0.0] * len(messages)
         self._ends = [0.0] * len(messages)
 
-    def run(self) -> Timed:
+    def run(self) -> TimedMessages:
         running: list[tuple[float, int]] = []
         for m, count in enumerate(self._waiting):
             if not count:
@@ -130,7 +254,7 @@ class _ListSchedule:
                     self._waiting[b] -= 1
                     if not self._waiting[b]:
                         self._push(b)
-        return _sorted(Timed(tuple(self._messages), tuple(self._starts), tuple(self._ends)))
+        return _sorted_by_start(TimedMessages(tuple(self._messages), tuple(self._starts), tuple(self._ends)))
 
     def _push(self, m: int) -> None:
         heapq.heappush(self._ready.setdefault(self._pairs[m], []), (-self._tails[m], m))
@@ -163,21 +287,21 @@ class _ListSchedule:
             self._left[port] -= self._lengths[m]
 
 
-def _seconds(problem: Problem, message: Message) -> float:
+def _message_s(problem: ReshardingProblem, message: Message) -> float:
     length = message.end - message.begin
     if message.local:
         return problem.local_s(length) + problem.links.local_latency_s
-    return problem.slow_s(length) + problem.links.latency_s
+    return problem.card_s(length) + problem.links.latency_s
 
 
-def _ports(problem: Problem, message: Message) -> tuple[tuple[str, int], ...]:
+def _message_ports(problem: ReshardingProblem, message: Message) -> tuple[tuple[str, int], ...]:
     if message.local:
         return (("local out", message.sender), ("local in", message.receiver))
     workers = problem.workers
     return (("card out", workers[message.sender].card), ("card in", workers[message.receiver].card))
 
 
-def _sorted(timed: Timed) -> Timed:
+def _sorted_by_start(timed: TimedMessages) -> TimedMessages:
     """By start; of equal starts what waits comes later (a message of length 0 ends as it starts)."""
     order = sorted(range(len(timed.messages)), key=lambda m: (timed.starts[m], timed.ends[m], m))
     place = {m: k for k, m in enumerate(order)}
@@ -186,4 +310,6 @@ def _sorted(timed: Timed) -> Timed:
         one = timed.messages[m]
         after = tuple(sorted(place[before] for before in one.after))
         messages.append(Message(one.tile, one.begin, one.end, one.sender, one.receiver, one.local, after))
-    return Timed(tuple(messages), tuple(timed.starts[m] for m in order), tuple(timed.ends[m] for m in order))
+    return TimedMessages(
+        tuple(messages), tuple(timed.starts[m] for m in order), tuple(timed.ends[m] for m in order)
+    )

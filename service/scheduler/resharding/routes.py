@@ -1,4 +1,4 @@
-"""Which way every element goes: a part of a tile, its sender, its way through the target's hosts and inside them.
+"""Routes every element of a resharding: a part of a tile, its sender, and its hops through the target's hosts.
 
 No times here; order.py gives them.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from service.scheduler.resharding.balance import Item, Share, least_shares, whole_shares
-from service.scheduler.resharding.layout import Problem, Tile
+from service.scheduler.resharding.balance import LoadItem, LoadShare, least_shares, whole_shares
+from service.scheduler.resharding.layout import ReshardingProblem, Tile
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Part:
+class TilePart:
     """Elements `begin` to `end` of a tile (in row order of its box) and their way, a tree of hops."""
 
     tile: int
@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Style:
+class RouteStyle:
     """How routes are made.
 
     `divided`: tiles may be shared out among several senders, to the least largest load. `chains`: a tile that
@@ -68,23 +68,27 @@ class Style:
         return ", ".join([*words, inside])
 
 
-STYLES = tuple(
-    Style(divided, chains, gathered)
+ROUTE_STYLES = tuple(
+    RouteStyle(divided, chains, gathered)
     for chains in (None, 1, 2, 3)
     for divided in (False, True)
     for gathered in (False, True)
 )
 """In the order in which they are tried: of equally good ones the first wins."""
-STYLES_OF_SLOW_HOSTS = (*STYLES, Style(False, None, False, apart=True), Style(True, None, False, apart=True))
+SLOW_HOST_ROUTE_STYLES = (
+    *ROUTE_STYLES,
+    RouteStyle(False, None, False, apart=True),
+    RouteStyle(True, None, False, apart=True),
+)
 
 
-def routes(problem: Problem, style: Style) -> tuple[Part, ...]:
+def make_routes(problem: ReshardingProblem, style: RouteStyle) -> tuple[TilePart, ...]:
     """Every tile's parts. Deterministic; each element enters a host once."""
     return _Router(problem, style).parts()
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _HostEntry:
     """From `cuts[k]` on (elements of a tile) a host is entered at `workers[k]`."""
 
     cuts: tuple[int, ...]
@@ -95,23 +99,23 @@ class _Entry:
 
 
 class _Router:
-    def __init__(self, problem: Problem, style: Style):
+    def __init__(self, problem: ReshardingProblem, style: RouteStyle):
         self._problem = problem
         self._style = style
         self._sent = [0] * len(problem.workers)  # elements, to take turns among the workers of a card
         self._received = [0] * len(problem.workers)
         self._entries = self._all_entries()
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TilePart, ...]:
         found = []
         for number, tile in enumerate(self._problem.tiles):
             if near := self._problem.near_hosts(tile):
-                found.append(Part(number, 0, tile.elements, tuple(self._near_hops(tile, near))))
+                found.append(TilePart(number, 0, tile.elements, tuple(self._near_hops(tile, near))))
         for number, groups, share in self._shares():
             found += self._remote_parts(number, groups, share)
         return tuple(sorted(found, key=lambda part: (part.tile, part.begin)))
 
-    def _shares(self) -> list[tuple[int, tuple[tuple[int, ...], ...], Share]]:
+    def _shares(self) -> list[tuple[int, tuple[tuple[int, ...], ...], LoadShare]]:
         """(tile, its groups of needers that are reached together, range and card of the sender)."""
         wanted = []
         for number, tile in enumerate(self._problem.tiles):
@@ -119,7 +123,7 @@ class _Router:
                 count = min(self._style.chains or len(groups), len(groups))
                 wanted += [(number, groups[k::count]) for k in range(count)]
         items = [
-            Item(self._problem.tiles[number].elements, self._cards(self._problem.tiles[number].holders))
+            LoadItem(self._problem.tiles[number].elements, self._cards(self._problem.tiles[number].holders))
             for number, _ in wanted
         ]
         shares = least_shares(items) if self._style.divided else whole_shares(items)
@@ -133,7 +137,9 @@ class _Router:
     def _cards(self, workers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self._problem.workers[w].card for w in workers))
 
-    def _remote_parts(self, number: int, groups: tuple[tuple[int, ...], ...], share: Share) -> Iterator[Part]:
+    def _remote_parts(
+        self, number: int, groups: tuple[tuple[int, ...], ...], share: LoadShare
+    ) -> Iterator[TilePart]:
         """The share cut wherever one of the hosts goes on to its next entry, each piece with its way."""
         borders = {share.begin, share.end}
         entries = [self._entries[number, group] for group in groups]
@@ -144,14 +150,16 @@ class _Router:
             self._sent[sender] += end - begin
             turn = (number + k) % len(groups)
             ways = [(group, entry.at(begin)) for group, entry in zip(groups, entries, strict=True)]
-            yield Part(number, begin, end, tuple(_chain(sender, ways[turn:] + ways[:turn])))
+            yield TilePart(number, begin, end, tuple(_chain_hops(sender, ways[turn:] + ways[:turn])))
 
-    def _all_entries(self) -> dict[tuple[int, tuple[int, ...]], _Entry]:
+    def _all_entries(self) -> dict[tuple[int, tuple[int, ...]], _HostEntry]:
         """Where each tile enters each host: by which cards, to the least largest load, and at which of their workers."""
         wanted = [
             (number, group) for number, tile in enumerate(self._problem.tiles) for group in self._groups(tile)
         ]
-        items = [Item(self._problem.tiles[number].elements, self._cards(group)) for number, group in wanted]
+        items = [
+            LoadItem(self._problem.tiles[number].elements, self._cards(group)) for number, group in wanted
+        ]
         entries = {}
         for (number, group), shares in zip(wanted, least_shares(items), strict=True):
             cuts: list[int] = []
@@ -166,7 +174,7 @@ class _Router:
                     self._received[w] += end - begin
                     cuts.append(begin)
                     workers.append(w)
-            entries[number, group] = _Entry(tuple(cuts), tuple(workers))
+            entries[number, group] = _HostEntry(tuple(cuts), tuple(workers))
         return entries
 
     def _on_card(self, number: int, card: int) -> tuple[int, ...]:
@@ -192,7 +200,7 @@ class _Router:
         return min(workers, key=lambda w: (loads[w], w))
 
 
-def _chain(sender: int, ways: list[tuple[tuple[int, ...], int]]) -> Iterator[Hop]:
+def _chain_hops(sender: int, ways: list[tuple[tuple[int, ...], int]]) -> Iterator[Hop]:
     """From host to host, entering each at the given worker, and round each host from there."""
     count, before = 0, -1
     for group, first in ways:

@@ -1,4 +1,4 @@
-"""What a user writes to see a resharding: a tensor, two layouts and the links between; and its checks."""
+"""ReshardingSpec: the user's YAML of a tensor, two layouts and the links between them, and its checks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from service.scheduler.model.fields import Bandwidth, Integer, Seconds, SpecError
-from service.scheduler.resharding.layout import Layout, Links, Tensor, layout
+from service.scheduler.problem.spec import Bandwidth, Integer, Seconds, SpecError
+from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
 
-LARGEST_MESH = 1024
-LARGEST_TILES = 4096
+MAX_MESH_WORKERS = 1024
+MAX_TILES = 4096
 """Workers of a mesh, and tiles: more would not be planned in seconds."""
-LARGEST_COPIES = 8192
+MAX_COPIES = 8192
 """Pieces of the source times workers of the target: each may be a copy on its way; so many take half a minute."""
-LARGEST_PRODUCT = 2**61
+MAX_FLOW_PRODUCT = 2**61
 """Elements times the square of all workers: the planner's flows count in 64 bits."""
 
 Dtype = Literal["bool", "uint8", "int8", "float16", "bfloat16", "float32", "int32", "float64", "int64"]
@@ -37,11 +37,11 @@ ELEMENT_BYTES = {
 }
 
 
-class _Model(BaseModel):
+class _SpecModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TensorSpec(_Model):
+class TensorSpec(_SpecModel):
     """`dtype` or `element_bytes`, not both; float32 where neither is given."""
 
     shape: tuple[Count, ...]
@@ -78,18 +78,18 @@ def _placement_field(value: Any) -> Split | None:
         return None
     if isinstance(value, str) and (found := re.fullmatch(r"split\(\s*(\d+)\s*\)", value)):
         return Split(int(found[1]))
-    if isinstance(value, Mapping) and set(value) <= {"split", "sizes"} and _natural(value.get("split")):
+    if isinstance(value, Mapping) and set(value) <= {"split", "sizes"} and _is_natural(value.get("split")):
         sizes = value.get("sizes")
-        if sizes is None or (isinstance(sizes, list | tuple) and all(map(_natural, sizes))):
+        if sizes is None or (isinstance(sizes, list | tuple) and all(map(_is_natural, sizes))):
             return Split(value["split"], None if sizes is None else tuple(sizes))
     raise ValueError("write replicate, split(DIMENSION) or {split: DIMENSION, sizes: [LENGTH, ...]}")
 
 
-def _natural(value: Any) -> bool:
+def _is_natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-class LayoutSpec(_Model):
+class LayoutSpec(_SpecModel):
     """`hosts` counts them or names the host of each worker; `mesh` is [hosts, accelerators] where it is not given."""
 
     hosts: Annotated[int | tuple[str, ...], PlainValidator(_hosts_field)] = 1
@@ -98,7 +98,7 @@ class LayoutSpec(_Model):
     placement: tuple[Annotated[Split | None, PlainValidator(_placement_field)], ...]
 
 
-class LinksSpec(_Model):
+class LinksSpec(_SpecModel):
     card_bytes_per_s: Bandwidth
     local_bytes_per_s: Bandwidth | None = None
     latency_s: Seconds = 0.0
@@ -106,7 +106,7 @@ class LinksSpec(_Model):
     cards_per_host: Count = 1
 
 
-class ReshardingSpec(_Model):
+class ReshardingSpec(_SpecModel):
     """Without `links` one second is the whole tensor over one card, and copies inside a host are free."""
 
     tensor: TensorSpec
@@ -134,32 +134,32 @@ def load_resharding(data: Mapping[str, Any]) -> Resharding:
     given = spec.tensor
     size = given.element_bytes or ELEMENT_BYTES[given.dtype or "float32"]
     tensor = Tensor(given.shape, size)
-    source = _layout("source", spec.source, given.shape)
-    target = _layout("target", spec.target, given.shape)
-    most = LARGEST_PRODUCT // (source.workers + target.workers) ** 2
+    source = _checked_layout("source", spec.source, given.shape)
+    target = _checked_layout("target", spec.target, given.shape)
+    most = MAX_FLOW_PRODUCT // (source.workers + target.workers) ** 2
     if tensor.elements > most:
         raise SpecError(
             f"tensor.shape is {list(given.shape)}, {tensor.elements} elements: at most {most} are planned for "
             f"{source.workers + target.workers} workers; take a slice of it, times are proportional"
         )
     boxes = [len(set(side.boxes(given.shape))) for side in (source, target)]
-    if boxes[0] * boxes[1] > LARGEST_TILES:
+    if boxes[0] * boxes[1] > MAX_TILES:
         raise SpecError(
             f"{boxes[0]} pieces of the source and {boxes[1]} of the target may make {boxes[0] * boxes[1]} tiles, "
-            f"and at most {LARGEST_TILES} are planned: split fewer ways"
+            f"and at most {MAX_TILES} are planned: split fewer ways"
         )
-    if boxes[0] * target.workers > LARGEST_COPIES:
+    if boxes[0] * target.workers > MAX_COPIES:
         raise SpecError(
             f"{boxes[0]} pieces of the source for {target.workers} workers of the target may make "
-            f"{boxes[0] * target.workers} copies, and at most {LARGEST_COPIES} are planned: split fewer ways, or give the "
+            f"{boxes[0] * target.workers} copies, and at most {MAX_COPIES} are planned: split fewer ways, or give the "
             "target fewer workers"
         )
     links = Links(float(tensor.bytes)) if spec.links is None else Links(**spec.links.model_dump())
     return Resharding(tensor, source, target, links)
 
 
-def _layout(name: str, given: LayoutSpec, shape: tuple[int, ...]) -> Layout:
-    mesh = _mesh(name, given)
+def _checked_layout(name: str, given: LayoutSpec, shape: tuple[int, ...]) -> Layout:
+    mesh = _mesh_shape(name, given)
     if len(given.placement) != len(mesh):
         raise SpecError(
             f"{name}.placement has {len(given.placement)} entries for a mesh of {len(mesh)} dimensions "
@@ -170,18 +170,18 @@ def _layout(name: str, given: LayoutSpec, shape: tuple[int, ...]) -> Layout:
             raise SpecError(
                 f"{name}.placement.{d} splits dimension {one.dimension}, and the tensor has {len(shape)}: they count from 0"
             )
-    made = layout(
+    made = mesh_layout(
         name,
         mesh=mesh,
         split=tuple(None if one is None else one.dimension for one in given.placement),
-        hosts=_hosts(name, given, math.prod(mesh)),
+        hosts=_host_names(name, given, math.prod(mesh)),
         sizes=tuple(None if one is None else one.sizes for one in given.placement),
     )
     _check_sizes(made, shape)
     return made
 
 
-def _mesh(name: str, given: LayoutSpec) -> tuple[int, ...]:
+def _mesh_shape(name: str, given: LayoutSpec) -> tuple[int, ...]:
     if given.mesh is not None and given.accelerators is not None:
         raise SpecError(
             f"{name} has mesh and accelerators: give one of them, mesh says how many workers there are"
@@ -192,14 +192,14 @@ def _mesh(name: str, given: LayoutSpec) -> tuple[int, ...]:
         raise SpecError(f"{name}.hosts names the host of each worker: give mesh, its shape, as well")
     else:
         mesh = (given.hosts, given.accelerators or 1)
-    if math.prod(mesh) > LARGEST_MESH:
+    if math.prod(mesh) > MAX_MESH_WORKERS:
         raise SpecError(
-            f"{name} has {math.prod(mesh)} workers, at most {LARGEST_MESH} are planned: take a smaller mesh"
+            f"{name} has {math.prod(mesh)} workers, at most {MAX_MESH_WORKERS} are planned: take a smaller mesh"
         )
     return mesh
 
 
-def _hosts(name: str, given: LayoutSpec, workers: int) -> tuple[str, ...]:
+def _host_names(name: str, given: LayoutSpec, workers: int) -> tuple[str, ...]:
     if isinstance(given.hosts, int):
         if workers % given.hosts:
             fitting = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
@@ -248,10 +248,10 @@ def _describe(item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{place} is missing: give it"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{place} is {_told(item['input'])}: {message[:1].lower()}{message[1:]}"
+    return f"{place} is {_abbreviated(item['input'])}: {message[:1].lower()}{message[1:]}"
 
 
-def _told(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     """As it is written, but for what is long: a file may hold lists of lists by reference, millions of them in ten lines."""
     short = reprlib.Repr()
     short.maxlevel, short.maxlist, short.maxdict, short.maxstring, short.maxother = 3, 12, 12, 200, 200

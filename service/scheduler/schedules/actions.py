@@ -1,4 +1,7 @@
-"""From (stage, operation, microbatch) triples to the tasks of a lane; shared by the families."""
+"""Converts (stage, operation, microbatch) triples into tasks of a lane, for the named schedules.
+
+Where a backward is split and no W is listed, W follows its I at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
+from service.scheduler.kernels import BACKWARD, FORWARD, WEIGHT
+from service.scheduler.problem.problem import Problem
 
 Action = tuple[int, int, int]
 
@@ -24,7 +28,7 @@ def to_lane(problem: Problem, actions: Iterable[Action]) -> np.ndarray:
     return np.array(tasks, dtype=np.int64)
 
 
-def alternate(stage: int, warmup: int, microbatches: int) -> list[Action]:
+def one_f_one_b_actions(stage: int, warmup: int, microbatches: int) -> list[Action]:
     """`warmup` forwards, then one backward, one forward, … of one stage."""
     actions = [(stage, FORWARD, m) for m in range(warmup)]
     for m in range(microbatches):
@@ -34,7 +38,7 @@ def alternate(stage: int, warmup: int, microbatches: int) -> list[Action]:
     return actions
 
 
-def cap(problem: Problem) -> int:
+def in_flight_cap(problem: Problem) -> int:
     """Most microbatches that may be in flight at a source stage."""
     limit = problem.spec.max_in_flight
     return problem.microbatches if limit is None else min(limit, problem.microbatches)

@@ -1,10 +1,9 @@
 """Lower bounds on the makespan, before any plan exists; for any acyclic stage graph and placement.
 
-The seven of the literature, one-machine relaxations, and memory times time. Microbatches are alike: give
-the j-th run of every kind to microbatch j, and dependencies, resources and what is held at any time stay as they
-were. So every kind may be assumed to run them in order, which strengthens heads and tails.
-
-Each bound says why it holds. A bound above a makespan that was reached is a defect (`settle`).
+The seven of the literature, one-machine relaxations, and memory times time. Microbatches are interchangeable:
+give the j-th run of every kind to microbatch j, and dependencies, resources and what is held at any time stay as
+they were. So every kind may be assumed to run them in order, which strengthens heads and tails.
+Each bound says why it holds. A bound above a makespan that was reached is a defect (`drop_refuted_bounds`).
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.kernels import TOLERANCE
-from service.scheduler.model.defects import defect
-from service.scheduler.model.problem import BACKWARD, FORWARD, WEIGHT, Problem
-from service.scheduler.model.timeline import earliest_times
+from service.scheduler.kernels import BACKWARD, FORWARD, TOLERANCE, WEIGHT
+from service.scheduler.problem.defects import defect
+from service.scheduler.problem.problem import Problem
+from service.scheduler.problem.timeline import earliest_times
 
-_LARGEST_EXACT = 200_000  # tasks; beyond, one-machine relaxations are left out
+_MAX_ONE_MACHINE_TASKS = 200_000  # tasks; beyond, one-machine relaxations are left out
 
 
 @dataclass(frozen=True, eq=False)
-class _Paths:
+class _KindPaths:
     """For each kind: earliest start of its first task, and the least time after the end of its last."""
 
     head: np.ndarray
@@ -41,23 +40,23 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     """Each bound by name, in seconds."""
     if problem.splits and problem.fused.any():
         problem = problem.all_split()
-    paths, trips = _paths(problem), _round_trips(problem)
+    paths, trips = _kind_paths(problem), _round_trips(problem)
     bounds = {
         "critical path": float((paths.head + paths.length + paths.tail)[problem.exists[:, 0]].max()),
-        "mesh work": _work(problem, paths, weights=True),
-        "input gradient work": 0.0 if problem.inference else _work(problem, paths, weights=False),
-        "first backward": 0.0 if problem.inference else _first_backward(problem, paths),
-        "in flight": 0.0 if problem.inference else _in_flight(problem, paths, trips),
-        "memory time": 0.0 if problem.inference else _memory_time(problem, paths, trips),
-        "link": _links(problem, paths),
-        "uniform chain": _uniform_chain(problem, paths),
+        "mesh work": _mesh_work_bound(problem, paths, weights=True),
+        "input gradient work": 0.0 if problem.inference else _mesh_work_bound(problem, paths, weights=False),
+        "first backward": 0.0 if problem.inference else _first_backward_bound(problem, paths),
+        "in flight": 0.0 if problem.inference else _in_flight_bound(problem, paths, trips),
+        "memory time": 0.0 if problem.inference else _memory_time_bound(problem, paths, trips),
+        "link": _link_bound(problem, paths),
+        "uniform chain": _uniform_chain_bound(problem, paths),
     }
-    if problem.tasks <= _LARGEST_EXACT:
-        bounds["one machine"] = _one_machine(problem)
+    if problem.tasks <= _MAX_ONE_MACHINE_TASKS:
+        bounds["one machine"] = _one_machine_bound(problem)
     return bounds
 
 
-def settle(bounds: Mapping[str, float], makespan: float) -> tuple[dict[str, float], list[str]]:
+def drop_refuted_bounds(bounds: Mapping[str, float], makespan: float) -> tuple[dict[str, float], list[str]]:
     """The bounds without those above a makespan that was reached, and what to say of each of these.
 
     Raises SchedulerDefect where defects are errors.
@@ -75,7 +74,7 @@ def settle(bounds: Mapping[str, float], makespan: float) -> tuple[dict[str, floa
     return kept, notes
 
 
-def _paths(problem: Problem) -> _Paths:
+def _kind_paths(problem: Problem) -> _KindPaths:
     length = problem.duration[:, 0]
     head = np.zeros(problem.kinds)
     order = np.argsort(problem.kind_rank)
@@ -83,7 +82,7 @@ def _paths(problem: Problem) -> _Paths:
         for after in problem.dependents[kind]:
             head[after] = max(head[after], head[kind] + length[kind])
     tail = kernels.tails(*problem.dependent_rows, length.copy(), order, len(order)) - length
-    return _Paths(head, tail, length)
+    return _KindPaths(head, tail, length)
 
 
 def _kinds_of_mesh(problem: Problem, mesh: int, ops: tuple[int, ...]) -> np.ndarray:
@@ -96,7 +95,7 @@ def _without_forwards(problem: Problem, kinds: np.ndarray) -> np.ndarray:
     return kinds[problem.stage_and_op(kinds)[1] != FORWARD]
 
 
-def _work(problem: Problem, paths: _Paths, *, weights: bool) -> float:
+def _mesh_work_bound(problem: Problem, paths: _KindPaths, *, weights: bool) -> float:
     """Bounds 2 and 3: what a mesh must run (with or without W), between its first and its last action.
 
     The lane runs one action at a time, the first not before the least head, and after the last comes at least
@@ -115,7 +114,7 @@ def _work(problem: Problem, paths: _Paths, *, weights: bool) -> float:
     return best
 
 
-def _first_backward(problem: Problem, paths: _Paths) -> float:
+def _first_backward_bound(problem: Problem, paths: _KindPaths) -> float:
     """Bound 4: until the first backward of a mesh only forwards run, as many as its memory holds.
 
     That backward starts at some t ≥ the least head of one; before t the lane worked min(t − first head, K) at
@@ -164,32 +163,32 @@ def _stage_limits(problem: Problem) -> np.ndarray:
     their transfers, and no backward of its lane has ended since it began. Only where all of these actions take
     longer than the tolerance within which two times are one instant.
     """
-    limits = problem.sure_limit[problem.mesh_of_stage]
+    limits = problem.relaxed_activation_limit[problem.mesh_of_stage]
     length, least = problem.duration.max(axis=1), 2 * TOLERANCE * float(problem.duration.sum())
     for stage in range(problem.stages):
         mesh, forward = int(problem.mesh_of_stage[stage]), problem.kind(stage, FORWARD)
         backwards = _without_forwards(problem, _kinds_of_mesh(problem, mesh, (BACKWARD, WEIGHT)))
         if problem.memory_limit[mesh] < 0 or min(length[forward], *length[backwards]) <= least:
             continue
-        received = _bytes_of(problem, problem.dependencies[forward], length > least)
-        sent = _bytes_of(problem, problem.dependents[forward], length > least)
+        received = _lasting_bytes(problem, problem.dependencies[forward], length > least)
+        sent = _lasting_bytes(problem, problem.dependents[forward], length > least)
         room = problem.memory_limit[mesh] - problem.static_bytes[mesh] - max(received, sent)
         limits[stage] = max(min(limits[stage], room), 0)
     return limits
 
 
-def _bytes_of(problem: Problem, kinds: list[int], lasting: np.ndarray) -> int:
+def _lasting_bytes(problem: Problem, kinds: list[int], lasting: np.ndarray) -> int:
     return sum(int(problem.size[kind]) for kind in kinds if lasting[kind])
 
 
 def _mesh_limits(problem: Problem) -> np.ndarray:
     """int[meshes], −1 where there is none: a mesh holds most when a forward of one of its stages begins."""
     stages = _stage_limits(problem)
-    limits = problem.sure_limit.copy()
+    limits = problem.relaxed_activation_limit.copy()
     for mesh in np.flatnonzero(limits >= 0).tolist():
         limits[mesh] = stages[(problem.mesh_of_stage == mesh) & (problem.activation > 0)].max(initial=-1)
         if limits[mesh] < 0:
-            limits[mesh] = problem.sure_limit[mesh]
+            limits[mesh] = problem.relaxed_activation_limit[mesh]
     return limits
 
 
@@ -230,7 +229,7 @@ def _round_trips(problem: Problem) -> np.ndarray:
     return trips
 
 
-def _in_flight(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
+def _in_flight_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -> float:
     """Bound 5: with k in flight, forward m starts after backward m − k has ended, a round trip after its forward.
 
     So forward r + q k (r < k) starts at least q round trips after forward r, which starts r forwards after the
@@ -246,7 +245,7 @@ def _in_flight(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
     return best
 
 
-def _memory_time(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
+def _memory_time_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -> float:
     """Bytes times seconds that the microbatches hold on a mesh fit into its limit times its time.
 
     A microbatch holds a stage's activation for at least the round trip, and its stash for at least W. All of it
@@ -268,7 +267,7 @@ def _memory_time(problem: Problem, paths: _Paths, trips: np.ndarray) -> float:
     return best
 
 
-def _links(problem: Problem, paths: _Paths) -> float:
+def _link_bound(problem: Problem, paths: _KindPaths) -> float:
     """Bound 6 for whatever transfers occupy (links, ports, or with overlap off the lanes themselves).
 
     One at a time, none before the least head, and after the last of them the least tail.
@@ -286,7 +285,7 @@ def _links(problem: Problem, paths: _Paths) -> float:
     return best
 
 
-def _uniform_chain(problem: Problem, paths: _Paths) -> float:
+def _uniform_chain_bound(problem: Problem, paths: _KindPaths) -> float:
     """Bound 7, unsplit: a stage waits for its first forward, works, and the gradient of its last backward goes on.
 
     As bound 2, for the actions of one stage alone: the last of them is a backward.
@@ -301,7 +300,7 @@ def _uniform_chain(problem: Problem, paths: _Paths) -> float:
     return best
 
 
-def _one_machine(problem: Problem) -> float:
+def _one_machine_bound(problem: Problem) -> float:
     """Every resource alone, preemptive, with each task's head and tail (Jackson's bound).
 
     Heads and tails are longest paths over dependencies, the order within kinds (the exchange argument above), and
@@ -315,7 +314,7 @@ def _one_machine(problem: Problem) -> float:
         tasks = (members[:, None] * problem.microbatches + np.arange(problem.microbatches)).reshape(-1)
         tasks = tasks[exists[tasks]]
         order = tasks[np.argsort(head[tasks], kind="stable")]
-        best = max(best, kernels.jackson(head[order], duration[order], (tail - duration)[order]))
+        best = max(best, kernels.jackson_makespan(head[order], duration[order], (tail - duration)[order]))
     return best
 
 

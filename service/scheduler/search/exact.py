@@ -1,5 +1,8 @@
-"""The exact solver: OR-Tools CP-SAT on the whole problem, from a good plan to a better one or a proof.
+"""The exact solver: OR-Tools CP-SAT on a whole problem or a window, for a shorter plan or a proof.
 
+Model: starts of tasks, exclusive resources, memory, receive buffers. Microbatches are interchangeable, so every
+kind runs them in order (exchange argument): no optimum is lost. Durations become integers, rounded down where no
+scale is exact, which keeps the solver's bound a bound.
 Deterministic: one worker, a fixed seed, and limits in the solver's own deterministic time.
 """
 
@@ -10,25 +13,340 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from service.scheduler.model.problem import Problem
-from service.scheduler.model.timeline import Timeline
-from service.scheduler.search.exact_model import ExactModel
+from service.scheduler.kernels import BACKWARD, FORWARD, WEIGHT
+from service.scheduler.problem.memory import limited_posting_waits, posting_waits, send_buffer_waits
+from service.scheduler.problem.problem import Problem
+from service.scheduler.problem.timeline import OrderError, Timeline, order_by_start, retime
 from service.scheduler.search.origin import SOLVER_SEED
-from service.scheduler.search.window_model import WindowModel
-from service.scheduler.search.windows import Window
+from service.scheduler.search.windows import Window, WindowModel
 
-NAME = "exact solver"
-_LARGEST_HORIZON = 2**40
-_LEAST_GAIN = 1e-7  # relative: less is not worth a rearrangement
+
+def exact_model_size(problem: Problem) -> int:
+    """About how many variables and literals the model has."""
+    size = int(problem.exists.sum())
+    if problem.inference:
+        return size
+    for mesh in range(problem.meshes):
+        if problem.memory_limit[mesh] >= 0:  # what is held, and for how long
+            at_mesh = (problem.sender_of_kind == mesh) | (problem.receiver_of_kind == mesh)
+            size += 2 * int(problem.exists[at_mesh].sum())
+        limit = int(problem.activation_limit[mesh])
+        here = np.flatnonzero(problem.mesh_of_stage == mesh)
+        if limit < 0:
+            continue
+        if len(here) == 1:
+            size += problem.microbatches * min(
+                problem.microbatches, limit // max(int(problem.activation[here[0]]), 1)
+            )
+        else:
+            size += 3 * len(here) ** 2 * problem.microbatches**2 // 2
+    return size
+
+
+class ExactModel:
+    """The model of a problem within the makespan of `hint`; times are integers, seconds times `scale`."""
+
+    def __init__(
+        self, problem: Problem, hint: Timeline, lengths: np.ndarray, scale: float, lower_bound_s: float
+    ) -> None:
+        self.problem, self.lengths = problem, lengths
+        self.model = cp_model.CpModel()
+        self.start: dict[int, cp_model.IntVar] = {}
+        self._limits_buffers = bool((problem.receive_limit >= 0).any())
+        self._limits_bytes = bool((problem.memory_limit >= 0).any()) and not problem.inference
+        self._models_transfers = problem.contended or self._limits_buffers or self._limits_bytes
+        self.horizon = math.floor(hint.makespan * scale * (1 + 1e-12) + 1e-6)
+        self._hint = np.floor(hint.start * scale + 1e-6).astype(np.int64)
+        self._literals: dict[tuple[int, int], cp_model.IntVar] = {}
+        self._add_tasks()
+        self._add_precedences()
+        if not problem.inference:
+            self._add_memory()
+        if self._limits_buffers:
+            self._add_receive_buffers()
+        if self._limits_bytes:
+            for mesh in np.flatnonzero(problem.memory_limit >= 0).tolist():
+                self._add_bytes(mesh)
+        self._chain_literals()
+        self._add_makespan(math.ceil(lower_bound_s * scale * (1 - 1e-12) - 1e-6))
+
+    def _kinds(self) -> range:
+        return range(self.problem.kinds if self._models_transfers else self.problem.compute_kinds)
+
+    def _add_tasks(self) -> None:
+        problem, microbatches = self.problem, self.problem.microbatches
+        on_resource: dict[int, list[cp_model.IntervalVar]] = {}
+        for kind in self._kinds():
+            for m in np.flatnonzero(problem.exists[kind]).tolist():
+                task, length = kind * microbatches + m, int(self.lengths[kind, m])
+                start = self.model.new_int_var(0, self.horizon - length, f"t{task}")
+                self.start[task] = start
+                self.model.add_hint(start, int(self._hint[task]))
+                interval = self.model.new_fixed_size_interval_var(start, length, f"i{task}")
+                for resource in problem.resources[kind].tolist():
+                    if resource >= 0:
+                        on_resource.setdefault(resource, []).append(interval)
+        for intervals in on_resource.values():
+            self.model.add_no_overlap(intervals)
+
+    def _add_precedences(self) -> None:
+        problem, microbatches = self.problem, self.problem.microbatches
+        for kind in self._kinds():
+            for m in np.flatnonzero(problem.exists[kind]).tolist():
+                task = kind * microbatches + m
+                if m and task - 1 in self.start:
+                    self.model.add(self.start[task] >= self._task_end(task - 1))
+                for need in problem.dependencies[kind]:
+                    self._add_precedence(task, need, m, 0)
+
+    def _add_precedence(self, task: int, need: int, m: int, delay: int) -> None:
+        before = need * self.problem.microbatches + m
+        if not self.problem.exists[need, m]:
+            return
+        delay += int(self.lengths[need, m])
+        if before in self.start:
+            self.model.add(self.start[task] >= self.start[before] + delay)
+            return
+        for earlier in self.problem.dependencies[need]:  # an unmodelled transfer: its cause plus its length
+            self._add_precedence(task, earlier, m, delay)
+
+    def _task_end(self, task: int) -> cp_model.LinearExpr:
+        return self.start[task] + int(self.lengths.reshape(-1)[task])
+
+    def _last_op(self, stage: int, m: int) -> int:
+        return BACKWARD if self.problem.fused[stage, m] else WEIGHT
+
+    def _ending_task(self, stage: int, op: int, m: int) -> int:
+        """The task with which `op` has ended: of a backward that is not split, the backward itself."""
+        return self.problem.task(stage, min(op, self._last_op(stage, m)), m)
+
+    def _add_memory(self) -> None:
+        problem = self.problem
+        cap = problem.spec.max_in_flight
+        for stage in range(problem.stages):
+            if cap is not None and not problem.sources[stage]:
+                self._limit_in_flight(stage, WEIGHT, cap)
+        for mesh in range(problem.meshes):
+            limit = int(problem.activation_limit[mesh])
+            here = np.flatnonzero(problem.mesh_of_stage == mesh).tolist()
+            if limit < 0 or sum(int(problem.activation[s]) for s in here) * problem.microbatches <= limit:
+                continue
+            for stage in here:
+                activation, stash = int(problem.activation[stage]), int(problem.stash[stage])
+                if activation:
+                    self._limit_in_flight(stage, BACKWARD, limit // activation)
+                if stash:
+                    self._limit_in_flight(stage, WEIGHT, 1 + (limit - activation) // stash)
+            if len(here) == 1 and problem.fused[here[0]].all():
+                continue  # the distance says it all
+            for m in range(problem.microbatches):
+                if len(here) == 1 and not problem.fused[here[0]].any():
+                    self._limit_single_stage(here[0], m, limit)
+                    continue
+                for stage in here:
+                    self._limit_shared_mesh(stage, m, here, limit)
+
+    def _limit_in_flight(self, stage: int, ended: int, distance: int) -> None:
+        """Forward m starts after action m − distance (of kind `ended`, or the whole backward) has ended."""
+        for m in range(distance, self.problem.microbatches):
+            forward = self.start[self.problem.task(stage, FORWARD, m)]
+            self.model.add(forward >= self._task_end(self._ending_task(stage, ended, m - distance)))
+
+    def _limit_single_stage(self, stage: int, m: int, limit: int) -> None:
+        """One stage on the mesh: with `inputs` I ended before forward m, so many W must have ended, too."""
+        problem = self.problem
+        activation, stash = int(problem.activation[stage]), int(problem.stash[stage])
+        forward = problem.task(stage, FORWARD, m)
+        for inputs in range(m + 1):
+            needed = activation * (m + 1) - limit - (activation - stash) * inputs
+            if needed <= 0:
+                return
+            weights = -(-needed // stash) if stash else inputs + 1
+            if weights > inputs:  # not even all of them would be enough (`_space` says so, too)
+                continue
+            weight = self._task_end(problem.task(stage, WEIGHT, weights - 1))
+            room = self.model.add(self.start[forward] >= weight)
+            if inputs < m:  # or I number `inputs` has ended as well
+                room.only_enforce_if(~self._precedes(problem.task(stage, BACKWARD, inputs), forward))
+
+    def _limit_shared_mesh(self, stage: int, m: int, here: list[int], limit: int) -> None:
+        """What is held on the mesh when forward (stage, m) starts, by what comes before it on the lane."""
+        problem = self.problem
+        forward = problem.task(stage, FORWARD, m)
+        needed = int(problem.activation[stage]) * (m + 1) - limit  # to be given back before
+        terms = []
+        for other in here:
+            activation, stash = int(problem.activation[other]), int(problem.stash[other])
+            for n in range(m if other == stage else problem.microbatches):
+                if problem.fused[other, n]:
+                    gives = [(BACKWARD, activation)]
+                else:
+                    gives = [(BACKWARD, activation - stash), (WEIGHT, stash)]
+                if other != stage:
+                    gives.append((FORWARD, -activation))
+                for op, given in gives:
+                    before = self._precedes(problem.task(other, op, n), forward) if given else False
+                    if before is True:
+                        needed -= given
+                    elif before is not False:
+                        terms.append((before, given))
+        if needed > sum(min(given, 0) for _, given in terms):
+            self.model.add(sum(literal * given for literal, given in terms) >= needed)
+
+    def _precedes(self, first: int, second: int) -> cp_model.IntVar | bool:
+        """Whether one compute task of a mesh runs before another one: known, or a literal that says so."""
+        (kind, m), (other, n) = (divmod(task, self.problem.microbatches) for task in (first, second))
+        if m <= n and self.problem.precedes[kind, other]:
+            return True
+        if n <= m and self.problem.precedes[other, kind]:
+            return False
+        if (second, first) in self._literals:
+            return ~self._literals[second, first]
+        if (first, second) not in self._literals:
+            literal = self._literals[first, second] = self.model.new_bool_var("")
+            self.model.add(self.start[second] >= self._task_end(first)).only_enforce_if(literal)
+            self.model.add(self.start[first] >= self._task_end(second)).only_enforce_if(~literal)
+        return self._literals[first, second]
+
+    def _chain_literals(self) -> None:
+        """What runs before a task runs before the next of its kind, and so did the one before it."""
+        microbatches = self.problem.microbatches
+        for (first, second), literal in self._literals.items():
+            if (first + 1) % microbatches and (first + 1, second) in self._literals:
+                self.model.add_implication(self._literals[first + 1, second], literal)
+            if (second + 1) % microbatches and (first, second + 1) in self._literals:
+                self.model.add_implication(literal, self._literals[first, second + 1])
+
+    def _add_receive_buffers(self) -> None:
+        """A received tensor takes a buffer from the start of its transfer to the end of its last direct user."""
+        problem, microbatches = self.problem, self.problem.microbatches
+        for mesh in np.flatnonzero(problem.receive_limit >= 0).tolist():
+            buffers = []
+            for kind in range(problem.compute_kinds, problem.kinds):
+                if problem.receiver_of_kind[kind] != mesh:
+                    continue
+                for m in np.flatnonzero(problem.exists[kind]).tolist():
+                    size = self.model.new_int_var(0, self.horizon, "")
+                    freed = self.model.new_int_var(0, self.horizon, "")
+                    for user in problem.dependents[kind]:
+                        if problem.exists[user, m]:
+                            self.model.add(freed >= self._task_end(user * microbatches + m))
+                    start = self.start[kind * microbatches + m]
+                    buffers.append(self.model.new_interval_var(start, size, freed, ""))
+            limit = int(problem.receive_limit[mesh])
+            self.model.add_cumulative(buffers, [1] * len(buffers), limit)
+
+    def _add_bytes(self, mesh: int) -> None:
+        """Everything that a mesh holds at any time fits into memory_bytes: activations, stashes, tensors on their way."""
+        problem, microbatches = self.problem, self.problem.microbatches
+        spans: list[tuple[cp_model.LinearExprT, cp_model.LinearExprT, int]] = []
+        for stage in np.flatnonzero(problem.mesh_of_stage == mesh).tolist():
+            activation, again = int(problem.activation[stage]), int(problem.rematerialised[stage])
+            for m in range(microbatches):
+                forward, backward = (self.start[problem.task(stage, op, m)] for op in (FORWARD, BACKWARD))
+                end = self._task_end(problem.task(stage, BACKWARD, m))
+                spans += [(forward, end, activation), (backward, end, again)]
+                if not problem.fused[stage, m]:
+                    last = self._task_end(problem.task(stage, WEIGHT, m))
+                    spans.append((end, last, int(problem.whole_stash[stage])))
+        for kind in range(problem.compute_kinds, problem.kinds):
+            size = int(problem.size[kind])
+            for m in range(microbatches):
+                task = kind * microbatches + m
+                if problem.receiver_of_kind[kind] == mesh:
+                    used = [self._task_end(user * microbatches + m) for user in problem.dependents[kind]]
+                    spans.append((self.start[task], self._extreme(used, latest=True), size))
+                if problem.sender_of_kind[kind] == mesh:
+                    made = [self._task_end(maker * microbatches + m) for maker in problem.dependencies[kind]]
+                    spans.append((self._extreme(made, latest=False), self._task_end(task), size))
+        spans = [span for span in spans if span[2]]
+        intervals = [
+            self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon, ""), end, "")
+            for begin, end, _ in spans
+        ]
+        room = int(problem.memory_limit[mesh] - problem.static_bytes[mesh])
+        self.model.add_cumulative(intervals, [size for _, _, size in spans], room)
+
+    def _extreme(self, times: list[cp_model.LinearExpr], *, latest: bool) -> cp_model.LinearExprT:
+        if len(times) == 1:
+            return times[0]
+        result = self.model.new_int_var(0, self.horizon, "")
+        if latest:
+            self.model.add_max_equality(result, times)
+        else:
+            self.model.add_min_equality(result, times)
+        return result
+
+    def _add_makespan(self, lower: int) -> None:
+        makespan = self.model.new_int_var(min(lower, self.horizon), self.horizon, "makespan")
+        for end in self._last_ends():
+            self.model.add(makespan >= end)
+        self.model.minimize(makespan)
+
+    def _last_ends(self) -> list[cp_model.LinearExpr]:
+        last = self.problem.microbatches - 1
+        op = FORWARD if self.problem.inference else WEIGHT
+        return [self._task_end(self._ending_task(stage, op, last)) for stage in range(self.problem.stages)]
+
+    def keep_order(self, hint: Timeline, fixed: np.ndarray) -> None:
+        """Tasks marked `fixed` stay in the hint's order on every resource."""
+        problem = self.problem
+        kinds = hint.sequence // problem.microbatches
+        for resource in problem.exclusive_resources:
+            here = hint.sequence[problem.kinds_on(resource)[kinds] & fixed[hint.sequence]].tolist()
+            for before, after in pairwise(here):
+                if before // problem.microbatches != after // problem.microbatches:
+                    self.model.add(self.start[after] >= self._task_end(before))
+
+    def end_before(self, latest: int) -> None:
+        """Everything ends by `latest`, or there is no solution."""
+        for end in self._last_ends():
+            self.model.add(end <= latest)
+
+    def read(self, solver: cp_model.CpSolver, scale: float) -> Timeline | None:
+        """The solver's orders, timed again in seconds."""
+        start = np.zeros(self.problem.tasks)
+        for task, variable in self.start.items():
+            start[task] = solver.value(variable) / scale
+        if not self._models_transfers:
+            self._place_transfers(start)
+        sequence = order_by_start(self.problem, start)
+        found = Timeline(self.problem, start, sequence)
+        waits = [limited_posting_waits(found)] if self._limits_buffers else []
+        if self._limits_bytes:
+            waits = [posting_waits(found), send_buffer_waits(found)]
+        try:
+            return retime(self.problem, sequence, *waits)
+        except OrderError:
+            return None
+
+    def _place_transfers(self, start: np.ndarray) -> None:
+        """Uncontended transfers start when their causes end."""
+        problem, microbatches = self.problem, self.problem.microbatches
+        duration = problem.duration.reshape(-1)
+        for kind in np.argsort(problem.kind_rank).tolist():
+            if kind < problem.compute_kinds:
+                continue
+            for m in np.flatnonzero(problem.exists[kind]).tolist():
+                needs = [
+                    need * microbatches + m for need in problem.dependencies[kind] if problem.exists[need, m]
+                ]
+                start[kind * microbatches + m] = max((start[n] + duration[n] for n in needs), default=0.0)
+
+
+EXACT_BOUND_NAME = "exact solver"
+_MAX_EXACT_HORIZON = 2**40
+_MIN_GAIN = 1e-7  # relative: less is not worth a rearrangement
 _ROUNDED_HORIZON = 2**46  # rounding down then costs far less than the tolerance of times
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactResult:
     """What the solver found: a timeline (or None) and a lower bound on every makespan, in seconds."""
 
     timeline: Timeline | None
@@ -44,17 +362,17 @@ def solve(
     deterministic_limit: float,
     strong: bool = False,
     expired: Callable[[], bool] | None = None,
-) -> Exact:
+) -> ExactResult:
     """Search for a timeline shorter than `hint`; `strong` propagates more at each node of the search."""
     scale, lengths = integer_durations(problem)
     model = ExactModel(problem, hint, lengths, scale, lower_bound_s)
     solver = _new_solver(deterministic_limit)
     solver.parameters.use_strong_propagation_in_disjunctive = strong
-    status = _run(solver, model.model, expired)
+    status = _solve_until_expired(solver, model.model, expired)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Exact(None, lower_bound_s, status == cp_model.INFEASIBLE)
+        return ExactResult(None, lower_bound_s, status == cp_model.INFEASIBLE)
     bound = max(lower_bound_s, solver.best_objective_bound / scale)
-    return Exact(model.read(solver, scale), bound, status == cp_model.OPTIMAL)
+    return ExactResult(model.read(solver, scale), bound, status == cp_model.OPTIMAL)
 
 
 def rearrange(
@@ -64,7 +382,7 @@ def rearrange(
     scale, lengths = integer_durations(problem)
     model = ExactModel(problem, hint, lengths, scale, lower_bound_s)
     model.keep_order(hint, fixed)
-    model.end_before(math.floor(hint.makespan * scale * (1 - _LEAST_GAIN)))
+    model.end_before(math.floor(hint.makespan * scale * (1 - _MIN_GAIN)))
     solver = _new_solver(deterministic_limit)
     # where nothing shorter exists, presolve may creep to that by one unit of time at a time
     solver.parameters.cp_model_presolve = False
@@ -81,7 +399,7 @@ def rearrange_window(
     The timeline that comes back was replayed from its orders. Its memory is for the caller to check: only the
     window's was seen.
     """
-    model = WindowModel(window, fixed, lengths, scale, _LEAST_GAIN)
+    model = WindowModel(window, fixed, lengths, scale, _MIN_GAIN)
     solver = _new_solver(deterministic_limit)
     solver.parameters.cp_model_presolve = False  # see `rearrange`
     status = solver.solve(model.model)
@@ -103,7 +421,9 @@ def _new_solver(deterministic_limit: float) -> cp_model.CpSolver:
     return solver
 
 
-def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, expired: Callable[[], bool] | None) -> int:
+def _solve_until_expired(
+    solver: cp_model.CpSolver, model: cp_model.CpModel, expired: Callable[[], bool] | None
+) -> int:
     if expired is None:
         return solver.solve(model)
     done = threading.Event()
@@ -150,6 +470,6 @@ def _exact_scale(durations: list[float], total: float) -> float | None:
         divisor = math.gcd(divisor * (grown // denominator), value.numerator * (grown // value.denominator))
         denominator = grown
         # what is left can only make the scale larger
-        if Fraction(total) * denominator >= _LARGEST_HORIZON * max(divisor, 1):
+        if Fraction(total) * denominator >= _MAX_EXACT_HORIZON * max(divisor, 1):
             return None
     return denominator / (divisor or 1)

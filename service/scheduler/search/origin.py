@@ -1,4 +1,4 @@
-"""What a plan depends on beside its spec: the budget, the seeds, and the versions of what searches."""
+"""Seeds of the searches and versions of the libraries, which a plan records so that it can be reproduced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Priority rules: constructive plans by list scheduling, and a search over the rules themselves.
+"""Priority rules: list scheduling within memory limits, and a random search over the rules themselves.
 
-A rule says the same for every microbatch, so a good one found on a pipeline of any length is a pattern.
-Deterministic: one seeded generator, budgets counted in runs.
+A rule treats every microbatch the same, so a good one found on a pipeline of any length is a pattern. The
+dispatcher counts activations; what send and receive buffers take beside them shows only afterwards, so a rule
+runs again with tighter activation limits. Deterministic: one seeded generator, budgets counted in runs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.dispatcher import Dispatcher
-from service.scheduler.model.problem import OPS, Problem
-from service.scheduler.model.timeline import Timeline, make_timeline
+from service.scheduler.kernels import OPS
+from service.scheduler.problem.memory import peak_memory
+from service.scheduler.problem.problem import Problem
+from service.scheduler.problem.timeline import Dispatcher, Timeline, make_timeline
+from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.origin import RULES_SEED
 
-_POOL = 20
+_POOL_SIZE = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +131,7 @@ def search_rules(
         elif makespan <= pool[at][0]:
             pool[at] = (makespan, number, rule)
         pool.sort(key=lambda item: item[:2])
-        del pool[_POOL:]
+        del pool[_POOL_SIZE:]
         if pool[0][0] <= goal_s:
             break
     return (pool[0][0], [rule for _, _, rule in pool]) if pool else None
@@ -174,3 +177,87 @@ def _mutate(rule: Rule, problem: Problem, generator: np.random.Generator) -> Rul
         else:
             rule = replace(rule, slope=max(0.0, rule.slope + 0.3 * generator.normal()))
     return rule
+
+
+LARGE_PROBLEM_TASKS = 30_000
+"""Tasks; above, a run of a rule is no longer cheap."""
+COMPARED_RULES = 8
+"""How many standard rules are run on a large problem: those that are the best on a short step."""
+_TRIES_PER_RULE = (
+    6  # how often a rule is run again with less room for activations, of a large problem half as often
+)
+RETIMING_GAIN = 1.01
+"""How much a timeline may gain by being timed again."""
+_RULE_S_PER_TASK = 6e-7  # what a constructive plan takes for each task,
+_MEMORY_RULE_S_PER_TASK = 1.2e-6  # with transfers that go late, and memory that is counted,
+_RUN_OVERHEAD_S = 4e-4  # and beside its tasks
+
+
+@dataclass(frozen=True)
+class RuleVariant:
+    """A standard rule by its number, with transfers that first go as late as nothing minds, or without."""
+
+    number: int
+    late: bool
+
+
+def rule_variants(problem: Problem) -> Iterator[RuleVariant]:
+    """All ways to follow the standard rules of a problem."""
+    limited = bool((problem.memory_limit >= 0).any())
+    for number, _ in enumerate(standard_rules(problem)):
+        yield RuleVariant(number, True)
+        if limited:
+            yield RuleVariant(number, False)
+
+
+def rule_run_s(problem: Problem) -> float:
+    """What one run of a rule costs, in seconds of a budget."""
+    each_s = _MEMORY_RULE_S_PER_TASK if (problem.memory_limit >= 0).any() else _RULE_S_PER_TASK
+    return _RUN_OVERHEAD_S + each_s * int(problem.exists.sum())
+
+
+class ConstructivePlanner:
+    """Follows rules on one problem, within its memory; counts what that costs."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.limited = bool((problem.memory_limit >= 0).any())
+        self.large = problem.tasks > LARGE_PROBLEM_TASKS
+        self.runner = RuleRunner(problem)
+        self.over_memory_timelines: list[Timeline] = []
+        """What rules made of a problem that is not large, and what buffers take does not fit."""
+        self._tries = 1 if not self.limited else _TRIES_PER_RULE // 2 if self.large else _TRIES_PER_RULE
+
+    @property
+    def spent_s(self) -> float:
+        """What the runs cost so far, in seconds of a budget."""
+        return self.runner.runs * rule_run_s(self.problem)
+
+    def follow(self, rule: Rule, *, late: bool = True, worth_s: float = np.inf) -> Timeline | None:
+        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these.
+
+        With `late` transfers first go later, where that makes room. A timeline that is longer than `worth_s` before
+        memory is looked at comes as it is.
+        """
+        limit = self.problem.activation_limit
+        for _ in range(self._tries):
+            timeline = self.runner.timeline(rule, limit)
+            if timeline is None or not self.limited or timeline.makespan > RETIMING_GAIN * worth_s:
+                return timeline
+            over = self.over_memory(timeline)
+            if (over <= 0).all():
+                return timeline
+            if late and limit is self.problem.activation_limit and not self.large:
+                self.over_memory_timelines.append(timeline)
+            if late:
+                timeline = alap_transfers(timeline, over > 0)
+                over = self.over_memory(timeline)
+                if (over <= 0).all():
+                    return timeline
+            limit = np.where(over > 0, np.maximum(limit - over, 0), limit)
+        return None
+
+    def over_memory(self, timeline: Timeline) -> np.ndarray:
+        """int[meshes]: bytes above the limit, negative where there is room."""
+        limit = self.problem.memory_limit
+        return np.where(limit < 0, -1, peak_memory(timeline) - limit)

@@ -1,7 +1,7 @@
-"""Tabu search from a good timeline to a better one: neighbours on its critical paths change places.
+"""Tabu search from a good timeline to a shorter one, on the whole step or window by window.
 
-Says what may change places and what a task holds; the moves themselves are kernels/tabu.py.
-Deterministic: seeded, counted in iterations.
+Says what may swap and what a task holds; the moves themselves are kernels/tabu.py. Keeps activation limits and
+max_in_flight, not the limits of receive buffers. Deterministic: seeded, counted in iterations.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from collections.abc import Callable
 import numpy as np
 
 from service.scheduler import kernels
-from service.scheduler.model.memory import activation_changes
-from service.scheduler.model.problem import FORWARD, Problem
-from service.scheduler.model.timeline import Timeline, compress_edges, make_timeline
-from service.scheduler.search.windows import Paths, Window
+from service.scheduler.kernels import FORWARD
+from service.scheduler.problem.memory import activation_changes
+from service.scheduler.problem.problem import Problem
+from service.scheduler.problem.timeline import Timeline, compress_edges, make_timeline
+from service.scheduler.search.windows import Window, WindowCutter
 
 _PATIENCE = 20_000  # iterations without gain after which a round ends
 _ROUND_TASKS = 50_000_000  # iterations times tasks of a round at most: between two looks at the deadline
 _LARGEST = 12_000  # tasks; more do not fit into the caches, and a round looks at windows of them
 _WINDOW = 6_000  # tasks
 _WINDOW_ITERATIONS = 3_000
-_CUT = 5  # iterations over a task take as long as cutting a window out of all tasks, for each of these,
-_REPLAY = 40  # and as playing all of them again
+_CUT_ITERATIONS = (
+    5  # iterations over a task take as long as cutting a window out of all tasks, for each of these,
+)
+_REPLAY_ITERATIONS = 40  # and as playing all of them again
 _TENURES = (20, 40, 80)  # iterations for which a move may not be taken back; each round draws one
 
 
@@ -44,7 +47,7 @@ def tabu_search(
     generator = np.random.default_rng(seed)
     if len(timeline.sequence) > _LARGEST and not keep_compute:
         return _by_windows(timeline, goal_s, iterations, generator, stop)
-    disjunctive = _disjunctive(problem, keep_compute)
+    disjunctive = _problem_graph(problem, keep_compute)
     while iterations > 0 and timeline.makespan > goal_s and not stop():
         start, order, used = kernels.tabu_round(
             disjunctive,
@@ -71,12 +74,12 @@ def _by_windows(
 ) -> Timeline:
     """The same budget (iterations over all tasks) spent on one window after the other, at random places."""
     left = iterations * len(timeline.sequence)
-    paths = Paths(timeline)
+    paths = WindowCutter(timeline)
     while left > 0 and timeline.makespan > goal_s and not stop():
         first = int(generator.integers(len(timeline.sequence) - _WINDOW))
         window = paths.window(first, first + _WINDOW)
-        tasks, base, width = _numbering(window)
-        disjunctive = _of_window(window, tasks, base, width)
+        tasks, base, width = _window_numbering(window)
+        disjunctive = _window_graph(window, tasks, base, width)
         start, order, used = kernels.tabu_round(
             disjunctive,
             tasks,
@@ -86,30 +89,30 @@ def _by_windows(
             int(generator.choice(_TENURES)),
             int(generator.integers(2**31)),
         )
-        left -= used * _WINDOW + _CUT * len(timeline.sequence)
+        left -= used * _WINDOW + _CUT_ITERATIONS * len(timeline.sequence)
         ends = start[order] + disjunctive.tasks["duration"][order] + disjunctive.tasks["behind"][order]
         if ends.max() >= window.makespan * (1 - kernels.TOLERANCE):
             continue
         kinds, numbers = np.divmod(order[np.argsort(start[order], kind="stable")], width)
         found = window.replay(kinds * timeline.problem.microbatches + numbers + base, np.sort(start[order]))
-        left -= _REPLAY * len(timeline.sequence)
+        left -= _REPLAY_ITERATIONS * len(timeline.sequence)
         if found.makespan < timeline.makespan:
             timeline = found
-            paths = Paths(timeline)
+            paths = WindowCutter(timeline)
     return timeline
 
 
-def _numbering(window: Window) -> tuple[np.ndarray, int, int]:
+def _window_numbering(window: Window) -> tuple[np.ndarray, int, int]:
     """(the window's tasks as if there were no other microbatches, the first of these, how many)."""
     kinds, numbers = np.divmod(window.tasks, window.timeline.problem.microbatches)
     base, width = int(numbers.min()), int(np.ptp(numbers)) + 1
     return kinds * width + numbers - base, base, width
 
 
-def _of_window(window: Window, local: np.ndarray, base: int, width: int) -> kernels.Disjunctive:
+def _window_graph(window: Window, local: np.ndarray, base: int, width: int) -> kernels.DisjunctiveGraph:
     problem = window.timeline.problem
     whole = problem.microbatches
-    tasks = np.zeros(problem.kinds * width, dtype=kernels.TASK)
+    tasks = np.zeros(problem.kinds * width, dtype=kernels.TABU_TASK_DTYPE)
     causes, effects = ((task // whole) * width + task % whole - base for task in window.dependencies)
     tasks["exists"][local] = True
     tasks["missing"] = np.bincount(effects, minlength=len(tasks))
@@ -117,9 +120,9 @@ def _of_window(window: Window, local: np.ndarray, base: int, width: int) -> kern
     tasks["release"][local], tasks["behind"][local] = window.release, window.tail
     compute = window.tasks < problem.compute_tasks
     tasks["change"][local[compute]] = activation_changes(problem, window.tasks[compute]).sum(axis=1)
-    limit, lead = _limits(problem)
+    limit, lead = _memory_and_lead_limits(problem)
     limit[: problem.meshes] -= np.where(limit[: problem.meshes] < 0, 0, window.held)
-    return kernels.Disjunctive(
+    return kernels.DisjunctiveGraph(
         microbatches=width,
         resource_count=problem.resource_count,
         fixed_kinds=0,
@@ -133,7 +136,7 @@ def _of_window(window: Window, local: np.ndarray, base: int, width: int) -> kern
     )
 
 
-def _limits(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def _memory_and_lead_limits(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """(bytes of each resource, microbatches that each kind may be ahead), −1 where there is no limit."""
     limit = np.full(problem.resource_count, -1, dtype=np.int64)
     lead = np.full(problem.kinds, -1, dtype=np.int64)
@@ -145,11 +148,11 @@ def _limits(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return limit, lead
 
 
-def _disjunctive(problem: Problem, keep_compute: bool) -> kernels.Disjunctive:
+def _problem_graph(problem: Problem, keep_compute: bool) -> kernels.DisjunctiveGraph:
     causes, effects = problem.dependency_edges
     exists = problem.exists.reshape(-1)
-    limit, lead = _limits(problem)
-    tasks = np.zeros(problem.tasks, dtype=kernels.TASK)
+    limit, lead = _memory_and_lead_limits(problem)
+    tasks = np.zeros(problem.tasks, dtype=kernels.TABU_TASK_DTYPE)
     tasks["exists"], tasks["missing"], tasks["duration"] = (
         exists,
         problem.missing,
@@ -157,7 +160,7 @@ def _disjunctive(problem: Problem, keep_compute: bool) -> kernels.Disjunctive:
     )
     compute = np.flatnonzero(exists[: problem.compute_tasks])
     tasks["change"][compute] = activation_changes(problem, compute).sum(axis=1)
-    return kernels.Disjunctive(
+    return kernels.DisjunctiveGraph(
         microbatches=problem.microbatches,
         resource_count=problem.resource_count,
         fixed_kinds=problem.compute_kinds if keep_compute else 0,

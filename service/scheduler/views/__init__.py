@@ -1,1 +1,3 @@
-"""One module for each way to show a plan; render.py is the door."""
+"""Renders plans as JSON, CSV, tables, Chrome traces, SVG and text; `render.render` is the entry point.
+Reads plans and specs and decides nothing. Pure: returns text, writes no file.
+"""

@@ -1,13 +1,92 @@
-"""A plan as a Chrome/Perfetto trace: a process a mesh, a thread a lane, an arrow for each transfer."""
+"""Writes a plan as a Chrome/Perfetto trace: a process per mesh, a thread per lane, an arrow per transfer.
+
+Perfetto binds each end of an arrow to the slice that encloses its time on its thread (an end needs `bp: e` for
+that), reads ids that are strings as hexadecimal, and cuts times to nanoseconds. So both ends lie inside their
+slots by two nanoseconds, and ids are whole numbers, given once for the whole trace.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from service.scheduler.views.flows import NANOSECOND, Arrows
-from worker.buckets import REDUCE_LANE
+from worker.contract.buckets import REDUCE_LANE
+
+NANOSECOND_US = 1e-3
+"""In microseconds, which is what traces count. No slot is drawn shorter: nothing could lie inside it."""
+
+
+@dataclass(frozen=True)
+class _TransferEnd:
+    """One end of a transfer as it was drawn: its place, and its times in microseconds."""
+
+    process: int
+    thread: int
+    start: float
+    end: float
+
+
+@dataclass
+class TransferArrows:
+    """Collects the halves of transfers while slots are drawn; `events` are the arrows between them."""
+
+    _sent: dict[tuple[Any, ...], _TransferEnd] = field(default_factory=dict)
+    _received: dict[tuple[Any, ...], _TransferEnd] = field(default_factory=dict)
+
+    def add(
+        self,
+        side: str,
+        mesh: str,
+        action: str,
+        peer_mesh: str | None,
+        edge: int | None,
+        microbatch: int | None,
+        *,
+        process: int,
+        thread: int,
+        start: float,
+        end: float,
+    ) -> None:
+        """A slot that was drawn from `start` to `end` (microseconds); what is no transfer is left out.
+
+        `side` tells timelines of one trace apart: planned and measured transfers have the same names.
+        """
+        direction = action.partition("_")[2]
+        if not direction:
+            return
+        sends = action.startswith("SEND")
+        way = (mesh, peer_mesh) if sends else (peer_mesh, mesh)
+        halves = self._sent if sends else self._received
+        halves[side, direction, edge, microbatch, *way] = _TransferEnd(process, thread, start, end)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """For each transfer with both ends: from the end of the SEND to the end of the RECV.
+
+        A RECV that ended first (clocks differ by a little) draws the beginning back: no arrow points into the past.
+        """
+        for number, (key, sent) in enumerate(self._sent.items(), start=1):
+            received = self._received.get(key)
+            if received is None:
+                continue
+            end = max(received.start, received.end - 2 * NANOSECOND_US)
+            begin = max(sent.start, min(sent.end - 2 * NANOSECOND_US, end))
+            if begin <= end:
+                yield _arrow_end("s", number, sent, begin)
+                yield _arrow_end("f", number, received, end) | {"bp": "e"}
+
+
+def _arrow_end(phase: str, number: int, half: _TransferEnd, at: float) -> dict[str, Any]:
+    return {
+        "name": "transfer",
+        "cat": "transfer",
+        "ph": phase,
+        "id": number,
+        "pid": half.process,
+        "tid": half.thread,
+        "ts": at,
+    }
 
 
 def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
@@ -15,7 +94,7 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
     events: list[dict[str, Any]] = []
     lanes: dict[tuple[str, str], tuple[int, int]] = {}
     meshes: dict[str, int] = {}
-    arrows = Arrows()
+    arrows = TransferArrows()
     for slot in slots:
         mesh, lane, action = slot["mesh"], slot["lane"], slot["action"]
         if mesh not in meshes:
@@ -30,12 +109,12 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
             events.append(_metadata("thread_sort_index", process, thread, {"sort_index": thread}))
         thread = lanes[mesh, lane][1]
         start = slot["start_s"] * 1e6
-        length = max(NANOSECOND, slot["end_s"] * 1e6 - start)
+        length = max(NANOSECOND_US, slot["end_s"] * 1e6 - start)
         keys = ("stage", "microbatch", "peer_stage", "peer_mesh", "edge")
         stage, microbatch = slot.get("stage"), slot.get("microbatch")
         events.append(
             {
-                "name": " ".join([action, *_whose(stage, microbatch)]),
+                "name": " ".join([action, *_stage_label(stage, microbatch)]),
                 "cat": "transfer" if "_" in action else "reduce" if lane == REDUCE_LANE else "compute",
                 "ph": "X",
                 "pid": process,
@@ -61,7 +140,7 @@ def chrome_trace(slots: Iterable[Mapping[str, Any]]) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
-def _whose(stage: str | None, microbatch: int | None) -> list[str]:
+def _stage_label(stage: str | None, microbatch: int | None) -> list[str]:
     if stage is None:
         return []
     return [stage if microbatch is None else f"{stage}/{microbatch}"]

@@ -1,16 +1,14 @@
-"""Plans as text: JSON, CSV, tables, Chrome trace, SVG, summary. The one door to views/."""
+"""Renders a plan in one of FORMATS: JSON, CSV, tables, Chrome trace, SVG or text. The entry point of views/."""
 
 from __future__ import annotations
 
 import json
 
-from service.scheduler.model.shapes import is_chain, one_stage_a_mesh
-from service.scheduler.model.spec import PipelineSpec, SpecError
-from service.scheduler.plan import Plan
+from service.scheduler.problem.spec import PipelineSpec, SpecError, is_chain, one_stage_per_mesh
+from service.scheduler.programs.plan import Plan
 from service.scheduler.views.chrome import chrome_trace
-from service.scheduler.views.svg import picture
-from service.scheduler.views.text import summary
-from service.scheduler.views.unit_tables import ComputeOrder, event_table, slot_table
+from service.scheduler.views.svg import plan_svg
+from service.scheduler.views.text import ComputeOrder, event_table, plan_summary, slot_table
 
 FORMATS = ("json", "csv", "table", "events", "chrome", "svg", "text")
 
@@ -28,9 +26,9 @@ def render(spec: PipelineSpec, plan: Plan, format: str) -> str:
     if format == "chrome":
         return chrome_trace(slot.to_json() for slot in plan.slots)
     if format == "svg":
-        return picture(spec, plan)
+        return plan_svg(spec, plan)
     if format == "text":
-        return summary(spec, plan)
+        return plan_summary(spec, plan)
     raise SpecError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")
 
 
@@ -46,7 +44,7 @@ def plan_orders(spec: PipelineSpec, plan: Plan) -> dict[str, list[str]]:
 
 def _stage_orders(spec: PipelineSpec, plan: Plan) -> list[ComputeOrder]:
     """(action, microbatch) of each stage of a chain with one stage a mesh."""
-    if not (is_chain(spec) and one_stage_a_mesh(spec)):
+    if not (is_chain(spec) and one_stage_per_mesh(spec)):
         raise SpecError(
             "slot and event tables are for chains with one stage a mesh: use --format json, svg or csv"
         )

@@ -1,1 +1,3 @@
-"""Why a step takes as long as it does: a plan and the measured slots of a step in, causes and changes out. Pure."""
+"""Explains a step's duration: a plan and one step's measured slots in, causes and suggested changes out.
+`explain.explain` is the entry point. Pure; may import the planner and job, knows no store and no HTTP.
+"""

@@ -1,8 +1,7 @@
-"""What is to blame for a step that takes longer than planned: one thing at a time is put back to its plan, and the
-step is played again.
+"""Finds the causes of a slow step: replays it with one resource at a time put back to its planned cost.
 
-What it would save so is what it costs. Only what is clearly slower than its plan and costs a clear part of the step
-is named: noise spread over all of them is nobody's fault.
+The time that a replay saves is the cost of that cause. Only what is clearly slower than planned and costs a
+clear part of the step is named: noise spread over all of them is nobody's fault.
 """
 
 from __future__ import annotations
@@ -11,43 +10,51 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from statistics import median_low
 
-from service.scheduler.model.spec import PipelineSpec, link_costs
-from service.scheduler.why.measured import Times, host_delays, sums, typical
-from service.scheduler.why.step import Link, Step, Task
-from service.scheduler.why.values import Cause, CauseKind, milliseconds, times
+from service.scheduler.problem.spec import PipelineSpec, link_costs
+from service.scheduler.why.measured import (
+    Cause,
+    CauseKind,
+    PlannedAndMeasured,
+    duration_text,
+    factor_text,
+    host_delays,
+    median_ratio,
+    total_times_by,
+)
+from service.scheduler.why.step import Link, StepGraph, StepTask
 
-GUILTY = 0.05
+MIN_COST_SHARE = 0.05
 """The part of a step that a cause costs at least."""
-_SLOWER = 1.15  # times as long as planned, from which something is slower
-_WEAKER_LINK = (
+_SLOWER_RATIO = 1.15  # times as long as planned, from which something is slower
+_WEAKER_LINK_RATIO = (
     2.0  # times the bandwidth that others have, from which a link is slow though it keeps to its plan
 )
-_MOSTLY = 0.6  # of what all hosts cost together, from which one of them is meant
+_SINGLE_HOST_SHARE = 0.6  # of what all hosts cost together, from which one of them is meant
 
 
-def causes_of(step: Step, spec: PipelineSpec, *, step_s: float) -> list[Cause]:
+def find_causes(step: StepGraph, spec: PipelineSpec, *, step_s: float) -> list[Cause]:
     """The causes inside the timeline of a step that takes `step_s` in all, the most expensive first."""
-    blame = _Blame(step, spec)
+    blame = _CauseFinder(step, spec)
     found = [*blame.stages(), *blame.computing(), *blame.links(), *blame.hosts()]
-    return sorted_causes(found, step_s=step_s)
+    return significant_causes(found, step_s=step_s)
 
 
-def sorted_causes(found: Collection[Cause], *, step_s: float) -> list[Cause]:
+def significant_causes(found: Collection[Cause], *, step_s: float) -> list[Cause]:
     """Those that cost a clear part of the step, the most expensive first."""
-    guilty = [cause for cause in found if cause.cost_s >= GUILTY * step_s]
+    guilty = [cause for cause in found if cause.cost_s >= MIN_COST_SHARE * step_s]
     return sorted(guilty, key=lambda cause: -cause.cost_s)
 
 
-class _Blame:
-    def __init__(self, step: Step, spec: PipelineSpec) -> None:
+class _CauseFinder:
+    def __init__(self, step: StepGraph, spec: PipelineSpec) -> None:
         self._step, self._spec = step, spec
         self._now_s = step.makespan_s
-        self._meshes = sums(step, lambda task: task.mesh if task.target is None else None)
+        self._meshes = total_times_by(step, lambda task: task.mesh if task.target is None else None)
         self._ratios = {mesh: found.ratio for mesh, found in self._meshes.items()}
 
     def stages(self) -> Iterator[Cause]:
         """Stages that are slower than the others of their mesh, and else whole meshes that are slower than others."""
-        stages = sums(self._step, lambda task: task.stage)
+        stages = total_times_by(self._step, lambda task: task.stage)
         of_mesh: dict[str, list[str]] = defaultdict(list)
         for stage in self._spec.stages:
             if stage.name in stages:
@@ -55,9 +62,9 @@ class _Blame:
         for mesh, names in of_mesh.items():
             slow = {}
             for name in names:
-                others = typical(stages[other].ratio for other in names if other != name)
+                others = median_ratio(stages[other].ratio for other in names if other != name)
                 others = max(others, self._others(mesh))
-                if len(names) > 1 and stages[name].ratio >= _SLOWER * others:
+                if len(names) > 1 and stages[name].ratio >= _SLOWER_RATIO * others:
                     slow[name] = others / stages[name].ratio
             if slow and len(slow) < len(names):
                 for name, factor in slow.items():
@@ -66,79 +73,79 @@ class _Blame:
                 yield from self._mesh(mesh, names)
 
     def _others(self, mesh: str) -> float:
-        return typical(ratio for other, ratio in self._ratios.items() if other != mesh)
+        return median_ratio(ratio for other, ratio in self._ratios.items() if other != mesh)
 
-    def _stage(self, mesh: str, name: str, found: Times, factor: float) -> Cause:
+    def _stage(self, mesh: str, name: str, found: PlannedAndMeasured, factor: float) -> Cause:
         return Cause(
             CauseKind.STAGE,
             name,
             self._saved(lambda task: factor if task.stage == name else 1.0),
-            f"stage {name} on mesh {mesh} computes {times(found.ratio)} as long as planned "
-            f"({milliseconds(found.measured_s)} instead of {milliseconds(found.planned_s)} a step), the other stages "
+            f"stage {name} on mesh {mesh} computes {factor_text(found.ratio)} as long as planned "
+            f"({duration_text(found.measured_s)} instead of {duration_text(found.planned_s)} a step), the other stages "
             "of its mesh do not: it costs more than its layers were measured to cost",
         )
 
     def _mesh(self, mesh: str, names: Collection[str]) -> Iterator[Cause]:
         found, others = self._meshes[mesh], self._others(mesh)
-        if found.ratio < _SLOWER * others:
+        if found.ratio < _SLOWER_RATIO * others:
             return
         factor = others / found.ratio
-        beside = f", the other meshes {times(others)}" if len(self._ratios) > 1 else ""
+        beside = f", the other meshes {factor_text(others)}" if len(self._ratios) > 1 else ""
         yield Cause(
             CauseKind.MESH,
             mesh,
             self._saved(lambda task: factor if task.target is None and task.mesh == mesh else 1.0),
-            f"mesh {mesh} (stage {', '.join(names)}) computes {times(found.ratio)} as long as planned "
-            f"({milliseconds(found.measured_s)} instead of {milliseconds(found.planned_s)} a step){beside}: its "
+            f"mesh {mesh} (stage {', '.join(names)}) computes {factor_text(found.ratio)} as long as planned "
+            f"({duration_text(found.measured_s)} instead of {duration_text(found.planned_s)} a step){beside}: its "
             "accelerator or its node is slower, or shared with others",
         )
 
     def computing(self) -> Iterator[Cause]:
         """What all meshes have in common."""
         common = median_low(self._ratios.values()) if self._ratios else 1.0
-        if common < _SLOWER or len(self._ratios) == 1:  # of a single mesh nobody knows what it shares
+        if common < _SLOWER_RATIO or len(self._ratios) == 1:  # of a single mesh nobody knows what it shares
             return
         factor = {mesh: 1.0 / min(common, max(1.0, ratio)) for mesh, ratio in self._ratios.items()}
         yield Cause(
             CauseKind.COMPUTE,
             "all meshes",
             self._saved(lambda task: factor[task.mesh] if task.target is None else 1.0),
-            f"all meshes compute {times(common)} as long as planned: accelerators that slow down (heat, power), "
+            f"all meshes compute {factor_text(common)} as long as planned: accelerators that slow down (heat, power), "
             "processors shared with others, or layers that were measured when all was quieter",
         )
 
     def links(self) -> Iterator[Cause]:
         """Pairs of meshes that are slower than others; else all of them, where all are slower than planned."""
-        links = sums(self._step, lambda task: task.link)
+        links = total_times_by(self._step, lambda task: task.link)
         weak = self._weaker(links)
         pairs = sorted({tuple(sorted(link)) for link in links})
         slow_pairs = 0
         for pair in pairs:
-            others = typical(found.ratio for link, found in links.items() if tuple(sorted(link)) != pair)
+            others = median_ratio(found.ratio for link, found in links.items() if tuple(sorted(link)) != pair)
             factor: dict[Link, float] = {}
             for link in (pair, pair[::-1]):
                 if link not in links:
                     continue
-                if links[link].ratio >= _SLOWER * others or link in weak:
+                if links[link].ratio >= _SLOWER_RATIO * others or link in weak:
                     factor[link] = min(others / links[link].ratio, 1.0) * weak.get(link, 1.0)
             if factor:
                 slow_pairs += 1
                 yield self._link(factor, links, weak, others)
         common = median_low(found.ratio for found in links.values()) if links else 1.0
-        if common >= _SLOWER and slow_pairs < len(pairs):
+        if common >= _SLOWER_RATIO and slow_pairs < len(pairs):
             by = {link: 1.0 / min(common, max(1.0, found.ratio)) for link, found in links.items()}
             yield Cause(
                 CauseKind.NETWORK,
                 "all links",
                 self._saved(lambda task: 1.0 if task.link is None else by[task.link]),
-                f"transfers take {times(common)} as long as planned on all links: the network is shared with others, "
+                f"transfers take {factor_text(common)} as long as planned on all links: the network is shared with others, "
                 "or it was quieter when it was measured",
             )
 
     def _link(
         self,
         factor: Mapping[Link, float],
-        links: Mapping[Link, Times],
+        links: Mapping[Link, PlannedAndMeasured],
         weak: Mapping[Link, float],
         others: float,
     ) -> Cause:
@@ -146,14 +153,14 @@ class _Blame:
         for link in factor:
             found = links[link]
             parts.append(
-                f"transfers from {link[0]} to {link[1]} take {times(found.ratio)} as long as planned "
-                f"({milliseconds(found.measured_s)} instead of {milliseconds(found.planned_s)} a step)"
+                f"transfers from {link[0]} to {link[1]} take {factor_text(found.ratio)} as long as planned "
+                f"({duration_text(found.measured_s)} instead of {duration_text(found.planned_s)} a step)"
             )
             if link in weak:
                 parts.append(
                     f"its bandwidth was measured to be {1 / weak[link]:.1f} times below that of others"
                 )
-        parts.append(f"other links take {times(others)}")
+        parts.append(f"other links take {factor_text(others)}")
         return Cause(
             CauseKind.LINK,
             " and ".join(f"{a} -> {b}" for a, b in factor),
@@ -161,7 +168,7 @@ class _Blame:
             "; ".join(parts),
         )
 
-    def _weaker(self, links: Mapping[Link, Times]) -> dict[Link, float]:
+    def _weaker(self, links: Mapping[Link, PlannedAndMeasured]) -> dict[Link, float]:
         """Links that are planned to be slow: by what their transfers shrink at the bandwidth of the others."""
         of_pair = link_costs(self._spec.network)
         widths = {link: of_pair(*link)[0] for link in links}
@@ -170,7 +177,7 @@ class _Blame:
             others = [w for other, w in widths.items() if w is not None and set(other) != set(link)]
             if width is None or not others or not self._carries_bytes(link):
                 continue
-            if (usual := median_low(others)) >= _WEAKER_LINK * width:
+            if (usual := median_low(others)) >= _WEAKER_LINK_RATIO * width:
                 found[link] = width / usual
         return found
 
@@ -193,13 +200,13 @@ class _Blame:
         one = max(late_s, key=lambda mesh: self._without_delay(frozenset((mesh,))))
         alone_s = self._without_delay(frozenset((one,)))
         usual_s = median_low(late_s.values())
-        if len(late_s) > 1 and alone_s >= _MOSTLY * every_s:
+        if len(late_s) > 1 and alone_s >= _SINGLE_HOST_SHARE * every_s:
             yield Cause(
                 CauseKind.HOST,
                 one,
                 alone_s,
-                f"mesh {one} begins an action {milliseconds(late_s[one])} after all that it needs is there, others "
-                f"{milliseconds(usual_s)}: the process that starts its actions is slow or waits for a processor; its "
+                f"mesh {one} begins an action {duration_text(late_s[one])} after all that it needs is there, others "
+                f"{duration_text(usual_s)}: the process that starts its actions is slow or waits for a processor; its "
                 "accelerator itself is not slower",
             )
             return
@@ -207,7 +214,7 @@ class _Blame:
             CauseKind.HOST,
             "all meshes",
             every_s,
-            f"actions begin {milliseconds(usual_s)} after all that they need is there, on all meshes: the processes "
+            f"actions begin {duration_text(usual_s)} after all that they need is there, on all meshes: the processes "
             "that start them are slow or share processors; larger microbatches make fewer of them",
         )
 
@@ -218,7 +225,7 @@ class _Blame:
         ]
         return self._now_s - self._step.replay(self._step.measured_s, delays)
 
-    def _saved(self, factor: Callable[[Task], float]) -> float:
+    def _saved(self, factor: Callable[[StepTask], float]) -> float:
         """How much shorter the step is where each task lasts so many times as long as it did."""
         lasts = [
             seconds * factor(task)

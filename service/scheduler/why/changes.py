@@ -1,9 +1,10 @@
-"""What would shorten a step most: every change is planned with the costs that were measured, and what the scheduler
-predicts of it is its gain.
+"""Predicts the changes that would shorten a step most: each is planned with the measured costs.
 
-Quick plans: the programs as they ran, played again, and the constructive schedules; never the search. So a gain is
-what is surely there, and the plan of a new attempt may find more. All is judged with the middle of what the
-microbatches took, the same for the step as it is.
+Other cuts and other numbers of microbatches are among them. Quick plans only: the programs as they ran,
+replayed, and constructive schedules; never the search. So a gain is a safe estimate, and the plan of a new
+attempt may find more. All is compared with the median of what the microbatches took, the same for the step as
+it is. A mesh's slowdown against its profile stays with the mesh: layers that move to another mesh take as long
+as layers do there.
 """
 
 from __future__ import annotations
@@ -12,56 +13,278 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from service.scheduler.automatic import constructive_makespan
-from service.scheduler.model.memory import peak_memory
-from service.scheduler.model.spec import MeshSpec, PipelineSpec, SpecError, check_spec
-from service.scheduler.named import named_timeline
+from service.scheduler.auto.auto import constructive_makespan
+from service.scheduler.auto.named import named_timeline
+from service.scheduler.auto.recomputation import may_recompute, with_recomputation
+from service.scheduler.job.cut import balanced_cut, neighbour_cuts
+from service.scheduler.job.partition import partition
+from service.scheduler.job.recompute import Recompute
 from service.scheduler.planner import find_timeline
-from service.scheduler.recomputation import may_recompute, with_choice
-from service.scheduler.schedules import AUTO
-from service.scheduler.why.causes import GUILTY
-from service.scheduler.why.cuts import Cuts, Layers, with_microbatches
+from service.scheduler.problem.memory import peak_memory
+from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, check_spec
+from service.scheduler.schedules.registry import AUTO
+from service.scheduler.why.causes import MIN_COST_SHARE
 from service.scheduler.why.measured import (
+    Change,
+    ChangeKind,
+    duration_text,
     host_delays,
     measured_spec,
-    slower_links,
-    slower_meshes,
-    sums,
+    median_ratio,
+    scale_links,
+    scale_meshes,
     task_seconds,
-    typical,
+    total_times_by,
 )
-from service.scheduler.why.step import Link, Step
-from service.scheduler.why.values import Change, ChangeKind, milliseconds
+from service.scheduler.why.step import Link, StepGraph
+from worker.contract.profile import CutError, LayerProfile, OptimizerState
 
-_WORTH = 0.005
-"""The part of a step that a change brings at least to be told."""
-_LINKS = 6  # pairs of meshes whose links are tried alone
-_COUNTS = 3  # other numbers of microbatches
-_MOVES = 2  # single layers
+_MAX_ESTIMATED_CUTS = 60
+"""Cuts that are judged at most."""
 
 
 @dataclass(frozen=True)
-class Changes:
+class JobLayers:
+    """What is known of a job beside its plan, and what of it may be chosen.
+
+    `profiles` are of its layers by number of microbatches, `counts` the numbers that its batch allows, `begins` the
+    names of the layers that begin its stages. Nothing of it need be there.
+    """
+
+    profiles: Mapping[int, LayerProfile]
+    counts: Sequence[int] = ()
+    stage_starts: Sequence[str] = ()
+    optimizer: OptimizerState | None = None
+    recompute: Recompute = "none"
+    action_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerMove:
+    """A cut with one border moved: `layer` goes from one stage to another."""
+
+    layer: str
+    source: str
+    target: str
+    spec: PipelineSpec
+    stage_starts: tuple[str, ...]
+
+
+class CutSearch:
+    """Cuts of one job into as many stages as it has, on the meshes where they are."""
+
+    def __init__(
+        self, spec: PipelineSpec, step: StepGraph, layers: JobLayers, recomputed: Sequence[str]
+    ) -> None:
+        self._spec, self._step, self._layers, self._recomputed = spec, step, layers, recomputed
+        self._profile = layers.profiles[spec.microbatches].corrected()
+        self._names = [layer.name for layer in self._profile.layers]
+        self._estimates: dict[tuple[int, ...], float] = {}
+
+    @classmethod
+    def of(
+        cls, spec: PipelineSpec, step: StepGraph, layers: JobLayers, recomputed: Sequence[str]
+    ) -> CutSearch | None:
+        """None where the layers' costs are not known, or are of another model than the plan's."""
+        profile = layers.profiles.get(spec.microbatches)
+        if profile is None or len(layers.stage_starts) != len(spec.stages) or len(spec.stages) < 2:
+            return None
+        names = {layer.name for layer in profile.layers}
+        if not names.issuperset(layers.stage_starts):
+            return None
+        cuts = cls(spec, step, layers, recomputed)
+        try:
+            found = cuts._unpriced(cuts.now)
+        except (SpecError, CutError):
+            return None
+        return cuts if len(found.edges) == len(spec.edges) else None
+
+    @cached_property
+    def now(self) -> tuple[int, ...]:
+        return tuple(self._names.index(name) for name in self._layers.stage_starts)
+
+    @cached_property
+    def priced_now(self) -> PipelineSpec:
+        """The job's own cut at the same prices as the others."""
+        return self._priced(self._unpriced(self.now))
+
+    def moves(self) -> Iterator[LayerMove]:
+        """The job's cut with one layer moved over one border, those that look best first."""
+        found = []
+        for begins in neighbour_cuts(self.now, len(self._names)):
+            border = next(at for at, (a, b) in enumerate(zip(begins, self.now, strict=True)) if a != b)
+            if abs(begins[border] - self.now[border]) == 1:
+                found.append((self._estimate(begins), border, begins))
+        for judged_s, border, begins in sorted(found):
+            if judged_s < float("inf"):
+                back = begins[border] < self.now[border]
+                layer = self._names[min(begins[border], self.now[border])]
+                before, after = self._spec.stages[border - 1].name, self._spec.stages[border].name
+                source, target = (before, after) if back else (after, before)
+                priced = self._priced(self._unpriced(begins))
+                yield LayerMove(layer, source, target, priced, self._named(begins))
+
+    def best(self, expired: Callable[[], bool]) -> tuple[PipelineSpec, tuple[str, ...]] | None:
+        """The best cut that borders moved one by one reach; None where that is the job's own."""
+        best = min((self.now, balanced_cut(self._profile, len(self.now))), key=self._estimate)
+        while not expired() and len(self._estimates) < _MAX_ESTIMATED_CUTS:
+            near = min(neighbour_cuts(best, len(self._names)), key=self._estimate, default=best)
+            if self._estimate(near) >= self._estimate(best) * (1 - 1e-9):
+                break
+            best = near
+        if best == self.now or self._estimate(best) == float("inf"):
+            return None
+        return self._priced(self._unpriced(best)), self._named(best)
+
+    def _named(self, begins: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self._names[index] for index in begins)
+
+    def _estimate(self, begins: tuple[int, ...]) -> float:
+        if begins not in self._estimates:
+            try:
+                self._estimates[begins] = constructive_makespan(self._priced(self._unpriced(begins)))
+            except (SpecError, CutError):
+                self._estimates[begins] = float("inf")
+        return self._estimates[begins]
+
+    def _unpriced(self, begins: tuple[int, ...]) -> PipelineSpec:
+        spec = self._spec
+        numbers = {mesh.name: number for number, mesh in enumerate(spec.meshes)}
+        return partition(
+            self._profile,
+            stages=len(spec.stages),
+            meshes=spec.meshes,
+            cut=self._named(begins),
+            microbatches=spec.microbatches,
+            network=spec.network,
+            schedule=spec.schedule,
+            overlap=spec.overlap,
+            split_backward=spec.split_backward,
+            max_in_flight=spec.max_in_flight,
+            placement=[numbers[stage.mesh] for stage in spec.stages],
+            optimizer=self._layers.optimizer,
+            recompute=self._layers.recompute,
+            action_s=self._layers.action_s,
+        ).spec
+
+    @cached_property
+    def _factors(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+        """By mesh and by link: how many times as long as their profile they took."""
+        now = self._unpriced(self.now)
+        profiled = task_seconds(now, self._step, self._recomputed)
+        on_paper = compute_s_by_mesh(self._step, profiled)
+        meshes = total_times_by(self._step, lambda task: task.mesh if task.target is None else None)
+        links = total_times_by(self._step, lambda task: task.link)
+        return (
+            {name: found.measured_s / on_paper[name] for name, found in meshes.items() if on_paper[name] > 0},
+            {link: found.ratio for link, found in links.items()},
+        )
+
+    def _priced(self, spec: PipelineSpec) -> PipelineSpec:
+        meshes, links = self._factors
+        return scale_links(scale_meshes(spec, meshes, host_delays(self._step)), links)
+
+
+def compute_s_by_mesh(step: StepGraph, seconds: Sequence[float]) -> dict[str, float]:
+    """By mesh, the seconds of its compute actions."""
+    found: dict[str, float] = {}
+    for task, lasts_s in zip(step.tasks, seconds, strict=True):
+        if task.target is None:
+            found[task.mesh] = found.get(task.mesh, 0.0) + lasts_s
+    return found
+
+
+def with_microbatches(
+    spec: PipelineSpec, count: int, layers: JobLayers, fixed_s: Mapping[str, float]
+) -> PipelineSpec:
+    """The measured spec with the batch in `count` microbatches.
+
+    By the layers' profiles at both numbers where they are known; else what an action takes besides its layers
+    (`fixed_s` by mesh) stays as it is, and the rest is as much shorter as the microbatch is smaller.
+    """
+    share = spec.microbatches / count
+    here, there = layers.profiles.get(spec.microbatches), layers.profiles.get(count)
+    by = share
+    if here is not None and there is not None:
+        before = sum(layer.compute_s for layer in here.layers)
+        by = sum(layer.compute_s for layer in there.layers) / before if before > 0 else share
+
+    def bytes_of(size: int | None) -> int | None:
+        return None if size is None else round(size * share)
+
+    stages = []
+    for stage in spec.stages:
+        kept_s = fixed_s.get(stage.mesh, 0.0)
+
+        def cost(seconds: float, kept_s: float = kept_s) -> float:
+            return max(0.0, seconds - kept_s) * by + min(seconds, kept_s)
+
+        again = stage.recompute
+        if again is not None:
+            again = again.model_copy(
+                update={
+                    "activation_bytes": bytes_of(again.activation_bytes),
+                    "rematerialised_bytes": bytes_of(again.rematerialised_bytes),
+                    "extra_s": again.extra_s * by,
+                }
+            )
+        stages.append(
+            stage.model_copy(
+                update={
+                    "forward_s": cost(stage.forward_s),
+                    "backward_input_s": cost(stage.backward_input_s),
+                    "backward_weight_s": cost(stage.backward_weight_s),
+                    "backward_s": None if stage.backward_s is None else cost(stage.backward_s),
+                    "activation_bytes": bytes_of(stage.activation_bytes),
+                    "weight_stash_bytes": bytes_of(stage.weight_stash_bytes),
+                    "rematerialised_bytes": bytes_of(stage.rematerialised_bytes),
+                    "recompute": again,
+                }
+            )
+        )
+    edges = [
+        edge.model_copy(
+            update={
+                "forward_s": None if edge.forward_s is None else edge.forward_s * share,
+                "backward_s": None if edge.backward_s is None else edge.backward_s * share,
+                "forward_bytes": bytes_of(edge.forward_bytes),
+                "backward_bytes": bytes_of(edge.backward_bytes),
+            }
+        )
+        for edge in spec.edges
+    ]
+    return spec.model_copy(update={"microbatches": count, "stages": stages, "edges": edges})
+
+
+_MIN_GAIN_SHARE = 0.005
+"""The part of a step that a change brings at least to be told."""
+_MAX_LINK_PAIRS = 6  # pairs of meshes whose links are tried alone
+_MAX_MICROBATCH_COUNTS = 3  # other numbers of microbatches
+_MAX_LAYER_MOVES = 2  # single layers
+
+
+@dataclass(frozen=True)
+class TriedChanges:
     """The most useful first; `left_out` were not tried for want of time."""
 
     changes: tuple[Change, ...]
     left_out: tuple[str, ...]
 
 
-def changes_of(
-    step: Step,
+def find_changes(
+    step: StepGraph,
     spec: PipelineSpec,
-    layers: Layers,
+    layers: JobLayers,
     *,
     recomputed: Sequence[str],
     step_s: float,
     expired: Callable[[], bool],
-) -> Changes:
+) -> TriedChanges:
     """What would make a step of `step_s` seconds shorter, and by how much.
 
     Changes are tried from those that cost little thinking to those that cost much, until `expired`.
     """
-    trial = _Trial(step, spec, layers, recomputed, step_s)
+    trial = _ChangeSearch(step, spec, layers, recomputed, step_s)
     found: list[Change] = []
     left: list[str] = []
     for kind, tried in (
@@ -77,13 +300,13 @@ def changes_of(
         if expired():
             left.append(kind.value)
             continue
-        found += (change for change in tried() if change.alone_s >= _WORTH * step_s)
-    return Changes(tuple(sorted(found, key=lambda change: -change.gain_s)), tuple(left))
+        found += (change for change in tried() if change.alone_s >= _MIN_GAIN_SHARE * step_s)
+    return TriedChanges(tuple(sorted(found, key=lambda change: -change.gain_s)), tuple(left))
 
 
-class _Trial:
+class _ChangeSearch:
     def __init__(
-        self, step: Step, spec: PipelineSpec, layers: Layers, recomputed: Sequence[str], step_s: float
+        self, step: StepGraph, spec: PipelineSpec, layers: JobLayers, recomputed: Sequence[str], step_s: float
     ) -> None:
         self._step, self._planned, self._layers, self._recomputed = step, spec, layers, tuple(recomputed)
         self._step_s = step_s
@@ -91,20 +314,20 @@ class _Trial:
         self._played_s = self._played(self._spec)
 
     @cached_property
-    def _anew(self) -> float:
+    def _replanned_s(self) -> float:
         return self._quick(self._spec)
 
     @cached_property
     def _now_s(self) -> float:
         """What other changes are judged against: their gain is not that of planning anew."""
-        return min(self._played_s, self._anew)
+        return min(self._played_s, self._replanned_s)
 
     def plan(self) -> Iterator[Change]:
         """The same pipeline, its schedule found again."""
         yield self._change(
             ChangeKind.PLAN,
             "schedule",
-            self._played_s - self._anew,
+            self._played_s - self._replanned_s,
             "the same stages on the same meshes, planned again with the costs that were measured, as a new "
             "attempt does",
         )
@@ -113,13 +336,15 @@ class _Trial:
         """Every mesh that is slower than others, at their speed."""
         ratios = {
             mesh: found.ratio
-            for mesh, found in sums(self._step, lambda t: t.mesh if t.target is None else None).items()
+            for mesh, found in total_times_by(
+                self._step, lambda t: t.mesh if t.target is None else None
+            ).items()
         }
         for mesh, ratio in ratios.items():
-            others = typical(other for name, other in ratios.items() if name != mesh)
+            others = median_ratio(other for name, other in ratios.items() if name != mesh)
             if ratio <= others:
                 continue
-            faster = slower_meshes(self._spec, {mesh: others / ratio}, {})
+            faster = scale_meshes(self._spec, {mesh: others / ratio}, {})
             yield self._change(
                 ChangeKind.MESH,
                 mesh,
@@ -137,27 +362,27 @@ class _Trial:
             "all meshes",
             self._gain(quicker),
             "actions that begin as soon as all that they need is there: a processor core for each worker, nothing "
-            f"else on its node (mesh {late} waits longest, {milliseconds(late_s.get(late, 0.0))} an action)",
+            f"else on its node (mesh {late} waits longest, {duration_text(late_s.get(late, 0.0))} an action)",
         )
 
     def links(self) -> Iterator[Change]:
         """Each pair of meshes twice as fast, or as fast as planned beside the others where that is more; and all."""
-        links = sums(self._step, lambda task: task.link)
+        links = total_times_by(self._step, lambda task: task.link)
         factor: dict[Link, float] = {}
         for link, found in links.items():
-            others = typical(o.ratio for other, o in links.items() if set(other) != set(link))
+            others = median_ratio(o.ratio for other, o in links.items() if set(other) != set(link))
             factor[link] = min(0.5, others / max(found.ratio, 1e-12))
         pairs = {tuple(sorted(link)) for link in links}
         tried = []
         for pair in pairs:
             by = {link: factor[link] for link in (pair, pair[::-1]) if link in factor}
-            tried.append((self._played(slower_links(self._spec, by)), pair, by))
-        for _, pair, by in sorted(tried, key=lambda one: one[:2])[:_LINKS]:
+            tried.append((self._played(scale_links(self._spec, by)), pair, by))
+        for _, pair, by in sorted(tried, key=lambda one: one[:2])[:_MAX_LINK_PAIRS]:
             much = max(1 / value for value in by.values())
             yield self._change(
                 ChangeKind.LINK,
                 f"{pair[0]} - {pair[1]}",
-                self._gain(slower_links(self._spec, by)),
+                self._gain(scale_links(self._spec, by)),
                 f"links between {pair[0]} and {pair[1]} that are {much:.1f} times as fast"
                 + ("" if much <= 2.01 else ", which is as planned"),
             )
@@ -165,20 +390,20 @@ class _Trial:
             yield self._change(
                 ChangeKind.NETWORK,
                 "all links",
-                self._gain(slower_links(self._spec, dict.fromkeys(links, 0.5))),
+                self._gain(scale_links(self._spec, dict.fromkeys(links, 0.5))),
                 "a network twice as fast between all meshes",
             )
 
     def memory(self) -> Iterator[Change]:
         """Every mesh with a limit without it, and all of them."""
-        limited = [mesh.name for mesh in self._spec.meshes if _limits(mesh)]
+        limited = [mesh.name for mesh in self._spec.meshes if _is_limited(mesh)]
         alone = [(mesh,) for mesh in limited] if len(limited) > 1 else []
         for meshes in [tuple(limited), *alone] if limited else []:
             roomy = _without_limits(self._spec, meshes)
             gain_s = self._now_s - self._quick(roomy)
             told = ", ".join(meshes)
-            if len(limited) == len(meshes) and gain_s >= _WORTH * self._step_s:
-                told = _needs(roomy, self._spec)
+            if len(limited) == len(meshes) and gain_s >= _MIN_GAIN_SHARE * self._step_s:
+                told = _memory_needs(roomy, self._spec)
             yield self._change(
                 ChangeKind.MEMORY,
                 "all meshes" if len(meshes) > 1 else meshes[0],
@@ -190,7 +415,7 @@ class _Trial:
     def microbatches(self) -> Iterator[Change]:
         """The next numbers above, and the next below."""
         now = self._spec.microbatches
-        more = sorted(count for count in self._layers.counts if count > now)[: _COUNTS - 1]
+        more = sorted(count for count in self._layers.counts if count > now)[: _MAX_MICROBATCH_COUNTS - 1]
         fewer = sorted(count for count in self._layers.counts if count < now)[-1:]
         late_s = host_delays(self._step)
         fixed_s = {mesh: late + self._layers.action_s for mesh, late in late_s.items()}
@@ -208,12 +433,12 @@ class _Trial:
         """One layer over a border."""
         if self._cuts is None:
             return
-        for _, move in zip(range(_MOVES), self._cuts.moves(), strict=False):
+        for _, move in zip(range(_MAX_LAYER_MOVES), self._cuts.moves(), strict=False):
             yield self._change(
                 ChangeKind.LAYER,
                 move.layer,
                 self._cut_now_s - self._quick(move.spec),
-                f"{move.layer} in stage {move.target} instead of {move.source}: pipeline.cut [{', '.join(move.begins)}]",
+                f"{move.layer} in stage {move.target} instead of {move.source}: pipeline.cut [{', '.join(move.stage_starts)}]",
             )
 
     def cuts(self, expired: Callable[[], bool]) -> Iterator[Change]:
@@ -229,8 +454,8 @@ class _Trial:
         )
 
     @cached_property
-    def _cuts(self) -> Cuts | None:
-        return Cuts.of(self._planned, self._step, self._layers, self._recomputed)
+    def _cuts(self) -> CutSearch | None:
+        return CutSearch.of(self._planned, self._step, self._layers, self._recomputed)
 
     @cached_property
     def _cut_now_s(self) -> float:
@@ -256,10 +481,10 @@ class _Trial:
         """The makespan of the best constructive plan with the stages that recompute now recomputing, none, or all
         that may; infinite where nothing fits."""
         choices = {frozenset(self._recomputed), frozenset[str](), frozenset(may_recompute(spec))}
-        return min(_constructive(with_choice(spec, choice)) for choice in choices)
+        return min(_constructive_makespan(with_recomputation(spec, choice)) for choice in choices)
 
 
-def _constructive(spec: PipelineSpec) -> float:
+def _constructive_makespan(spec: PipelineSpec) -> float:
     try:
         check_spec(spec)
         if spec.schedule == AUTO:
@@ -269,16 +494,18 @@ def _constructive(spec: PipelineSpec) -> float:
         return float("inf")
 
 
-def guilty(changes: Sequence[Change], kinds: Mapping[ChangeKind, object], *, step_s: float) -> list[Change]:
+def best_change_of_kinds(
+    changes: Sequence[Change], kinds: Mapping[ChangeKind, object], *, step_s: float
+) -> list[Change]:
     """Of each of these kinds the change that brings most, where that is a clear part of the step."""
     found: dict[ChangeKind, Change] = {}
     for change in changes:
-        if change.kind in kinds and change.alone_s >= GUILTY * step_s:
+        if change.kind in kinds and change.alone_s >= MIN_COST_SHARE * step_s:
             found.setdefault(change.kind, change)
     return list(found.values())
 
 
-def _limits(mesh: MeshSpec) -> bool:
+def _is_limited(mesh: MeshSpec) -> bool:
     limits = (mesh.memory_bytes, mesh.activation_limit_bytes, mesh.receive_buffer_limit)
     return any(limit is not None for limit in limits)
 
@@ -289,7 +516,7 @@ def _without_limits(spec: PipelineSpec, meshes: Collection[str]) -> PipelineSpec
     return spec.model_copy(update={"meshes": found})
 
 
-def _needs(roomy: PipelineSpec, limited: PipelineSpec) -> str:
+def _memory_needs(roomy: PipelineSpec, limited: PipelineSpec) -> str:
     """What the meshes would hold in a plan without limits; where that is no more than they may, a name."""
     try:
         peaks = peak_memory(find_timeline(roomy, budget_s=0.0))

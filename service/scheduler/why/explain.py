@@ -1,35 +1,70 @@
-"""The door: a job's plan and the measured slots of one of its steps in, the whole answer out.
+"""Explains a step: a job's plan and the measured slots of one step in, verdict, causes and changes out.
 
-Where nothing was measured, the plan itself is explained: what it waits for, and what would shorten it.
+Where nothing was measured, the plan itself is explained: what its lanes wait for, and what would shorten it.
+Totals leave out REDUCE and STEP, which come behind the makespan.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.scheduler.model.spec import PipelineSpec
-from service.scheduler.why.causes import causes_of, sorted_causes
-from service.scheduler.why.changes import changes_of, guilty
-from service.scheduler.why.cuts import Layers
-from service.scheduler.why.gaps import TimedSlot
-from service.scheduler.why.shares import side_of
-from service.scheduler.why.step import NotThisPlanError, step_of
-from service.scheduler.why.values import (
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.why.causes import find_causes, significant_causes
+from service.scheduler.why.changes import JobLayers, best_change_of_kinds, find_changes
+from service.scheduler.why.gaps import TimedSlot, find_gaps
+from service.scheduler.why.measured import (
     Cause,
     CauseKind,
     Change,
     ChangeKind,
     Explanation,
-    Side,
-    milliseconds,
+    LinkTotals,
+    MeshTotals,
+    TimelineTotals,
+    duration_text,
 )
-from worker.program import FINAL_OPS
+from service.scheduler.why.step import Link, PlanMismatchError, make_step_graph
+from worker.contract.program import COMPUTE_OPS, FINAL_OPS, TRANSFER_OPS
 
-_NEAR = 1.1  # times its plan, or its bound, within which a step is as it should be
-_SLOWER_UPDATE = 1.15
-_STRUCTURE = {
+
+def timeline_totals(spec: PipelineSpec, slots: Sequence[TimedSlot]) -> TimelineTotals:
+    """The sums of one timeline; REDUCE and STEP, which come behind the makespan, are left out."""
+    timed = [slot for slot in slots if slot.action in COMPUTE_OPS + TRANSFER_OPS]
+    if not timed:
+        return TimelineTotals(0.0, (), ())
+    start_s, end_s = min(slot.start_s for slot in timed), max(slot.end_s for slot in timed)
+    computed: dict[str, float] = defaultdict(float)
+    carried: dict[Link, float] = defaultdict(float)
+    exposed: dict[Link, float] = defaultdict(float)
+    counted: Counter[Link] = Counter()
+    for slot in timed:
+        if slot.action in COMPUTE_OPS:
+            computed[slot.mesh] += slot.end_s - slot.start_s
+        elif slot.action.startswith("RECV"):  # both halves of a transfer have the same times
+            link = (slot.lane.partition(":")[2], slot.mesh)
+            carried[link] += slot.end_s - slot.start_s
+            counted[link] += 1
+    idle: dict[str, dict[str, float]] = {mesh.name: {} for mesh in spec.meshes}
+    for gap in find_gaps(spec, timed, start_s=start_s, end_s=end_s):
+        reasons = idle[gap.mesh]
+        reasons[gap.reason.value] = reasons.get(gap.reason.value, 0.0) + gap.end_s - gap.start_s
+        if gap.link is not None:
+            exposed[gap.link] += gap.end_s - gap.start_s
+    return TimelineTotals(
+        makespan_s=end_s - start_s,
+        meshes=tuple(MeshTotals(mesh.name, computed[mesh.name], idle[mesh.name]) for mesh in spec.meshes),
+        links=tuple(
+            LinkTotals(*link, counted[link], carried[link], exposed[link]) for link in sorted(counted)
+        ),
+    )
+
+
+_NEAR_RATIO = 1.1  # times its plan, or its bound, within which a step is as it should be
+_SLOWER_UPDATE_RATIO = 1.15
+_CAUSE_OF_CHANGE = {
     ChangeKind.MEMORY: CauseKind.MEMORY,
     ChangeKind.CUT: CauseKind.CUT,
     ChangeKind.LAYER: CauseKind.CUT,
@@ -57,7 +92,7 @@ def explain(
     measured: Sequence[TimedSlot],
     *,
     step_s: float | None = None,
-    layers: Layers | None = None,
+    layers: JobLayers | None = None,
     expired: Callable[[], bool] = lambda: False,
 ) -> Explanation:
     """Why a step of this plan takes as long as it does, and what would shorten it.
@@ -65,35 +100,39 @@ def explain(
     `measured` are the slots of one step (none: the plan alone is explained), `step_s` how long the driver saw that
     step take. Changes that were not tried when `expired` says so are named.
     """
-    planned = side_of(plan.spec, plan.slots)
+    planned = timeline_totals(plan.spec, plan.slots)
     notes = []
     step, ran = None, None
     if measured:
         try:
-            step = step_of(plan.spec, plan.programs, plan.slots, measured)
-            ran = side_of(plan.spec, measured)
-        except NotThisPlanError as error:
+            step = make_step_graph(plan.spec, plan.programs, plan.slots, measured)
+            ran = timeline_totals(plan.spec, measured)
+        except PlanMismatchError as error:
             notes.append(f"the measured step is of another plan than the job's, or not whole: {error}")
     if step is None:
-        step = step_of(plan.spec, plan.programs, plan.slots, plan.slots)
-    behind = _Behind.of(measured, step_s) if ran is not None else None
+        step = make_step_graph(plan.spec, plan.programs, plan.slots, plan.slots)
+    behind = _StepParts.of(measured, step_s) if ran is not None else None
     whole_s = plan.makespan_s + plan.update_s if behind is None else behind.step_s
-    tried = changes_of(
+    tried = find_changes(
         step,
         plan.spec,
-        layers or Layers({}),
+        layers or JobLayers({}),
         recomputed=plan.recomputed,
         step_s=whole_s,
         expired=expired,
     )
-    causes = [] if behind is None else [*causes_of(step, plan.spec, step_s=whole_s), *_behind(plan, behind)]
-    causes += _structure(tried.changes, causes, whole_s)
-    causes = sorted_causes(causes, step_s=whole_s)
+    causes = (
+        []
+        if behind is None
+        else [*find_causes(step, plan.spec, step_s=whole_s), *_causes_outside_timeline(plan, behind)]
+    )
+    causes += _structural_causes(tried.changes, causes, whole_s)
+    causes = significant_causes(causes, step_s=whole_s)
     if layers is None or plan.spec.microbatches not in layers.profiles:
         notes.append("the costs of the layers are kept no more: other cuts were not tried")
-    healthy = not causes and _near(plan, planned, ran)
+    healthy = not causes and _is_near_plan_and_bound(plan, planned, ran)
     return Explanation(
-        verdict=_verdict(plan, ran, causes, tried.changes),
+        verdict=_verdict_text(plan, ran, causes, tried.changes),
         healthy=healthy,
         step_s=whole_s,
         planned_step_s=plan.makespan_s + plan.update_s,
@@ -108,7 +147,7 @@ def explain(
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _StepParts:
     """A measured step in three parts: its timeline, REDUCE and STEP behind it, and the rest until the next."""
 
     step_s: float
@@ -116,7 +155,7 @@ class _Behind:
     rest_s: float
 
     @classmethod
-    def of(cls, slots: Sequence[TimedSlot], step_s: float | None) -> _Behind:
+    def of(cls, slots: Sequence[TimedSlot], step_s: float | None) -> _StepParts:
         start_s = min(slot.start_s for slot in slots)
         made_s = max((slot.end_s for slot in slots if slot.action not in FINAL_OPS), default=start_s)
         end_s = max(slot.end_s for slot in slots)
@@ -124,31 +163,31 @@ class _Behind:
         return cls(whole_s, end_s - made_s, whole_s - (end_s - start_s))
 
 
-def _behind(plan: PlannedStep, behind: _Behind) -> list[Cause]:
+def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[Cause]:
     """What the timeline does not show."""
     found = [
         Cause(
             CauseKind.BETWEEN,
             "driver",
             behind.rest_s,
-            f"for {milliseconds(behind.rest_s)} of a step no lane of any worker runs: the driver's calls and reports, "
+            f"for {duration_text(behind.rest_s)} of a step no lane of any worker runs: the driver's calls and reports, "
             "reading of samples that are not there yet, a checkpoint",
         )
     ]
-    if plan.update_s > 0 and behind.update_s > _SLOWER_UPDATE * plan.update_s:
+    if plan.update_s > 0 and behind.update_s > _SLOWER_UPDATE_RATIO * plan.update_s:
         found.append(
             Cause(
                 CauseKind.UPDATE,
                 "all meshes",
                 behind.update_s - plan.update_s,
-                f"REDUCE and STEP take {milliseconds(behind.update_s)} behind the makespan, {milliseconds(plan.update_s)} "
+                f"REDUCE and STEP take {duration_text(behind.update_s)} behind the makespan, {duration_text(plan.update_s)} "
                 "were planned",
             )
         )
     return found
 
 
-def _structure(changes: Sequence[Change], causes: Sequence[Cause], step_s: float) -> list[Cause]:
+def _structural_causes(changes: Sequence[Change], causes: Sequence[Cause], step_s: float) -> list[Cause]:
     """Limits and cuts that cost a clear part of the step. Where a mesh or a stage is slow, another cut would only
     work around that: the cut itself is not to blame."""
     slow = any(
@@ -156,8 +195,8 @@ def _structure(changes: Sequence[Change], causes: Sequence[Cause], step_s: float
         for cause in causes
     )
     found: dict[CauseKind, Cause] = {}
-    for change in guilty(changes, _STRUCTURE, step_s=step_s):
-        kind = _STRUCTURE[change.kind]
+    for change in best_change_of_kinds(changes, _CAUSE_OF_CHANGE, step_s=step_s):
+        kind = _CAUSE_OF_CHANGE[change.kind]
         if kind is CauseKind.CUT and slow:
             continue
         words = "memory limits keep meshes waiting" if kind is CauseKind.MEMORY else "the stages are uneven"
@@ -166,12 +205,14 @@ def _structure(changes: Sequence[Change], causes: Sequence[Cause], step_s: float
     return list(found.values())
 
 
-def _near(plan: PlannedStep, planned: Side, ran: Side | None) -> bool:
-    near_plan = ran is None or ran.makespan_s <= _NEAR * planned.makespan_s
-    return near_plan and plan.makespan_s <= _NEAR * plan.lower_bound_s
+def _is_near_plan_and_bound(plan: PlannedStep, planned: TimelineTotals, ran: TimelineTotals | None) -> bool:
+    near_plan = ran is None or ran.makespan_s <= _NEAR_RATIO * planned.makespan_s
+    return near_plan and plan.makespan_s <= _NEAR_RATIO * plan.lower_bound_s
 
 
-def _verdict(plan: PlannedStep, ran: Side | None, causes: Sequence[Cause], changes: Sequence[Change]) -> str:
+def _verdict_text(
+    plan: PlannedStep, ran: TimelineTotals | None, causes: Sequence[Cause], changes: Sequence[Change]
+) -> str:
     parts = []
     bound = (
         f"the plan is {100 * (plan.makespan_s / plan.lower_bound_s - 1):.1f} % above its lower bound"
@@ -184,18 +225,18 @@ def _verdict(plan: PlannedStep, ran: Side | None, causes: Sequence[Cause], chang
         more = 100 * (ran.makespan_s / plan.makespan_s - 1) if plan.makespan_s > 0 else 0.0
         near = (
             "near its plan"
-            if abs(more) <= 100 * (_NEAR - 1)
+            if abs(more) <= 100 * (_NEAR_RATIO - 1)
             else f"{'over' if more > 0 else 'below'} its plan"
         )
         parts.append(
-            f"the timeline is {near} ({milliseconds(ran.makespan_s)}, {more:+.1f} % beside the plan's "
-            f"{milliseconds(plan.makespan_s)}), and {bound}"
+            f"the timeline is {near} ({duration_text(ran.makespan_s)}, {more:+.1f} % beside the plan's "
+            f"{duration_text(plan.makespan_s)}), and {bound}"
         )
     if causes:
-        parts.append(f"what costs most: {causes[0].message} ({milliseconds(causes[0].cost_s)} of the step)")
+        parts.append(f"what costs most: {causes[0].message} ({duration_text(causes[0].cost_s)} of the step)")
     else:
         parts.append("nothing is to blame")
     if changes:
         best = changes[0]
-        parts.append(f"what would bring most: {best.message} ({milliseconds(best.gain_s)} less a step)")
+        parts.append(f"what would bring most: {best.message} ({duration_text(best.gain_s)} less a step)")
     return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."

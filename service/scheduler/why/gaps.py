@@ -1,6 +1,6 @@
-"""Why a compute lane stood idle: every gap of a timeline with its reason.
+"""Assigns a reason to every idle gap of a compute lane, in planned and in measured timelines.
 
-Pure: a PipelineSpec and the slots of one step in, gaps out; planned and measured alike.
+Pure: a PipelineSpec and the slots of one step in, gaps out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from enum import StrEnum
 from itertools import islice
 from typing import Protocol
 
-from service.scheduler.model.spec import PipelineSpec
-from worker.program import COMPUTE_LANE
+from service.scheduler.problem.spec import PipelineSpec
+from worker.contract.program import COMPUTE_LANE
 
-_BACKWARDS = ("B", "I")
+_BACKWARD_OPS = ("B", "I")
 _TOLERANCE = 1e-9
 
 
-class Reason(StrEnum):
+class IdleReason(StrEnum):
     """What an idle compute lane was waiting for."""
 
     UPSTREAM = "waits upstream"
@@ -52,14 +52,14 @@ class Gap:
     mesh: str
     start_s: float
     end_s: float
-    reason: Reason
+    reason: IdleReason
     detail: str
     link: tuple[str, str] | None = None
     """Of an exposed transfer, or one kept back: the mesh that sends and the mesh that receives."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class _ActionInput:
     """One input of a compute action: who makes it, and when it is here (None: no slot tells)."""
 
     producer: str
@@ -82,7 +82,7 @@ def find_gaps(
     gaps and compute slots together cover the time exactly (but for a billionth of it). Slots
     that are not of this spec (measured under an earlier plan) are left out.
     """
-    timeline = _Timeline(spec, slots)
+    timeline = _SlotIndex(spec, slots)
     shortest_s = _TOLERANCE * (end_s - start_s)
     gaps: list[Gap] = []
     for mesh in spec.meshes:
@@ -94,11 +94,11 @@ def find_gaps(
             at_s = max(at_s, slot.end_s)
         if end_s - at_s > shortest_s:
             detail = f"{mesh.name} has done its part" if lane else f"{mesh.name} has nothing to compute"
-            gaps.append(Gap(mesh.name, at_s, end_s, Reason.DONE, detail))
+            gaps.append(Gap(mesh.name, at_s, end_s, IdleReason.DONE, detail))
     return gaps
 
 
-class _Timeline:
+class _SlotIndex:
     """The slots of one step, arranged by what is asked of them."""
 
     def __init__(self, spec: PipelineSpec, slots: Iterable[TimedSlot]) -> None:
@@ -137,22 +137,24 @@ class _Timeline:
         lane = self.compute[mesh]
         blocked = self._blocked_forward(islice(lane, place + 1, None), start_s)
         for gap in self._stretches(mesh, start_s, end_s, lane[place]):
-            if blocked is None or gap.reason is Reason.MEMORY or blocked[0] >= gap.end_s:
+            if blocked is None or gap.reason is IdleReason.MEMORY or blocked[0] >= gap.end_s:
                 yield gap
                 continue
             ready_s, detail = blocked
             if ready_s > gap.start_s:
                 yield replace(gap, end_s=ready_s)
-            yield Gap(mesh, max(ready_s, gap.start_s), gap.end_s, Reason.MEMORY, f"{detail}; {gap.detail}")
+            yield Gap(
+                mesh, max(ready_s, gap.start_s), gap.end_s, IdleReason.MEMORY, f"{detail}; {gap.detail}"
+            )
 
     def _stretches(self, mesh: str, start_s: float, end_s: float, slot: TimedSlot) -> Iterator[Gap]:
-        name = _name(slot)
+        name = _slot_name(slot)
         at_s = start_s
         last = max(self._needs(slot), key=lambda need: need.here_s, default=None)
         if last is not None and last.here_s > start_s:
             made_s = last.here_s if last.made_s is None else last.made_s
             if made_s > at_s:
-                reason = Reason.DOWNSTREAM if last.backward else Reason.UPSTREAM
+                reason = IdleReason.DOWNSTREAM if last.backward else IdleReason.UPSTREAM
                 at_s = min(made_s, end_s)
                 yield Gap(mesh, start_s, at_s, reason, f"{name} needs {last.producer}, which is not ready")
             if min(last.here_s, end_s) > at_s:
@@ -161,7 +163,9 @@ class _Timeline:
         if at_s < end_s:
             yield from self._held(mesh, at_s, end_s, slot)
 
-    def _transfer(self, mesh: str, start_s: float, end_s: float, name: str, need: _Need) -> Iterator[Gap]:
+    def _transfer(
+        self, mesh: str, start_s: float, end_s: float, name: str, need: _ActionInput
+    ) -> Iterator[Gap]:
         """From the end of the maker to the arrival: the wait for a turn, then the wire.
 
         A receive that began late because every receive buffer was in use is the memory limit's.
@@ -171,21 +175,21 @@ class _Timeline:
         late = need.made_s is not None and sent_s > need.made_s
         if late and limit is not None and self._receive_buffers(mesh, sent_s) >= limit:
             detail = f"{name} needs {need.producer}: all {limit} receive buffers were in use"
-            yield Gap(mesh, start_s, end_s, Reason.MEMORY, detail, need.link)
+            yield Gap(mesh, start_s, end_s, IdleReason.MEMORY, detail, need.link)
             return
         sent_s = min(max(sent_s, start_s), end_s)
         if sent_s > start_s:
             detail = f"{name} needs {need.producer}: its transfer waits for its turn"
-            yield Gap(mesh, start_s, sent_s, Reason.TRANSFER, detail, need.link)
+            yield Gap(mesh, start_s, sent_s, IdleReason.TRANSFER, detail, need.link)
         if end_s > sent_s:
             detail = f"{name} needs {need.producer}, which is on its way"
-            yield Gap(mesh, sent_s, end_s, Reason.TRANSFER, detail, need.link)
+            yield Gap(mesh, sent_s, end_s, IdleReason.TRANSFER, detail, need.link)
 
     def _held(self, mesh: str, start_s: float, end_s: float, slot: TimedSlot) -> Iterator[Gap]:
         """`slot` has all it needs: a transfer may hold the lane (overlap off), or a limit the forward."""
-        name = _name(slot)
+        name = _slot_name(slot)
         if slot.action == "F" and (limit := self._limit_against(slot, (start_s + end_s) / 2)):
-            yield Gap(mesh, start_s, end_s, Reason.MEMORY, f"{name} is ready but {limit}")
+            yield Gap(mesh, start_s, end_s, IdleReason.MEMORY, f"{name} is ready but {limit}")
             return
         at_s = start_s
         for transfer in () if self._spec.overlap else self._transfers[mesh]:
@@ -193,12 +197,12 @@ class _Timeline:
             if done_s <= begin_s:
                 continue
             if begin_s > at_s:
-                yield Gap(mesh, at_s, begin_s, Reason.HELD, f"{name} is ready")
-            detail = f"{_name(transfer)} holds the lane (overlap is off)"
-            yield Gap(mesh, begin_s, done_s, Reason.TRANSFER, detail, _link_of(transfer))
+                yield Gap(mesh, at_s, begin_s, IdleReason.HELD, f"{name} is ready")
+            detail = f"{_slot_name(transfer)} holds the lane (overlap is off)"
+            yield Gap(mesh, begin_s, done_s, IdleReason.TRANSFER, detail, _link_of(transfer))
             at_s = done_s
         if at_s < end_s:
-            yield Gap(mesh, at_s, end_s, Reason.HELD, f"{name} is ready")
+            yield Gap(mesh, at_s, end_s, IdleReason.HELD, f"{name} is ready")
 
     def _blocked_forward(self, later: Iterable[TimedSlot], start_s: float) -> tuple[float, str] | None:
         """The first later forward that an explicit limit kept from filling the gap: when ready, and why not."""
@@ -207,42 +211,42 @@ class _Timeline:
                 continue
             ready_s = max((need.here_s for need in self._needs(slot)), default=0.0)
             if limit := self._limit_against(slot, max(ready_s, start_s)):
-                return max(ready_s, start_s), f"{_name(slot)} is ready but {limit}"
+                return max(ready_s, start_s), f"{_slot_name(slot)} is ready but {limit}"
             return None
         return None
 
-    def _needs(self, slot: TimedSlot) -> list[_Need]:
+    def _needs(self, slot: TimedSlot) -> list[_ActionInput]:
         """The inputs of a compute action that come from other meshes or stages."""
         if slot.stage is None or slot.microbatch is None:
             return []
         if slot.action == "F":
             edges = self._into[slot.stage]
             return [n for edge in edges if (n := self._forward_need(edge, slot.microbatch))]
-        if slot.action in _BACKWARDS:
+        if slot.action in _BACKWARD_OPS:
             edges = self._out_of[slot.stage]
             return [n for edge in edges if (n := self._backward_need(edge, slot.microbatch))]
         return []
 
-    def _forward_need(self, index: int, microbatch: int) -> _Need | None:
+    def _forward_need(self, index: int, microbatch: int) -> _ActionInput | None:
         source = self._spec.edges[index].source
         made = self._ran(("F",), source, microbatch)
         return self._need("RECV_F", index, microbatch, made, backward=False)
 
-    def _backward_need(self, index: int, microbatch: int) -> _Need | None:
+    def _backward_need(self, index: int, microbatch: int) -> _ActionInput | None:
         users = [self._spec.edges[edge].target for edge in self._shared[index]]
-        made = [slot for user in users for slot in self._ran(_BACKWARDS, user, microbatch)]
+        made = [slot for user in users for slot in self._ran(_BACKWARD_OPS, user, microbatch)]
         return self._need("RECV_B", index, microbatch, made, backward=True)
 
     def _need(
         self, action: str, index: int, microbatch: int, made: Sequence[TimedSlot], *, backward: bool
-    ) -> _Need | None:
+    ) -> _ActionInput | None:
         last = max(made, key=lambda slot: slot.end_s, default=None)
         received = self._received.get((action, self._shared[index][0], microbatch))
         here_s = received.end_s if received else last.end_s if last else None
         if here_s is None:
             return None
-        producer = f"{_name(last)} of {last.mesh}" if last else "a tensor"
-        return _Need(
+        producer = f"{_slot_name(last)} of {last.mesh}" if last else "a tensor"
+        return _ActionInput(
             producer,
             last.end_s if last else None,
             received.start_s if received else None,
@@ -305,7 +309,7 @@ class _Timeline:
             edges = [self._spec.edges[edge] for edge in self._shared[transfer.edge]]
             forward = transfer.action == "RECV_F"
             users = {edge.target if forward else edge.source for edge in edges}
-            actions = ("F",) if forward else _BACKWARDS
+            actions = ("F",) if forward else _BACKWARD_OPS
             ran = [slot for user in users for slot in self._ran(actions, user, transfer.microbatch or 0)]
             used += max((slot.end_s for slot in ran), default=float("inf")) >= before_s
         return used
@@ -327,6 +331,6 @@ def _link_of(transfer: TimedSlot) -> tuple[str, str]:
     return (transfer.mesh, peer) if way == "send" else (peer, transfer.mesh)
 
 
-def _name(slot: TimedSlot) -> str:
+def _slot_name(slot: TimedSlot) -> str:
     """`s2 F0`: stage, action, microbatch."""
     return f"{slot.stage} {slot.action}{slot.microbatch}"

@@ -1,14 +1,20 @@
-"""What a step cost in fact: how much longer than planned every stage, mesh and link took, and a spec with those costs."""
+"""Compares measured with planned seconds per stage, mesh and link; the spec with measured costs; answer values.
+
+Values only, times in seconds; the dataclasses are the JSON of "why is my step slow?" (their fields are a wire
+format).
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median, median_low
 from typing import TypeVar
 
-from service.scheduler.model.spec import (
+from service.scheduler.auto.recomputation import with_recomputation
+from service.scheduler.problem.spec import (
     LinkSpec,
     NetworkSpec,
     PipelineSpec,
@@ -16,15 +22,14 @@ from service.scheduler.model.spec import (
     edge_costs,
     link_costs,
 )
-from service.scheduler.recomputation import with_choice
-from service.scheduler.why.step import Link, Step, Task
+from service.scheduler.why.step import Link, StepGraph, StepTask
 
-_NOTHING_S = 1e-12
+_NEGLIGIBLE_S = 1e-12
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class Times:
+class PlannedAndMeasured:
     """Planned and measured seconds of several tasks together."""
 
     planned_s: float
@@ -33,10 +38,10 @@ class Times:
     @property
     def ratio(self) -> float:
         """How many times as long as planned; 1 where nothing was planned."""
-        return self.measured_s / self.planned_s if self.planned_s > _NOTHING_S else 1.0
+        return self.measured_s / self.planned_s if self.planned_s > _NEGLIGIBLE_S else 1.0
 
 
-def sums(step: Step, key: Callable[[Task], Key | None]) -> dict[Key, Times]:
+def total_times_by(step: StepGraph, key: Callable[[StepTask], Key | None]) -> dict[Key, PlannedAndMeasured]:
     """Times of the tasks by a property of theirs; tasks without it (None) are left out."""
     planned: dict[Key, float] = defaultdict(float)
     measured: dict[Key, float] = defaultdict(float)
@@ -44,15 +49,15 @@ def sums(step: Step, key: Callable[[Task], Key | None]) -> dict[Key, Times]:
         if (name := key(task)) is not None:
             planned[name] += plan_s
             measured[name] += ran_s
-    return {name: Times(planned[name], measured[name]) for name in planned}
+    return {name: PlannedAndMeasured(planned[name], measured[name]) for name in planned}
 
 
-def typical(ratios: Iterable[float]) -> float:
+def median_ratio(ratios: Iterable[float]) -> float:
     """The ratio that the middle one of others has, at least 1: being quicker than planned is nobody's duty."""
     return max(1.0, median_low([*ratios] or [1.0]))
 
 
-def host_delays(step: Step) -> dict[str, float]:
+def host_delays(step: StepGraph) -> dict[str, float]:
     """By mesh, the mean seconds by which its actions begin later than they could."""
     found: dict[str, list[float]] = defaultdict(list)
     for task, delay_s in zip(step.tasks, step.delay_s, strict=True):
@@ -61,7 +66,7 @@ def host_delays(step: Step) -> dict[str, float]:
     return {mesh: sum(delays) / len(delays) for mesh, delays in found.items()}
 
 
-def measured_spec(spec: PipelineSpec, step: Step, *, hosts: bool = True) -> PipelineSpec:
+def measured_spec(spec: PipelineSpec, step: StepGraph, *, hosts: bool = True) -> PipelineSpec:
     """The spec with costs as they were measured: the middle of all microbatches of an action, and of a link's
     transfers together. Where `hosts`, what hosts take for each action is a part of it.
 
@@ -72,31 +77,33 @@ def measured_spec(spec: PipelineSpec, step: Step, *, hosts: bool = True) -> Pipe
         if task.stage is not None:
             lasted[task.stage, task.op].append((plan_s, ran_s))
     middle = {
-        key: Times(median(plan for plan, _ in both), median(ran for _, ran in both))
+        key: PlannedAndMeasured(median(plan for plan, _ in both), median(ran for _, ran in both))
         for key, both in lasted.items()
     }
     late_s = host_delays(step) if hosts else {}
-    stages = [_stage(stage, middle, late_s.get(stage.mesh, 0.0)) for stage in spec.stages]
-    links = sums(step, lambda task: task.link)
-    scaled = slower_links(
+    stages = [_measured_stage(stage, middle, late_s.get(stage.mesh, 0.0)) for stage in spec.stages]
+    links = total_times_by(step, lambda task: task.link)
+    scaled = scale_links(
         spec.model_copy(update={"stages": stages}), {link: found.ratio for link, found in links.items()}
     )
     unplanned = {
         link: found.measured_s / max(1, sum(task.link == link for task in step.tasks))
         for link, found in links.items()
-        if found.planned_s <= _NOTHING_S < found.measured_s
+        if found.planned_s <= _NEGLIGIBLE_S < found.measured_s
     }
-    return _with_seconds(scaled, unplanned) if unplanned else scaled
+    return _with_transfer_seconds(scaled, unplanned) if unplanned else scaled
 
 
-def _stage(stage: StageSpec, middle: Mapping[tuple[str, str], Times], late_s: float) -> StageSpec:
+def _measured_stage(
+    stage: StageSpec, middle: Mapping[tuple[str, str], PlannedAndMeasured], late_s: float
+) -> StageSpec:
     # a B that is planned as its two parts is one action, and late once
     part_s = late_s / 2 if stage.backward_s is None and (stage.name, "B") in middle else late_s
 
     def cost(seconds: float, more_s: float, *ops: str) -> float:
         for op in ops:
             if (found := middle.get((stage.name, op))) is not None:
-                if seconds > _NOTHING_S:
+                if seconds > _NEGLIGIBLE_S:
                     return seconds * found.ratio + more_s
                 return found.measured_s + more_s if op == ops[0] else 0.0
         return seconds
@@ -115,7 +122,7 @@ def _stage(stage: StageSpec, middle: Mapping[tuple[str, str], Times], late_s: fl
     )
 
 
-def slower_meshes(
+def scale_meshes(
     spec: PipelineSpec, factor: Mapping[str, float], late_s: Mapping[str, float]
 ) -> PipelineSpec:
     """The spec whose stages take `factor` of their mesh as long, and `late_s` more for each action."""
@@ -124,7 +131,7 @@ def slower_meshes(
         by, more_s = factor.get(stage.mesh, 1.0), late_s.get(stage.mesh, 0.0)
 
         def cost(seconds: float) -> float:
-            return seconds * by + more_s if seconds > _NOTHING_S else 0.0
+            return seconds * by + more_s if seconds > _NEGLIGIBLE_S else 0.0
 
         again = stage.recompute
         return stage.model_copy(
@@ -140,7 +147,7 @@ def slower_meshes(
     return spec.model_copy(update={"stages": [one(stage) for stage in spec.stages]})
 
 
-def slower_links(spec: PipelineSpec, factor: Mapping[Link, float]) -> PipelineSpec:
+def scale_links(spec: PipelineSpec, factor: Mapping[Link, float]) -> PipelineSpec:
     """The spec in which the transfers of these links take so many times as long."""
     of_pair = link_costs(spec.network)
     known = {(one.source, one.target): one for one in spec.network.links}
@@ -149,7 +156,7 @@ def slower_links(spec: PipelineSpec, factor: Mapping[Link, float]) -> PipelineSp
         known[link] = LinkSpec(
             source=link[0],
             target=link[1],
-            bandwidth_bytes_per_s=None if bandwidth is None else bandwidth / max(by, _NOTHING_S),
+            bandwidth_bytes_per_s=None if bandwidth is None else bandwidth / max(by, _NEGLIGIBLE_S),
             latency_s=latency_s * by,
         )
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
@@ -168,7 +175,7 @@ def slower_links(spec: PipelineSpec, factor: Mapping[Link, float]) -> PipelineSp
     )
 
 
-def _with_seconds(spec: PipelineSpec, seconds: Mapping[Link, float]) -> PipelineSpec:
+def _with_transfer_seconds(spec: PipelineSpec, seconds: Mapping[Link, float]) -> PipelineSpec:
     """Edges in seconds whose plan cost nothing, with what a transfer of their link took."""
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
     edges = []
@@ -183,9 +190,9 @@ def _with_seconds(spec: PipelineSpec, seconds: Mapping[Link, float]) -> Pipeline
     return spec.model_copy(update={"edges": edges})
 
 
-def task_seconds(spec: PipelineSpec, step: Step, recomputed: Iterable[str]) -> list[float]:
+def task_seconds(spec: PipelineSpec, step: StepGraph, recomputed: Iterable[str]) -> list[float]:
     """How long every task of a step lasts at the costs of `spec`, where the stages `recomputed` recompute."""
-    stages = {stage.name: stage for stage in with_choice(spec, recomputed).stages}
+    stages = {stage.name: stage for stage in with_recomputation(spec, recomputed).stages}
     of_edge = edge_costs(spec)
     found = []
     for task in step.tasks:
@@ -202,3 +209,126 @@ def task_seconds(spec: PipelineSpec, step: Step, recomputed: Iterable[str]) -> l
             }[task.op]
         )
     return found
+
+
+class CauseKind(StrEnum):
+    """What may be to blame for a step that takes longer than it could."""
+
+    LINK = "slow link"
+    NETWORK = "slow network"
+    """All links alike are slower than planned."""
+    MESH = "straggler"
+    """The actions of one mesh themselves take longer than those of the others, beside their plan."""
+    STAGE = "slow stage"
+    """One of several stages of a mesh, while the others of that mesh keep to their plan."""
+    COMPUTE = "slow computing"
+    """The actions of all meshes alike take longer than planned."""
+    HOST = "host overhead"
+    """Actions begin late though all that they need is there: the loop that starts them is slow."""
+    BETWEEN = "between steps"
+    """No lane runs: reading of data, calls of the driver, reports."""
+    UPDATE = "slow update"
+    """REDUCE and STEP, behind the makespan."""
+    MEMORY = "memory limit"
+    CUT = "uneven cut"
+
+
+class ChangeKind(StrEnum):
+    """What could be changed to make the step shorter."""
+
+    LINK = "faster link"
+    NETWORK = "faster network"
+    MESH = "faster mesh"
+    STAGE = "faster stage"
+    HOST = "quicker host"
+    MICROBATCHES = "other microbatches"
+    LAYER = "move a layer"
+    CUT = "another cut"
+    MEMORY = "more memory"
+    PLAN = "plan anew"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`cost_s` is how much shorter the step would be without it, all else as it was measured."""
+
+    kind: CauseKind
+    subject: str
+    cost_s: float
+    message: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """`gain_s` is how much shorter the scheduler predicts the step to be with it, `step_s` how long it is then.
+
+    The change needs a new attempt, whose plan knows what was measured: `alone_s` is its gain beside that plan.
+    """
+
+    kind: ChangeKind
+    subject: str
+    gain_s: float
+    alone_s: float
+    step_s: float
+    message: str
+
+
+@dataclass(frozen=True)
+class MeshTotals:
+    """What one mesh did between the first and the last slot of a step; `idle_s` by reason (gaps.Reason)."""
+
+    mesh: str
+    compute_s: float
+    idle_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LinkTotals:
+    """What one directed link carried; `exposed_s` is how long compute lanes were idle for it."""
+
+    source: str
+    target: str
+    transfers: int
+    transfer_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class TimelineTotals:
+    """A timeline, planned or measured, in sums."""
+
+    makespan_s: float
+    meshes: tuple[MeshTotals, ...]
+    links: tuple[LinkTotals, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The whole answer. Causes and changes begin with those that cost or bring most.
+
+    `step_s` is the whole step that shares and gains are of; `left_out` are changes that were not tried for want of
+    time. A step is `healthy` where it is near its plan, the plan near its bound, and nothing is to blame.
+    """
+
+    verdict: str
+    healthy: bool
+    step_s: float
+    planned_step_s: float
+    lower_bound_s: float
+    planned: TimelineTotals
+    measured: TimelineTotals | None
+    causes: tuple[Cause, ...]
+    changes: tuple[Change, ...]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def duration_text(seconds: float) -> str:
+    """For people: three figures, and no powers of ten."""
+    if abs(seconds) < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
+
+
+def factor_text(factor: float) -> str:
+    return f"{factor:.2f} times" if factor < 10 else f"{factor:.0f} times"

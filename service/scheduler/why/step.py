@@ -1,9 +1,8 @@
-"""One measured step as a graph: what each action and transfer waited for, and how long the step takes if some of
-them take another time.
+"""StepGraph: a measured step as the dependency graph of its programs, replayed with other task times.
 
-The graph is that of the programs that ran: the order of every lane and the events that instructions wait for. A task
-begins when all before it have ended, and then a little later (`delay_s`): the host, the transport. Played again with
-the times that were measured, the step takes exactly as long as it did; with others it says what they would change.
+Edges are the order of every lane and the events that instructions wait for. A task begins when all before it
+have ended, and `delay_s` later (host, transport). Replayed with the measured times, the step takes exactly as
+long as it did.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.why.gaps import TimedSlot
-from worker.program import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS
+from worker.contract.program import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS
 
 Link = tuple[str, str]
 """The mesh that sends, the mesh that receives."""
 
 
-class NotThisPlanError(ValueError):
+class PlanMismatchError(ValueError):
     """The slots are not of the plan's programs: another attempt measured them, or some of them are missing."""
 
 
-class Task(NamedTuple):
+class StepTask(NamedTuple):
     """A compute action of a stage, or a transfer: `edge` and `target` are None for an action.
 
     `op` is F, B, I or W; of a transfer F (activations) or B (their gradients). `mesh` computes, or sends.
@@ -43,14 +42,14 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepGraph:
     """The tasks of a step, causes first, with what was planned and measured of each, in seconds.
 
     `before[i]` are the tasks that have ended when task i may begin, by place. A `delay_s` below zero comes of clocks
     that differ by a little.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[StepTask, ...]
     before: tuple[tuple[int, ...], ...]
     planned_s: tuple[float, ...]
     measured_s: tuple[float, ...]
@@ -74,23 +73,23 @@ class Step:
         return last - first if self.tasks else 0.0
 
 
-def step_of(
+def make_step_graph(
     spec: PipelineSpec,
     programs: Mapping[str, Sequence[Mapping[str, Any]]],
     planned: Sequence[TimedSlot],
     measured: Sequence[TimedSlot],
-) -> Step:
+) -> StepGraph:
     """The graph of the programs with the times of both timelines; raises NotThisPlanError where they do not fit."""
     numbers, before = _graph(spec, programs)
     tasks = list(numbers)
-    plan = _times(planned)
-    ran = _times(measured)
+    plan = _task_times(planned)
+    ran = _task_times(measured)
     if missing := next((task for task in tasks if task not in ran), None):
         found = sum(task in ran for task in tasks)
-        raise NotThisPlanError(
-            f"of the plan's {len(tasks)} actions and transfers {found} were measured ({_tell(missing)} was not)"
+        raise PlanMismatchError(
+            f"of the plan's {len(tasks)} actions and transfers {found} were measured ({_task_name(missing)} was not)"
         )
-    order = _causes_first(before)
+    order = _topological_order(before)
     place = {task: at for at, task in enumerate(order)}
     starts = [ran[tasks[one]][0] for one in order]
     ends = [ran[tasks[one]][1] for one in order]
@@ -101,7 +100,7 @@ def step_of(
         for start, others in zip(starts, moved, strict=True)
     ]
     of_plan = [plan.get(tasks[one], (0.0, 0.0)) for one in order]
-    return Step(
+    return StepGraph(
         tasks=tuple(tasks[one] for one in order),
         before=tuple(moved),
         planned_s=tuple(end - start for start, end in of_plan),
@@ -112,15 +111,15 @@ def step_of(
 
 def _graph(
     spec: PipelineSpec, programs: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> tuple[dict[Task, int], list[set[int]]]:
+) -> tuple[dict[StepTask, int], list[set[int]]]:
     """Every task with its number, and for each number the tasks that it waits for. Both ends of a transfer are one."""
-    numbers: dict[Task, int] = {}
+    numbers: dict[StepTask, int] = {}
     before: list[set[int]] = []
     for mesh, program in programs.items():
         recorded: dict[int, int] = {}
         last_on: dict[str, int] = {}
         for instruction in program:
-            if (task := _task(spec, mesh, instruction)) is None:
+            if (task := _step_task(spec, mesh, instruction)) is None:
                 continue
             number = numbers.setdefault(task, len(numbers))
             if number == len(before):
@@ -134,30 +133,30 @@ def _graph(
     return numbers, before
 
 
-def _task(spec: PipelineSpec, mesh: str, instruction: Mapping[str, Any]) -> Task | None:
+def _step_task(spec: PipelineSpec, mesh: str, instruction: Mapping[str, Any]) -> StepTask | None:
     op = instruction["op"]
     if op in COMPUTE_OPS:
-        return Task(mesh, op, spec.stages[instruction["stage"]].name, instruction["microbatch"])
+        return StepTask(mesh, op, spec.stages[instruction["stage"]].name, instruction["microbatch"])
     if op not in TRANSFER_OPS:
         return None
     ends = (mesh, instruction["peer"])
     source, target = ends if op in SEND_OPS else ends[::-1]
-    return Task(source, op[-1], None, instruction["microbatch"], instruction["edge"], target)
+    return StepTask(source, op[-1], None, instruction["microbatch"], instruction["edge"], target)
 
 
-def _times(slots: Sequence[TimedSlot]) -> dict[Task, tuple[float, float]]:
+def _task_times(slots: Sequence[TimedSlot]) -> dict[StepTask, tuple[float, float]]:
     """Start and end of each task. A transfer lasts from when both ends are there to when the receiver has it."""
-    found: dict[Task, tuple[float, float]] = {}
-    sent: dict[Task, tuple[float, float]] = {}
+    found: dict[StepTask, tuple[float, float]] = {}
+    sent: dict[StepTask, tuple[float, float]] = {}
     for slot in slots:
         if slot.microbatch is None:
             continue
         if slot.action in COMPUTE_OPS:
-            found[Task(slot.mesh, slot.action, slot.stage, slot.microbatch)] = (slot.start_s, slot.end_s)
+            found[StepTask(slot.mesh, slot.action, slot.stage, slot.microbatch)] = (slot.start_s, slot.end_s)
         elif slot.action in TRANSFER_OPS:
             way, _, peer = slot.lane.partition(":")
             ends = (slot.mesh, peer) if way == "send" else (peer, slot.mesh)
-            task = Task(ends[0], slot.action[-1], None, slot.microbatch, slot.edge, ends[1])
+            task = StepTask(ends[0], slot.action[-1], None, slot.microbatch, slot.edge, ends[1])
             (sent if way == "send" else found)[task] = (slot.start_s, slot.end_s)
     for task, (start_s, _) in sent.items():
         if task in found:
@@ -166,7 +165,7 @@ def _times(slots: Sequence[TimedSlot]) -> dict[Task, tuple[float, float]]:
     return found
 
 
-def _causes_first(before: Sequence[set[int]]) -> list[int]:
+def _topological_order(before: Sequence[set[int]]) -> list[int]:
     after: list[list[int]] = [[] for _ in before]
     missing = [len(others) for others in before]
     for number, others in enumerate(before):
@@ -179,11 +178,11 @@ def _causes_first(before: Sequence[set[int]]) -> list[int]:
             if not missing[other]:
                 order.append(other)
     if len(order) < len(before):
-        raise NotThisPlanError("the programs wait for each other for ever")
+        raise PlanMismatchError("the programs wait for each other for ever")
     return order
 
 
-def _tell(task: Task) -> str:
+def _task_name(task: StepTask) -> str:
     if task.target is None:
         return f"{task.stage} {task.op}{task.microbatch}"
     return f"edge {task.edge} {task.op}{task.microbatch} from {task.mesh} to {task.target}"

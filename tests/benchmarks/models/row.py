@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from service.scheduler.job import JobCosts, answer_json, plan_job
+from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
 from tests.benchmarks.models.catalogue import ENTRIES
 from tests.benchmarks.models.doubled import in_double
 from tests.benchmarks.models.entry import Entry
 from tests.benchmarks.models.operators import declare
+from worker.contract.job import Job
+from worker.contract.planned import PlannedJob, parse_planned_job
 from worker.data.sampler import BatchSampler
-from worker.driver.planning import PlannedJob, planned_job
-from worker.job import Job
-from worker.model import build_model, call_factory
-from worker.model.random_calls import RandomCall, drawn_as, random_calls
-from worker.verify.workers import LocalWorkers, OpenWorker, make_workers
+from worker.model.factory import build_model, call_factory
+from worker.model.rng_ops import RngOp, replay_rng, traced_rng_ops
+from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
 
 MARK = "MODEL_ROW "
 STEPS = 4
@@ -122,14 +122,14 @@ def _apart(before: Mapping[str, Tensor], plain: _Trained, found: _Trained) -> Di
     return Distance(loss, moved, worst, max(buffers, default=0.0))
 
 
-def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RandomCall], bool]:
+def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RngOp], bool]:
     job = Job.from_json(spec)
     workers = make_workers(job)
     for worker in workers:  # one after the other: torch seeds for a whole process
         counts = list(worker.prepare(1))
     planned = _planned(spec, job, workers[0], counts)
-    calls: list[RandomCall] = []
-    with LocalWorkers(workers, planned, look=lambda traced: calls.extend(random_calls(traced))) as gang:
+    calls: list[RngOp] = []
+    with LocalGang(workers, planned, look=lambda traced: calls.extend(traced_rng_ops(traced))) as gang:
         losses = []
         for step in range(1, STEPS + 1):
             own = [loss for result in gang.step(step) for loss in result.losses]
@@ -147,7 +147,7 @@ def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RandomCall], bool]:
     return _Trained(losses, parameters, buffers), calls, split
 
 
-def _planned(spec: dict[str, Any], job: Job, first: OpenWorker, counts: Sequence[int]) -> PlannedJob:
+def _planned(spec: dict[str, Any], job: Job, first: InspectableWorker, counts: Sequence[int]) -> PlannedJob:
     """The plan that a control plane would give."""
     costs = {
         "profiles": [{"microbatches": count, "profile": first.profile(count)} for count in counts],
@@ -155,11 +155,11 @@ def _planned(spec: dict[str, Any], job: Job, first: OpenWorker, counts: Sequence
         "optimizer": asdict(first.optimizer_state()),
         "update": first.update_costs().to_json(),
     }
-    return planned_job(answer_json(plan_job(job, JobCosts.from_json(costs, job), budget_s=PLAN_S)))
+    return parse_planned_job(job_plan_json(plan_job(job, JobCosts.from_json(costs, job), budget_s=PLAN_S)))
 
 
 def _plain(
-    spec: dict[str, Any], calls: Sequence[RandomCall], *, other_order: bool = False
+    spec: dict[str, Any], calls: Sequence[RngOp], *, other_order: bool = False
 ) -> tuple[dict[str, Tensor], _Trained]:
     """Initial parameters, and what training the model as it is ends in; `other_order`: the last microbatch first."""
     training = spec["training"]
@@ -177,7 +177,7 @@ def _plain(
         losses = []
         for m in reversed(range(count)) if other_order else range(count):
             batch = _stacked([data[index] for index in sampler.indices(step, m)])
-            with drawn_as(model, calls, seed=training["seed"], worker=0, step=step, microbatch=m):
+            with replay_rng(model, calls, seed=training["seed"], worker=0, step=step, microbatch=m):
                 found = _loss(model, batch, loss, spec["model"].get("output"))
             (found / count).backward()
             losses.append(found.item())

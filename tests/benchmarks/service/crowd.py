@@ -14,13 +14,13 @@ from datetime import timedelta
 import aiohttp
 from sqlalchemy import select
 
-from service.job_states import AttemptState, JobState
-from service.jobspec import JobSpec
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState, JobState
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.jobs import NewJob, create_jobs
-from service.store.states import move_attempt, move_job
 from service.store.tables import Attempt
+from service.store.transitions import move_attempt, move_job
 from tests.benchmarks.service.load import Answers, by_clients, getting, posting
 from tests.benchmarks.service.server import Served
 from tests.service.conftest import job_body

@@ -21,7 +21,7 @@ from pathlib import Path
 import uvicorn
 
 from service.control_plane import control_plane_app
-from service.settings import Settings
+from service.settings.settings import Settings
 from tests.service.fake_cluster import FakeCluster
 
 _TURN_S = 0.002

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 
-from service.orchestrator.local_ray import LocalRay
-from service.settings import Settings
+from service.orchestrator.ray.local import LocalRay
+from service.settings.settings import Settings
 from tests.benchmarks.service.load import Answers, by_clients, posting
 from tests.benchmarks.service.server import Served, processor_s_of_session
 from tests.service.conftest import job_body

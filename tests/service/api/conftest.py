@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.context import service_of
+from service.api.dependencies import service_of
 from service.control_plane import ControlPlane, control_plane_app
-from service.orchestrator.ray_jobs import Cluster
-from service.settings import Settings
+from service.orchestrator.ray.jobs_api import Cluster
+from service.settings.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster

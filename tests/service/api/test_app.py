@@ -8,19 +8,18 @@ from pathlib import Path
 
 import httpx
 
-from service.api.app import create_app
-from service.api.context import Service
-from service.orchestrator.clusters import named_clusters
-from service.orchestrator.exporting import JobExporter
-from service.orchestrator.logs import LogReader
-from service.orchestrator.planning import Planner
-from service.orchestrator.profiling import JobProfiler
-from service.orchestrator.removing import JobRemover
-from service.orchestrator.submission import Submitter
-from service.settings import Settings
+from service.api.dependencies import Service
+from service.control_plane import create_app
+from service.orchestrator.attempts.submit import Submitter
+from service.orchestrator.planning.pool import Planner
+from service.orchestrator.ray.clusters import build_clusters
+from service.orchestrator.ray.logs import LogReader
+from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
+from service.orchestrator.tasks.profile import JobProfiler
+from service.settings.settings import Settings
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
-from service.store.states import lock_job
+from service.store.transitions import lock_job
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
 
@@ -32,7 +31,7 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
     @asynccontextmanager
     async def serving() -> AsyncIterator[Service]:
         await database.start()
-        clusters = named_clusters(settings, {"default": cluster}, refresh_s=600)
+        clusters = build_clusters(settings, {"default": cluster}, refresh_s=600)
         await clusters.refresh()
         planner = Planner(processes=1, queue=0, timeout_s=10)
         submitter = Submitter(settings, database, clusters)

@@ -10,12 +10,12 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
-from service.api.roles import LEAST_ROLE, least_role
+from service.api.auth import LEAST_ROLE, least_role
 from service.control_plane import control_plane_app
-from service.principals import Role
-from service.settings import Settings
+from service.settings.settings import Settings
+from service.spec.states import Role
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.api.test_manage import problem
+from tests.service.api.routers.test_jobs import problem
 from tests.service.fake_cluster import FakeCluster
 
 # Whoever may reach the server may call these; a new one is added here by hand, or it asks for a token.
@@ -144,7 +144,7 @@ async def test_what_is_no_token_is_refused_however_it_is_written(make_api: ApiMa
 
 def test_every_route_has_a_stated_least_role_and_no_other_has():
     asked = {(method, path) for method, path in ROUTES - OPEN if not path.startswith(DRIVERS)}
-    assert asked - set(LEAST_ROLE) == set(), "state its least role in service/api/roles.py"
+    assert asked - set(LEAST_ROLE) == set(), "state its least role in service/api/auth.py"
     assert set(LEAST_ROLE) - asked == set(), "there is no such route any more"
 
 

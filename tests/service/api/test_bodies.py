@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.api.test_manage import problem
+from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
 
 WITH_BODIES = [

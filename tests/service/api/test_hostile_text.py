@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service.jobspec import JobSpec
+from service.spec.job import JobSpec
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.conftest import job_body
 

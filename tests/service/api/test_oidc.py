@@ -21,10 +21,10 @@ from pydantic import ValidationError
 
 from service.api import oidc
 from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, usable_keys
-from service.principals import Principal, Role
-from service.settings import Settings
+from service.settings.settings import Settings
+from service.spec.states import Principal, Role
 from tests.service.api.conftest import Api, ApiMaker
-from tests.service.api.test_manage import problem
+from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
 
 ISSUER, AUDIENCE = "https://id.example", "slotline"
@@ -328,7 +328,9 @@ async def test_while_the_issuer_says_nothing_known_keys_go_on_and_unknown_ones_w
     provider: IdentityProvider, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ):
     await provider.principal(signed())
-    monkeypatch.setattr(oidc, "_FETCH_S", 0.2)  # from here on: what must succeed has all the time it needs
+    monkeypatch.setattr(
+        oidc, "_FETCH_TIMEOUT_S", 0.2
+    )  # from here on: what must succeed has all the time it needs
     issuer.hangs = threading.Event()
     provider.keys._clock.now += 31
     with pytest.raises(InvalidTokenError):

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Case
 from schemathesis.checks import load_all_checks
 
-from service.api.context import Service
+from service.api.dependencies import Service
 from service.control_plane import control_plane_app
-from service.settings import Settings
+from service.settings.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body
 from tests.service.serving import serve
-from worker import reasons
+from worker.contract import reasons
 
 load_all_checks()
 from schemathesis.specs.openapi import checks  # noqa: E402

@@ -9,9 +9,9 @@ import time
 import httpx
 import pytest
 
-from service.api.context import service_of
+from service.api.dependencies import service_of
 from service.control_plane import control_plane_app, run_control_plane
-from service.settings import Settings
+from service.settings.settings import Settings
 from service.store.database import Database
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
@@ -59,12 +59,12 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
 
             await until(ready)
             job_id = (await client.post("/api/v1/jobs", json=job_body())).json()["id"]
-            begun = replica.orchestrator.pulse.hearing.heard_at
+            begun = replica.orchestrator.pulse.hearing.last_contact_at
             beats = iter(range(2))
 
             async def has_beaten_again() -> bool:
                 nonlocal begun
-                heard = replica.orchestrator.pulse.hearing.heard_at
+                heard = replica.orchestrator.pulse.hearing.last_contact_at
                 if heard > begun:
                     begun = heard
                     return next(beats) == 1
@@ -92,7 +92,7 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
                 assert cancelled.is_success, "users are served by any"
 
             # a database that takes no writes makes it unready, as it does others
-            replica.orchestrator.pulse.hearing.heard_at -= 60
+            replica.orchestrator.pulse.hearing.last_contact_at -= 60
             replica.orchestrator.pulse._begun_at = time.time() + 3600
             answer = await client.get("/readyz")
             assert answer.status_code == 503 and "no write for" in answer.json()["detail"]

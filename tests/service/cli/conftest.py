@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service import cli
-from service.settings import Settings
+from service.cli import main
+from service.settings.settings import Settings
 from tests.service.conftest import job_body
 from tests.service.serving import Served, serve
 
@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], req
         monkeypatch.setattr(sys, "argv", ["slotline", *map(str, arguments)])
         capsys.readouterr()
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as end:
             code = end.code or 0

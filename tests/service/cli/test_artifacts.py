@@ -7,13 +7,13 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from service.orchestrator.decide import RayJob, RayState
+from service.orchestrator.decisions.decide import RayJob, RayState
 from tests.service.cli.conftest import Run
 from tests.service.cli.test_weights import trained
 from tests.service.serving import Served, report, until
-from worker.checkpoint_files import step_uri, stored_bytes
-from worker.removal import remove
-from worker.removal_request import REMOVAL_MARK, REMOVAL_VARIABLE, removal_requests_from
+from worker.contract.checkpoint_files import step_uri, stored_bytes
+from worker.contract.tasks import REMOVAL_REQUEST_VARIABLE, REMOVAL_RESULT_MARK, removal_requests_from_json
+from worker.tasks.remove import remove_artifacts
 
 
 def works(served: Served) -> threading.Thread:
@@ -23,9 +23,9 @@ def works(served: Served) -> threading.Thread:
     def work() -> None:
         until(lambda: bool(set(served.cluster.submissions) - before))
         (run_id,) = set(served.cluster.submissions) - before
-        asked = removal_requests_from(served.cluster.submissions[run_id].env[REMOVAL_VARIABLE])
-        answer = {"jobs": [asdict(remove(one)) for one in asked]}
-        served.cluster.logs[run_id] = f"{REMOVAL_MARK}{json.dumps(answer)}\n"
+        asked = removal_requests_from_json(served.cluster.submissions[run_id].env[REMOVAL_REQUEST_VARIABLE])
+        answer = {"jobs": [asdict(remove_artifacts(one)) for one in asked]}
+        served.cluster.logs[run_id] = f"{REMOVAL_RESULT_MARK}{json.dumps(answer)}\n"
         served.cluster.states[run_id] = RayJob(RayState.SUCCEEDED)
 
     thread = threading.Thread(target=work)

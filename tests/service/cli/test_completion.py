@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.client import Client
+from service.client.client import Client
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served
@@ -27,7 +27,7 @@ def asked(shell: str, words: str, **environment: str) -> str:
     }
     if shell == "fish":
         given["_TYPER_COMPLETE_FISH_ACTION"] = "get-args"
-    code = "from service.cli import main; import sys; sys.argv = ['slotline']; main()"
+    code = "from service.cli.main import main; import sys; sys.argv = ['slotline']; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **given}, capture_output=True, text=True, timeout=120
     )
@@ -61,7 +61,7 @@ def test_no_server_completes_nothing_and_says_nothing():
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_takes_the_script(run: Run, tmp_path: Path):
-    (tmp_path / "slotline").write_text(f"#!{sys.executable}\nfrom service.cli import main\nmain()\n")
+    (tmp_path / "slotline").write_text(f"#!{sys.executable}\nfrom service.cli.main import main\nmain()\n")
     (tmp_path / "slotline").chmod(0o755)
     script = run("completion", "bash").out
     asks = "COMP_WORDS=(slotline notif); COMP_CWORD=1; _slotline_completion slotline notif slotline; echo ${COMPREPLY[@]}"

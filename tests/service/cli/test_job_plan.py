@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.orchestrator.decide import RayJob, RayState
-from tests.service.api.test_job_plans import OPEN, costs
+from service.orchestrator.decisions.decide import RayJob, RayState
+from tests.service.api.routers.test_job_plans import OPEN, costs
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served, until
-from worker.costs import ANSWER_MARK
+from worker.contract.costs import PROFILE_RESULT_MARK
 
 TINY = {
     "model": {
-        "factory": "worker.model.gpt:build",
+        "factory": "worker.examples.gpt:build",
         "args": {"layers": 2, "width": 8, "heads": 2, "length": 8},
     },
-    "data": {"factory": "worker.data.text:ByteWindows", "args": {"length": 8}},
+    "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 8}},
     **OPEN,
     "training": {"global_batch": 4, "microbatches": "auto"},
     "resources": {"meshes": 2, "device": "cpu"},
@@ -32,7 +32,7 @@ TINY = {
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No server is given and none answers; what is measured is kept in this folder."""
     monkeypatch.delenv("SLOTLINE_URL", raising=False)
-    monkeypatch.setattr("service.client.DEFAULT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("service.client.client.DEFAULT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("SLOTLINE_DATA_DIR", str(tmp_path / "data"))
     return tmp_path
 
@@ -66,7 +66,7 @@ def test_without_a_server_a_job_is_measured_here_once_and_planned(run: Run, here
     def never(*_arguments, **_options):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("service.cli.job_plan._measure", never)
+    monkeypatch.setattr("service.cli.plan._measure_costs", never)
     text = run("plan", file, "--budget-s", 1)
     assert text.code == 0, text.err
     assert f"{answer['spec']['microbatches']} microbatches" in text.out and "REDUCE and STEP" in text.out
@@ -85,7 +85,7 @@ def test_without_a_server_a_job_is_measured_here_once_and_planned(run: Run, here
 def test_the_users_own_code_is_measured_in_its_folder_and_never_kept(run: Run, here: Path):
     source = here / "src"
     source.mkdir()
-    (source / "mine.py").write_text("from worker.model.gpt import build\n")
+    (source / "mine.py").write_text("from worker.examples.gpt import build\n")
     model = {"factory": "mine:build", "args": TINY["model"]["args"]}
     file = written(
         here, model=model, code={"working_dir": "src"}, training={"global_batch": 2, "microbatches": 1}
@@ -145,7 +145,7 @@ def test_a_server_has_one_worker_measure_and_then_answers(run: Run, served: Serv
         until(lambda: bool(served.cluster.submissions))
         (run_id,) = served.cluster.submissions
         answer = {"costs": costs(notes=["links were not measured"])}
-        served.cluster.logs[run_id] = f"{ANSWER_MARK}{json.dumps(answer)}\n"
+        served.cluster.logs[run_id] = f"{PROFILE_RESULT_MARK}{json.dumps(answer)}\n"
         served.cluster.states[run_id] = RayJob(RayState.SUCCEEDED)
 
     thread = threading.Thread(target=measure)

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
-from service.api.schemas import CheckpointFile, JobSummary, Progress
-from service.cli import top, weights
+from service.cli import artifacts, top
+from service.schemas.jobs import CheckpointFile, JobSummary, Progress
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_top_has_each_jobs_id_on_one_line_whatever_its_name(narrow: Console):
         finished_at=None,
         progress=Progress(step=99_000, steps=100_000, loss=2.054, step_s=0.01),
     )
-    narrow.print(top._jobs([job]))
+    narrow.print(top._jobs_table([job]))
     lines = narrow.file.getvalue().splitlines()
     assert any("job-k3j9x2abcd" in line and "CANCELLING" in line and "99000/100000" in line for line in lines)
 
@@ -56,7 +56,7 @@ def test_checkpoints_show_when_how_large_and_which_is_the_latest_and_the_best(na
         latest=True,
         best=True,
     )
-    narrow.print(weights._table([one]))
+    narrow.print(artifacts._checkpoints_table([one]))
     text = narrow.file.getvalue()
     assert "…" not in text
     for whole in ("123400", saved.astimezone().strftime("%m-%d %H:%M"), "123.46 GB", "complete", "sizes"):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.job_plan import plan_by_costs
-from service.jobspec import JobSpec
-from tests.service.api.test_job_plans import OPEN, costs
-from tests.service.api.test_plans_api import SPEC
+from service.cli.plan import plan_from_costs
+from service.spec.job import JobSpec
+from tests.service.api.routers.test_job_plans import OPEN, costs
+from tests.service.api.routers.test_plans_api import SPEC
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 
@@ -44,7 +44,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     for name in ("compile_kernels", "make_plan"):
         monkeypatch.setattr(planner, name, first_time(getattr(planner, name)))
-    monkeypatch.setattr("service.scheduler.joint.make_plan", planner.make_plan)
+    monkeypatch.setattr("service.scheduler.job.joint.make_plan", planner.make_plan)
 
 
 def test_the_first_plan_on_a_machine_has_its_whole_budget_when_the_kernels_are_there(
@@ -58,4 +58,4 @@ def test_the_first_plan_on_a_machine_has_its_whole_budget_when_the_kernels_are_t
 
 def test_so_has_the_first_plan_of_a_job(cold: None):
     job = JobSpec.model_validate(job_body(**OPEN)).model_dump(mode="json")
-    assert not plan_by_costs(job, costs(), 1.0)["plan"]["truncated"]
+    assert not plan_from_costs(job, costs(), 1.0)["plan"]["truncated"]

@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from service.control_plane import ControlPlane
-from service.jobspec import JobSpec
+from service.spec.job import JobSpec
 from service.store.database import utc_now
-from service.store.profiles import GANG, record_costs
-from tests.service.api.test_job_plans import OPEN, costs
+from service.store.measurements import MEASURED_BY_GANG, record_costs
+from tests.service.api.routers.test_job_plans import OPEN, costs
 from tests.service.cli.conftest import Run
 from tests.service.cli.test_completion import asked
 from tests.service.conftest import job_body
 from tests.service.serving import Served
-from worker.costs import costs_digest
+from worker.contract.costs import costs_digest
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def job_file(served: Served, tmp_path: Path) -> Path:
 
     async def record(service: ControlPlane) -> None:
         async with service.database.write() as session:
-            await record_costs(session, digest, costs(), measured_by=GANG, at=utc_now())
+            await record_costs(session, digest, costs(), measured_by=MEASURED_BY_GANG, at=utc_now())
 
     served.run(record)
     file = tmp_path / "job.yaml"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from service.client import Client
+from service.client.client import Client
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served, until

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from service.cli import job_plan, verify
-from service.jobspec import JobSpec
+from service.cli import plan, verify
+from service.spec.job import JobSpec
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 
@@ -55,8 +55,8 @@ def test_what_runs_a_job_on_this_machine_has_its_variables(monkeypatch: pytest.M
     monkeypatch.setattr("subprocess.Popen", started)
     spec = JobSpec.model_validate(job_body(env={"A_VARIABLE": "of the job"})).model_dump(mode="json")
     for start in (
-        lambda: job_plan._measure(spec, "cpu", None),
-        lambda: verify._run({"job": spec}, None, 1.0),
+        lambda: plan._measure_costs(spec, "cpu", None),
+        lambda: verify._run_verification({"job": spec}, None, 1.0),
     ):
         with pytest.raises(Started) as told:
             start()

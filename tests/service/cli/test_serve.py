@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.settings import misspelt_settings
+from service.settings.settings import misspelt_settings
 from tests.service.cli.conftest import Run
 from tests.service.serving import Served
 
@@ -57,7 +57,7 @@ def test_a_second_server_on_the_same_data_is_refused_and_says_so(
 ):
     monkeypatch.setenv("SLOTLINE_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
-    monkeypatch.setattr("service.store.sole_user._TAKE_OVER_S", 0.0)
+    monkeypatch.setattr("service.store.database._SQLITE_LOCK_WAIT_S", 0.0)
     result = run("serve", "--port", 0)
     assert result.code == 1 and "another Slotline serves" in result.err.replace("\n", " ")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from service.job_states import AttemptState
+from service.spec.states import AttemptState
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served, report, until

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from service.cli import app
+from service.cli.main import app
 from service.cli.verify import proof_text, verify_job
 
 OWN = textwrap.dedent(

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from service.job_states import AttemptState
-from service.orchestrator.outcome import TimelineRecord
-from service.ports import free_ports
-from service.settings import Settings
-from service.store.evaluations import EvaluationRecord
-from service.store.steps import StepRecord
-from service.store.timelines import SlotRecord
+from service.orchestrator.attempts.outcome import TimelineRecord
+from service.orchestrator.ray.local import free_ports
+from service.settings.settings import Settings
+from service.spec.states import AttemptState
+from service.store.measurements import EvaluationRecord, SlotRecord, StepRecord
 from tests.service.cli.conftest import Run
 from tests.service.serving import Served, report, serve, until
 

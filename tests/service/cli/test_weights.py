@@ -9,14 +9,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from service.orchestrator.decide import RayJob, RayState
+from service.orchestrator.decisions.decide import RayJob, RayState
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served, until
-from worker import checkpoint
-from worker.checkpoint_files import SaveSeconds
-from worker.weights.record import SHARD, record_of, state_of
-from worker.weights.request import ANSWER_MARK
+from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
+from worker.contract.checkpoint_files import SaveSeconds
+from worker.contract.tasks import EXPORT_RESULT_MARK
 
 
 def trained(run: Run, served: Served, tmp_path: Path) -> tuple[str, torch.nn.Module]:
@@ -28,12 +28,16 @@ def trained(run: Run, served: Served, tmp_path: Path) -> tuple[str, torch.nn.Mod
     until(lambda: f"{job_id}-1" in served.cluster.submissions)
     model = torch.nn.Linear(3, 2)
     for step in (2, 4):
-        uri = checkpoint.step_uri(str(tmp_path / "runs"), job_id, step)
+        uri = checkpoint_format.step_uri(str(tmp_path / "runs"), job_id, step)
         state = {"parameters": {name: p.detach() * step for name, p in model.named_parameters()}}
-        checkpoint.save_shard(uri, step=step, shard="m0", state=state)
-        checkpoint.save_shard(uri, step=step, shard=SHARD, state=state_of(record_of(model), {}))
+        checkpoint_format.save_shard(uri, step=step, shard="m0", state=state)
+        checkpoint_format.save_shard(
+            uri, step=step, shard=RECORD_SHARD, state=record_to_state(make_record(model), {})
+        )
         seconds = SaveSeconds(0.25, 1.5)
-        checkpoint.finish(uri, step=step, shards=["m0", SHARD], keep=3, seconds=seconds)
+        checkpoint_format.finish_checkpoint(
+            uri, step=step, shards=["m0", RECORD_SHARD], keep=3, seconds=seconds
+        )
     return job_id, model
 
 
@@ -73,7 +77,9 @@ def test_without_a_folder_the_cluster_writes_the_weights(run: Run, served: Serve
     async def submitted(submission):
         await submit(submission)
         if submission.id.startswith("export-"):
-            cluster.logs[submission.id] = f"{ANSWER_MARK}{json.dumps(answer | {'notes': ['look out']})}\n"
+            cluster.logs[submission.id] = (
+                f"{EXPORT_RESULT_MARK}{json.dumps(answer | {'notes': ['look out']})}\n"
+            )
             cluster.states[submission.id] = RayJob(RayState.SUCCEEDED)
 
     cluster.submit = submitted

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from service.api.why_schemas import WhyView
 from service.cli import why
+from service.schemas.plans import WhyView
 from tests.service.cli.conftest import Run
 from tests.service.serving import Served
 

@@ -11,32 +11,31 @@ from pathlib import Path
 
 import pytest
 
-from service.job_states import AttemptState
-from service.jobspec import JobSpec
-from service.orchestrator import decide
-from service.orchestrator.clusters import named_clusters
-from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.log_window import LogWindow
-from service.orchestrator.logs import LogReader
-from service.orchestrator.loop import Orchestrator
-from service.orchestrator.outcome import (
+from service.orchestrator.attempts.outcome import (
     Backoff,
+    DriverReport,
     EventRecord,
-    Report,
     StaleAttemptError,
     TimelineRecord,
     apply_report,
 )
-from service.orchestrator.ray_jobs import Node
-from service.settings import Settings
+from service.orchestrator.decisions import decide
+from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.loop import Orchestrator
+from service.orchestrator.ray.clusters import build_clusters
+from service.orchestrator.ray.jobs_api import RayNode
+from service.orchestrator.ray.logs import LogReader, LogWindow
+from service.settings.settings import Settings
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState
 from service.store import jobs as job_store
-from service.store.attempts import create_attempt, find_attempt, log_places
+from service.store.attempts import create_attempt, find_attempt, log_locations
 from service.store.database import Database, utc_now
 from service.store.events import events_of
-from service.store.packages import store_package
-from service.store.states import lock_job
-from service.store.steps import StepRecord, steps_of
+from service.store.files import store_package
+from service.store.measurements import StepRecord, steps_of
 from service.store.tables import Attempt, Base, Job
+from service.store.transitions import lock_job
 from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster, ask_at_once
 
@@ -54,7 +53,7 @@ class World:
 
     def restart(self) -> None:
         """A new control plane on the same store and cluster."""
-        self.clusters = named_clusters(
+        self.clusters = build_clusters(
             self.settings, {"default": self.cluster}, refresh_s=600, python=sys.executable
         )
         self.watcher = self.clusters.of("default").watcher
@@ -85,7 +84,7 @@ class World:
             return await apply_report(
                 session,
                 attempt_id,
-                Report(sequence, **fields),
+                DriverReport(sequence, **fields),
                 at=utc_now(),
                 backoff=Backoff(0.0, 0.0),
                 keep=10,
@@ -105,8 +104,8 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("service.orchestrator.watching._STOP_EVERY_S", 0.0)
-    monkeypatch.setattr("service.orchestrator.logs._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.attempts.watch._STOP_EVERY_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_SETTLES_S", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
@@ -117,10 +116,10 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_workers_that_share_a_gpu_count_as_accelerators(world: World):
-    async def nodes() -> list[Node]:
+    async def nodes() -> list[RayNode]:
         return [
-            Node("a", "10.0.0.1", {"GPU": 2.0, "slotline_worker": 4.0}),
-            Node("b", "10.0.0.2", {"GPU": 1.0}),
+            RayNode("a", "10.0.0.1", {"GPU": 2.0, "slotline_worker": 4.0}),
+            RayNode("b", "10.0.0.2", {"GPU": 1.0}),
         ]
 
     world.settings = SETTINGS.model_copy(update={"workers_per_gpu": 4})
@@ -326,7 +325,7 @@ async def test_the_pause_before_each_attempt_doubles_up_to_the_limit_that_was_se
             await apply_report(
                 session,
                 attempt.id,
-                Report(1, state=AttemptState.FAILED, reason="WORKER_LOST", message="gone"),
+                DriverReport(1, state=AttemptState.FAILED, reason="WORKER_LOST", message="gone"),
                 at=at,
                 backoff=Backoff(base_s=3.0, limit_s=20.0),
                 keep=10,
@@ -476,7 +475,7 @@ async def test_the_log_of_a_driver_that_ended_in_order_is_kept(world: World):
     assert (await world.attempt(f"{job_id}-1")).log == "hello\n"
     world.cluster.away = True
     async with world.database.read() as session:
-        (place,) = await log_places(session, job_id)
+        (place,) = await log_locations(session, job_id)
     assert list(await LogReader(world.database, world.clusters).lines(place, 0)) == [(1, "hello")]
 
 
@@ -491,7 +490,7 @@ async def test_a_log_that_ray_does_not_give_out_holds_up_no_other_and_is_given_u
     await world.rounds(2)
     assert (await world.attempt(f"{kept}-1")).log == "hello\n"
     assert (await world.attempt(f"{lost}-1")).log is None
-    monkeypatch.setattr("service.orchestrator.logs._LOG_GIVEN_UP_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_GIVEN_UP_S", 0.0)
     await world.rounds(1)
     assert (await world.attempt(f"{lost}-1")).log == "[Ray did not give this log out]\n"
 

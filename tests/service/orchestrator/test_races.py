@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from service.job_states import AttemptState, JobState
-from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.outcome import Backoff, EventRecord, StaleAttemptError, end_attempt
+from service.orchestrator.attempts.outcome import Backoff, EventRecord, StaleAttemptError, end_attempt
+from service.orchestrator.decisions.decide import RayJob, RayState
+from service.spec.states import AttemptState, JobState
 from service.store import jobs as job_store
 from service.store.attempts import active_attempts, find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
-from service.store.states import TransitionError, lock_job
+from service.store.transitions import TransitionError, lock_job
 from tests.service.conftest import somebody_waits
 from tests.service.orchestrator.test_loop import SETTINGS, World
 

@@ -12,14 +12,14 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import update
 
-from service.job_states import AttemptState
-from service.orchestrator.decide import RayJob, RayState
-from service.orchestrator.ray_jobs import Submission
+from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.ray.jobs_api import RayJobSubmission
+from service.spec.states import AttemptState
 from service.store.attempts import active_attempts, find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
-from service.store.leases import Lease, LeaseLostError, lease_seen
-from service.store.tables import Lease as Row
+from service.store.leases import Lease, LeaseLostError, read_lease_status
+from service.store.tables import LeaseRow as Row
 from tests.service.fake_cluster import ask_at_once
 from tests.service.orchestrator.test_loop import SETTINGS, World
 
@@ -34,7 +34,7 @@ class Pair:
         self.cluster = self.second.cluster = self.first.cluster
         self.second.restart()
         for world in (self.first, self.second):
-            world.orchestrator.lease._alone = False  # SQLite's only process would take it at once
+            world.orchestrator.lease._has_sqlite_alone = False  # SQLite's only process would take it at once
 
     async def take_over(self) -> None:
         """The first was away for so long that its lease expired; the second does a round."""
@@ -46,7 +46,7 @@ class Pair:
 
 @pytest.fixture
 async def pair(database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr("service.orchestrator.watching._STOP_EVERY_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.attempts.watch._STOP_EVERY_S", 0.0)
     other = Database(database_url)
     yield Pair(database, other)
     await other.close()
@@ -118,20 +118,20 @@ async def test_a_decision_that_is_older_than_another_leader_starts_nothing(pair:
     await pair.first.rounds(3)
     await pair.second.rounds(3)
     assert list(pair.cluster.submissions) == [f"{urgent[0]}-1"]
-    assert (await lease_seen(pair.second.database)).token == 2
+    assert (await read_lease_status(pair.second.database)).token == 2
 
 
 async def test_a_driver_is_started_once_though_its_starter_froze_on_the_way_to_ray(pair: Pair):
     """Nothing asks the database between its last word and Ray's: there the attempt's id is what makes it one."""
     submit, started = pair.cluster.submit, list[str]()
 
-    async def slow(submission: Submission) -> None:
+    async def slow(submission: RayJobSubmission) -> None:
         pair.cluster.submit = counted
         await pair.take_over()
         await pair.second.rounds(2)
         await counted(submission)
 
-    async def counted(submission: Submission) -> None:
+    async def counted(submission: RayJobSubmission) -> None:
         known = len(pair.cluster.submissions)
         await submit(submission)
         started.extend([submission.id] * (len(pair.cluster.submissions) - known))
@@ -170,13 +170,13 @@ async def test_a_driver_that_spoke_to_another_meanwhile_is_not_stopped(pair: Pai
     pair.first.orchestrator.pulse.hearing.since -= 1000
     async with pair.first.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)
-    note = pair.first.orchestrator.attempts._note_stop
+    note = pair.first.orchestrator.attempts._record_stop
 
     async def frozen(attempt, why: str) -> bool:
         await pair.take_over()
         return await note(attempt, why)
 
-    pair.first.orchestrator.attempts._note_stop = frozen
+    pair.first.orchestrator.attempts._record_stop = frozen
     ask_at_once(pair.first.orchestrator.attempts)
     await pair.first.rounds()
     if not fenced:
@@ -197,14 +197,14 @@ async def test_a_stop_that_was_noted_before_a_freeze_is_not_sent_after_it(
     pair.first.orchestrator.pulse.hearing.since -= 1000
     async with pair.first.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)
-    note, now = pair.first.orchestrator.attempts._note_stop, time.monotonic
+    note, now = pair.first.orchestrator.attempts._record_stop, time.monotonic
 
     async def frozen(attempt, why: str) -> bool:
         noted = await note(attempt, why)
         monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
         return noted
 
-    pair.first.orchestrator.attempts._note_stop = frozen
+    pair.first.orchestrator.attempts._record_stop = frozen
     await pair.first.rounds()
     assert pair.cluster.stopped == []
     monkeypatch.undo()
@@ -246,7 +246,7 @@ async def test_a_lease_is_not_taken_again_before_the_work_of_the_earlier_term_ha
     going_on, asked = asyncio.Event(), asyncio.Event()
     submit = pair.cluster.submit
 
-    async def hangs(submission: Submission) -> None:
+    async def hangs(submission: RayJobSubmission) -> None:
         pair.cluster.submit = submit
         asked.set()
         await going_on.wait()

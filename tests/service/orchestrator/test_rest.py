@@ -6,9 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
-from service.orchestrator.clusters import named_clusters
 from service.orchestrator.loop import Orchestrator
-from service.settings import Settings
+from service.orchestrator.ray.clusters import build_clusters
+from service.settings.settings import Settings
 from service.store.database import Database
 from tests.service.fake_cluster import FakeCluster
 
@@ -18,7 +18,7 @@ async def test_rounds_leave_most_of_the_time_however_often_they_are_woken(tmp_pa
     await database.start()
     settings = Settings(tick_s=60)
     orchestrator = Orchestrator(
-        settings, database, named_clusters(settings, {"default": cluster}, refresh_s=600)
+        settings, database, build_clusters(settings, {"default": cluster}, refresh_s=600)
     )
     rounds, ends = [], []
 
@@ -45,9 +45,9 @@ async def test_a_rest_ends_with_the_orchestrator(tmp_path: Path, monkeypatch):
     await database.start()
     settings = Settings(tick_s=60)
     orchestrator = Orchestrator(
-        settings, database, named_clusters(settings, {"default": cluster}, refresh_s=600)
+        settings, database, build_clusters(settings, {"default": cluster}, refresh_s=600)
     )
-    monkeypatch.setattr("service.orchestrator.loop._REST", 1e9)
+    monkeypatch.setattr("service.orchestrator.loop._REST_FACTOR", 1e9)
     running = asyncio.create_task(orchestrator.run())
     await asyncio.sleep(0.1)
     orchestrator.stop()

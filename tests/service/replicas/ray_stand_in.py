@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from worker.group_name import group_name
+from worker.contract.job import placement_group_name
 
 AGAIN_S = 0.05
 SOON_S = 0.5
@@ -139,7 +139,7 @@ class RayStandIn:
         return _listed(
             [
                 {
-                    "name": group_name(driver.id),
+                    "name": placement_group_name(driver.id),
                     "bundles": [{"unit_resources": {"slotline_worker": float(driver.holds)}}],
                 }
                 for driver in self.drivers.values()

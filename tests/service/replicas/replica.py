@@ -13,11 +13,11 @@ import signal
 import uvicorn
 
 from service.control_plane import control_plane_app
-from service.orchestrator.admission import Admission
-from service.orchestrator.ray_jobs import RayCluster
-from service.settings import Settings
+from service.orchestrator.attempts.admit import Admission
+from service.orchestrator.ray.jobs_api import RayCluster
+from service.settings.settings import Settings
 from service.store.leases import Lease
-from worker.logs import set_up
+from worker.contract.logs import set_up_logging
 
 UNFENCED = "UNFENCED"
 
@@ -27,7 +27,9 @@ def main() -> None:
     if UNFENCED in os.environ:
         Lease.check = _taken  # type: ignore[method-assign]
     settings = Settings()
-    set_up(level="INFO", form="text", text="%(asctime)s %(levelname)s %(name)s: %(message)s", clock=None)
+    set_up_logging(
+        level="INFO", form="text", text="%(asctime)s %(levelname)s %(name)s: %(message)s", clock=None
+    )
     app = control_plane_app(settings, RayCluster(settings.ray_address or "", timeout_s=5.0))
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.run(app, port=settings.port, log_config=None, timeout_graceful_shutdown=1)

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.job_states import JobState
-from service.store.leases import lease_seen
+from service.spec.states import JobState
+from service.store.leases import read_lease_status
 from tests.service.conftest import job_body
 from tests.service.replicas.replica import UNFENCED
 from tests.service.replicas.world import LEASE_S, Replicas, replicas, until
@@ -105,7 +105,9 @@ async def trouble(world: Replicas, load: Load, enough: asyncio.Event) -> Counter
     done, wakes = Counter[str](), dict[int, float]()
     next_at = time.monotonic()
     deadline = next_at + SECONDS
-    while time.monotonic() < deadline or done.total() < 3 or (await lease_seen(world.database)).token < 3:
+    while (
+        time.monotonic() < deadline or done.total() < 3 or (await read_lease_status(world.database)).token < 3
+    ):
         for one in world.all:
             if not one.frozen:
                 wakes.pop(one.number, None)

@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from service.ports import free_ports
+from service.orchestrator.ray.local import free_ports
 from service.store.database import Database
-from service.store.leases import LeaseSeen, lease_seen
+from service.store.leases import LeaseStatus, read_lease_status
 from tests.service.replicas.ray_stand_in import RayStandIn, ask_any
 
 LEASE_S = 1.5
@@ -79,9 +79,9 @@ class Replicas:
     def urls(self) -> list[str]:
         return [one.url for one in self.all]
 
-    async def leader(self) -> tuple[Replica, LeaseSeen] | None:
+    async def leader(self) -> tuple[Replica, LeaseStatus] | None:
         """Who has a lease that has not expired."""
-        seen = await lease_seen(self.database)
+        seen = await read_lease_status(self.database)
         if seen is None or seen.left_s <= 0:
             return None
         pid = int(seen.holder.rsplit("-", 2)[1])

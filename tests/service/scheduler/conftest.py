@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.scheduler.model import defects
+from service.scheduler.problem import defects
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from service.scheduler import SpecError, load_spec, make_plan
-from service.scheduler.model.memory import keeps_limits
-from service.scheduler.model.problem import build_problem
-from service.scheduler.schedules import SCHEDULES
-from service.scheduler.search.auto import search
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.memory import keeps_activation_limits
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.schedules.registry import SCHEDULES
 from service.scheduler.search.bounds import lower_bound, lower_bounds
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
+from service.scheduler.search.search import search
 from tests.missing import needs
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import SHARED, chain
@@ -165,5 +166,5 @@ def test_rearranging_parts_of_a_plan_shortens_it_and_keeps_every_limit():
     found = improved()
     assert found.makespan < first.timeline.makespan
     assert found.makespan >= lower_bound(problem)
-    assert keeps_limits(problem, found.lanes)
+    assert keeps_activation_limits(problem, found.lanes)
     assert (improved().start == found.start).all()

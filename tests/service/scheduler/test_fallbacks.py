@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from service.orchestrator import planning
-from service.scheduler import PlanError, automatic, load_spec, make_plan, planner
-from service.scheduler.model import defects
-from service.scheduler.model.defects import SchedulerDefect
-from service.scheduler.planner import find_timeline
+from service.orchestrator.planning import pool
+from service.scheduler import planner
+from service.scheduler.auto import auto
+from service.scheduler.planner import find_timeline, make_plan
+from service.scheduler.problem import defects
+from service.scheduler.problem.defects import SchedulerDefect
+from service.scheduler.problem.spec import load_spec
 from service.scheduler.programs.compile import compile_programs
+from service.scheduler.programs.decode import PlanError
 from service.scheduler.programs.verify import check_slots, verify
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import measured
@@ -63,7 +66,7 @@ def test_without_any_search_the_best_named_schedule_is_the_plan(monkeypatch):
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(defects, "strict", False)
-    monkeypatch.setattr(automatic, "search", broken)
+    monkeypatch.setattr(auto, "search", broken)
     plan = make_plan(load_spec(DATA))
     assert plan.notes[0] == "the search failed with ZeroDivisionError: planted"
     assert not plan.proven_optimal
@@ -89,8 +92,8 @@ def test_a_slot_that_the_programs_start_at_another_time_is_named():
 def test_the_pool_logs_what_went_wrong_with_the_spec_that_shows_it(monkeypatch, caplog):
     monkeypatch.setattr(defects, "strict", False)
     refuse(monkeypatch, 1)
-    with caplog.at_level(logging.ERROR, logger=planning.__name__):
-        planning._plan_spec(lambda: False, json.dumps(DATA), 0.2, "json")
+    with caplog.at_level(logging.ERROR, logger=pool.__name__):
+        pool._plan_spec(lambda: False, json.dumps(DATA), 0.2, "json")
     (record,) = caplog.records
     told, _, spec = record.getMessage().partition("; the spec: ")
     assert "planted" in told

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from service.scheduler import load_spec, make_plan
-from service.scheduler.automatic import plan_auto
-from service.scheduler.model.problem import build_problem
-from service.scheduler.recomputation import may_recompute, with_choice
+from service.scheduler.auto.auto import plan_auto
+from service.scheduler.auto.recomputation import may_recompute, with_recomputation
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import load_spec
 from service.scheduler.search.exact import integer_durations
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain, measured
@@ -49,7 +50,7 @@ def test_choices_of_recomputation_and_whole_backwards_share_the_budget_of_the_se
     assert not found.notes
     assert found.spent_s <= 1.25 * 2.0  # what constructive plans cost may come beside
     for chosen in ((), may_recompute(spec)):
-        other = plan_auto(with_choice(spec, chosen), 0.0, None)
+        other = plan_auto(with_recomputation(spec, chosen), 0.0, None)
         assert found.timeline.makespan <= other.timeline.makespan * (1 + 1e-9)
 
 
@@ -93,15 +94,15 @@ def test_transfers_that_take_next_to_nothing_are_planned_as_they_will_run(schedu
 
 
 def test_a_step_of_the_search_that_fails_costs_the_plan_nothing_but_its_own_gain(monkeypatch):
-    from service.scheduler.model import defects
-    from service.scheduler.search import auto
+    from service.scheduler.problem import defects
+    from service.scheduler.search import search
 
     def broken(*arguments, **options):
         raise OverflowError("integer division result too large for a float")
 
     monkeypatch.setattr(defects, "strict", False)
-    monkeypatch.setattr(auto.exact, "solve", broken)
-    monkeypatch.setattr(auto, "tabu_search", broken)
+    monkeypatch.setattr(search.exact, "solve", broken)
+    monkeypatch.setattr(search, "tabu_search", broken)
     data = measured(4, 8, 17, memory=2.5)
     plan = make_plan(load_spec(data), budget_s=0.5)
     check_plan(data, json.loads(plan.model_dump_json()))

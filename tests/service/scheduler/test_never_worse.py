@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from service.scheduler import SpecError, load_spec, make_plan
-from service.scheduler.schedules import fitting_names
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.schedules.registry import fitting_names
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import chain, measured
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from service.scheduler import SpecError, load_spec, make_plan
-from service.scheduler.schedules import SCHEDULES
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.schedules.registry import SCHEDULES
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import random_specs
 

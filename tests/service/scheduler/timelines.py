@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from service.scheduler.model.metrics import TimelineMetrics, combine, mesh_metrics
+from service.scheduler.problem.metrics import TimelineMetrics, combine_metrics, mesh_metrics
 
 COMPUTE_ACTIONS = frozenset("FBIW")
 TRANSFER_ACTIONS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
@@ -35,6 +35,6 @@ def timeline_metrics(slots: Iterable[Any], meshes: Iterable[str] | None = None) 
         if everything
         else 0.0
     )
-    return combine(
+    return combine_metrics(
         {name: mesh_metrics(compute, moves) for name, (compute, moves) in arrays.items()}, makespan
     )

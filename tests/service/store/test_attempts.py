@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from service.job_states import JobState
-from service.jobspec import JobSpec
+from service.spec.job import JobSpec
+from service.spec.states import JobState
 from service.store.attempts import (
     active_attempts,
+    attempts_with_metrics,
     attempts_without_log,
     create_attempt,
     find_attempt,
-    measured_attempts,
 )
 from service.store.database import Database
-from service.store.states import lock_job, move_job
 from service.store.tables import Attempt
+from service.store.transitions import lock_job, move_job
 from tests.service.conftest import create_job, job_body
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
@@ -55,8 +55,8 @@ async def test_drivers_that_serve_metrics_are_found_while_they_linger(database: 
             fresh = await find_attempt(session, attempt.id)
             fresh.metrics_endpoint, fresh.finished_at = endpoint, finished
     async with database.read() as session:
-        found = await measured_attempts(session, ended_after=AT - timedelta(seconds=1))
-        later = await measured_attempts(session, ended_after=AT + timedelta(seconds=1))
+        found = await attempts_with_metrics(session, ended_after=AT - timedelta(seconds=1))
+        later = await attempts_with_metrics(session, ended_after=AT + timedelta(seconds=1))
     assert {attempt.metrics_endpoint for attempt, _ in found} == {"a:1", "b:2"}
     assert [attempt.metrics_endpoint for attempt, _ in later] == ["a:1"]
 

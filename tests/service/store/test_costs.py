@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.store.database import Database, utc_now
-from service.store.profiles import GANG, find_costs, record_costs
+from service.store.measurements import MEASURED_BY_GANG, find_costs, record_costs
 
 
 def _costs(count: int, layers: list[int]) -> dict:
@@ -20,7 +20,9 @@ async def test_profiles_of_each_mesh_stay_known_when_another_number_of_microbatc
 ):
     async with database.write() as session:
         for count, layers in ((3, [1]), (6, [2]), (3, [3])):
-            await record_costs(session, "digest", _costs(count, layers), measured_by=GANG, at=utc_now())
+            await record_costs(
+                session, "digest", _costs(count, layers), measured_by=MEASURED_BY_GANG, at=utc_now()
+            )
     async with database.read() as session:
         known, _ = await find_costs(session, "digest", [3])
     found = {

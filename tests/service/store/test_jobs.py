@@ -9,16 +9,16 @@ import pytest
 from sqlalchemy import inspect
 from sqlalchemy.exc import IntegrityError
 
-from service.job_states import AttemptState, JobState
-from service.jobspec import JobSpec
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState, JobState
 from service.store import jobs as store
 from service.store.attempts import create_attempt
-from service.store.counts import count
 from service.store.database import Database
 from service.store.events import events_of
 from service.store.jobs import PageKey
-from service.store.states import TransitionError, add_event, lock_job, move_attempt, move_job
+from service.store.queues import count_jobs_and_attempts
 from service.store.tables import Base, Job
+from service.store.transitions import TransitionError, add_event, lock_job, move_attempt, move_job
 from tests.service.conftest import create_job, job_body, somebody_waits
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
@@ -315,7 +315,7 @@ async def test_counts_name_every_state_and_cause(database: Database):
                 attempt = await create_attempt(session, locked, device="cpu", at=AT)
                 attempt.state, attempt.reason = "FAILED", "NAN_LOSS"
             locked.state = state
-    counts = await count(database, ("default", "idle"))
+    counts = await count_jobs_and_attempts(database, ("default", "idle"))
     assert counts.jobs_by_state == {
         **dict.fromkeys(map(str, JobState), 0),
         "QUEUED": 2,

@@ -6,13 +6,13 @@ import json
 
 from sqlalchemy import text
 
-from service.principals import Principal, Role
+from service.spec.states import Principal, Role
 from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of
+from service.store.files import find_package
 from service.store.jobs import find_by_idempotency_key, find_job
-from service.store.packages import find_package
-from service.store.tokens import find_token
+from service.store.secrets import find_token
 from tests.service.conftest import job_body
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.store.database import Database
-from service.store.steps import StepRecord, record_steps, steps_of
+from service.store.measurements import StepRecord, record_steps, steps_of
 from tests.service.store.test_attempts import next_attempt, start
 
 

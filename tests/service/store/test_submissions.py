@@ -10,12 +10,11 @@ import pytest
 from sqlalchemy import event, select
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from service.jobspec import JobSpec
-from service.store import submissions as room
+from service.spec.job import JobSpec
+from service.store import jobs as room
 from service.store.database import Database
 from service.store.events import events_of
-from service.store.jobs import NewJob, find_job
-from service.store.submissions import Submissions
+from service.store.jobs import NewJob, SubmissionBatcher, find_job
 from service.store.tables import AuditEntry, JobLabel
 from tests.service.conftest import job_body
 
@@ -34,7 +33,7 @@ def commits(database: Database) -> list[str]:
 
 
 async def test_jobs_that_come_together_share_one_commit_and_are_whole(database: Database):
-    submissions, made = Submissions(database), commits(database)
+    submissions, made = SubmissionBatcher(database), commits(database)
     jobs = await asyncio.gather(*(submissions.store(new(number)) for number in range(20)))
     assert len(made) == 1
     assert [job.name for job in jobs] == [f"n{number}" for number in range(20)]
@@ -51,7 +50,7 @@ async def test_jobs_that_come_together_share_one_commit_and_are_whole(database: 
 
 
 async def test_a_key_that_was_used_refuses_its_own_job_only(database: Database):
-    submissions = Submissions(database)
+    submissions = SubmissionBatcher(database)
     first = await submissions.store(new(0, key="used"))
     asked = [new(1), new(2, key="used"), new(3, key="fresh"), new(4, key="fresh")]
     one, two, three, four = await asyncio.gather(
@@ -63,7 +62,7 @@ async def test_a_key_that_was_used_refuses_its_own_job_only(database: Database):
 
 
 async def test_a_caller_that_goes_takes_no_other_job_with_it(database: Database):
-    submissions = Submissions(database)
+    submissions = SubmissionBatcher(database)
     async with database.write():  # SQLite: the jobs wait
         tasks = [asyncio.create_task(submissions.store(new(number))) for number in range(3)]
         await asyncio.sleep(0)
@@ -84,7 +83,7 @@ async def test_a_database_that_is_away_is_asked_once_for_all(
         raise OperationalError("INSERT", {}, Exception("gone"))
 
     monkeypatch.setattr(room, "create_jobs", away)
-    submissions = Submissions(database)
+    submissions = SubmissionBatcher(database)
     found = await asyncio.gather(
         *(submissions.store(new(number)) for number in range(5)), return_exceptions=True
     )

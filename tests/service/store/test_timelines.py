@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.store.database import Database
-from service.store.timelines import SlotRecord, find_timeline, profiled_steps, record_timeline
+from service.store.measurements import SlotRecord, find_timeline, profiled_steps, record_timeline
 from tests.service.store.test_attempts import next_attempt, start
 
 

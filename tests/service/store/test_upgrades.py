@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from service.job_states import AttemptState
-from service.store import schema
-from service.store.database import Database
+from service.spec.states import AttemptState
+from service.store import database as store_database
+from service.store.database import Database, NewerTablesError, NoSuchRevisionError
 from service.store.events import events_of
 from service.store.jobs import find_job
 from service.store.leases import Lease
-from service.store.schema import NewerTablesError, NoSuchRevisionError
 from service.store.tables import Base
 from tests.service.conftest import job_body
 from tests.service.orchestrator.test_loop import World
@@ -142,9 +141,9 @@ async def test_a_revision_that_there_is_not_is_refused_with_those_that_there_are
 
 
 def _scripts():
-    config = schema.Config()
-    config.set_main_option("script_location", str(schema.MIGRATIONS))
-    return schema.ScriptDirectory.from_config(config)
+    config = store_database.Config()
+    config.set_main_option("script_location", str(store_database.MIGRATIONS_DIR))
+    return store_database.ScriptDirectory.from_config(config)
 
 
 NEWER = """
@@ -179,10 +178,12 @@ def newer(tmp_path: Path):
     def become(oldest: str = "0008") -> Iterator[None]:
         folder = tmp_path / f"newer-{oldest}"
         if not folder.exists():
-            shutil.copytree(schema.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                store_database.MIGRATIONS_DIR, folder, ignore=shutil.ignore_patterns("__pycache__")
+            )
         (folder / "versions" / "9999_newer.py").write_text(NEWER.format(head=head, oldest=oldest))
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(schema, "MIGRATIONS", folder)
+            patched.setattr(store_database, "MIGRATIONS_DIR", folder)
             yield
 
     return become
@@ -235,7 +236,7 @@ async def test_a_version_that_the_tables_have_no_room_for_says_so_and_the_way_ou
     with newer(oldest="9999"):
         await database.start(to=head)
     await database.start()
-    assert await Lease(database, lease_s=10, holder="me").held()
+    assert await Lease(database, lease_s=10, holder="me").acquire()
     await database.close()
 
 

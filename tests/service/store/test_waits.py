@@ -27,7 +27,7 @@ async def test_a_session_of_postgresql_has_limits_at_the_server(database: Databa
 
 @postgresql
 async def test_a_statement_that_hangs_is_given_up(database_url: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(room._POSTGRES_SERVER, "statement_timeout", "200ms")
+    monkeypatch.setitem(room._POSTGRES_SESSION_SETTINGS, "statement_timeout", "200ms")
     database = Database(database_url)
     with pytest.raises(OperationalError, match="statement timeout"):
         async with asyncio.timeout(20), database.read() as session:
@@ -36,7 +36,7 @@ async def test_a_statement_that_hangs_is_given_up(database_url: str, monkeypatch
 
 
 async def test_a_server_that_swallows_connections_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(room._POSTGRES_CLIENT, "connect_timeout", 2)  # the shortest that libpq takes
+    monkeypatch.setitem(room._LIBPQ_OPTIONS, "connect_timeout", 2)  # the shortest that libpq takes
 
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from worker.data.corpus import standard_library_corpus, unigram_entropy_bits
-from worker.data.digits import NoisyDigits
 from worker.data.sampler import BatchSampler, collate, input_names
-from worker.data.text import ByteWindows
+from worker.examples.digits import NoisyDigits
+from worker.examples.text import ByteWindows, standard_library_corpus, unigram_entropy_bits
 
 
 def test_the_default_text_is_the_standard_library_of_this_interpreter():

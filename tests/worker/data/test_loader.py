@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from worker.batches import Batches
-from worker.data.ahead import ReadTooSlowError
-from worker.data.staging import read_steps
-from worker.failure import AttemptFailure
-from worker.job import Job
-from worker.reasons import Reason
+from worker.actor.batch_feed import Batches
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import Job
+from worker.contract.reasons import Reason
+from worker.data.prefetch import ReadTooSlowError, prefetch_steps
 
 pytestmark = pytest.mark.timeout(
     900
@@ -32,7 +31,7 @@ def made(factory: str, *, workers: int = 0, worker: int = 0, of: int = 1, **args
 def job(factory: str, *, workers: int = 0, shuffle: bool = True, **args: Any) -> Job:
     return Job.from_json(
         {
-            "model": {"factory": "worker.model.gpt:build"},
+            "model": {"factory": "worker.examples.gpt:build"},
             "data": {
                 "factory": factory,
                 "args": args,
@@ -111,7 +110,9 @@ def test_what_a_data_set_raises_in_a_process_is_told_with_the_sample(batches):
 def test_a_process_that_hangs_and_one_that_is_killed_are_told_by_number_and_none_is_left(batches):
     """Sample 17 never comes: step 5 has it, whoever reads, and however fast."""
     one = batches("stream_data:HostileByIndex", workers=1, length=40, at=17, what="hangs", shuffle=False)
-    ahead = read_steps(one.microbatch, 2, device="cpu", ahead=1, last=40, limit_s=800.0, reading=one.reading)
+    ahead = prefetch_steps(
+        one.microbatch, 2, device="cpu", ahead=1, last=40, limit_s=800.0, reading=one.reading
+    )
     for step in range(1, 5):
         ahead.take(step)
     (process,) = one._loader._processes()

@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
-import stream_data
 import torch
 
-from worker.data.fingerprint import checksum_of_sample
-from worker.data.stream import DataEndedError, Place, Stream
-from worker.failure import AttemptFailure
+from tests.worker import stream_data
+from worker.contract.failures import AttemptFailure
+from worker.data.checksum import sample_checksum
+from worker.data.stream import DataEndedError, Stream, StreamPosition
 
 
 def stream(kind: Any, length: int = 7, *, repeats: bool = True, limit_s: float = 60.0, **more: Any) -> Stream:
@@ -19,7 +19,7 @@ def stream(kind: Any, length: int = 7, *, repeats: bool = True, limit_s: float =
 
 
 def sums(samples: list[Any]) -> list[str]:
-    return [checksum_of_sample(sample) for sample in samples]
+    return [sample_checksum(sample) for sample in samples]
 
 
 KINDS = [
@@ -52,7 +52,7 @@ def test_a_place_is_found_again_to_the_sample(kind, at):
     whole = sums(stream(kind).take(25))
     first = stream(kind)
     first.take(at)
-    place = Place.from_state(first.place().to_state())
+    place = StreamPosition.from_state(first.place().to_state())
     assert sums(first.take(3)) == whole[at : at + 3], "asking for the place takes nothing away"
     again = stream(kind)
     again.go_to(at, place)
@@ -152,6 +152,6 @@ def test_a_checksum_sees_types_shapes_names_and_bits():
         *(1, 1.0, True, None, "1", b"1", [1], {"a": 1}, {"b": 1}, (), torch.zeros(2), torch.zeros(2, 1)),
         *(torch.zeros(2).double(), torch.tensor([0.0, -0.0]), torch.zeros(2).numpy()),
     ]
-    found = [checksum_of_sample(value) for value in values]
+    found = [sample_checksum(value) for value in values]
     assert len(set(found)) == len(values)
-    assert checksum_of_sample({"a": 1, "b": [2]}) == checksum_of_sample({"b": [2], "a": 1})
+    assert sample_checksum({"a": 1, "b": [2]}) == sample_checksum({"b": [2], "a": 1})

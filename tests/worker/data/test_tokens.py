@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker.data.tokens import IGNORED, TokenFiles
+from worker.data.tokens import IGNORE_INDEX, TokenFiles
 
 
 @pytest.fixture
@@ -48,7 +48,11 @@ def test_no_target_counts_behind_the_end_of_a_document(tmp_path, targets):
     sample = TokenFiles(str(tmp_path / "a.bin"), 6, targets=targets, document_end=0)[0]
     inputs, labels = sample if targets == "next" else sample.values()
     assert inputs.tolist() == [5, 0, 7, 8, 0, 9]
-    expected = [0, IGNORED, 8, 0, IGNORED, 1] if targets == "next" else [5, 0, IGNORED, 8, 0, IGNORED]
+    expected = (
+        [0, IGNORE_INDEX, 8, 0, IGNORE_INDEX, 1]
+        if targets == "next"
+        else [5, 0, IGNORE_INDEX, 8, 0, IGNORE_INDEX]
+    )
     assert labels.tolist() == expected
 
 

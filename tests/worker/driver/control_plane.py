@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from workers import forward_plan_of, plan_of
+from tests.worker.workers import forward_plan_of, plan_of
 
 
 class ControlPlane:

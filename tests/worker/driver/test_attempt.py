@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from control_plane import ControlPlane
 from ray.util.placement_group import placement_group_table
-from test_actor import job, plain
 
-from worker import checkpoint
+from tests.worker.actor.test_actor import job, plain
+from tests.worker.driver.control_plane import ControlPlane
+from worker.checkpoint import format as checkpoint_format
 from worker.data.sampler import collate
-from worker.data.text import ByteWindows
-from worker.model import build_model
+from worker.examples.text import ByteWindows
+from worker.model.factory import build_model
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,11 @@ def test_an_attempt_on_fewer_meshes_goes_on_with_losses_and_learning_rates_of_th
     assert [(link["source"], link["target"]) for link in network["links"]] == [("m0", "m1"), ("m1", "m0")]
     assert all(link["bandwidth_bytes_per_s"] > 1e6 for link in network["links"])
     assert [report["checkpoint"]["step"] for report in first.reports if report["checkpoint"]][-1] == 5
-    assert set(checkpoint.shard_names(checkpoint.step_uri(str(tmp_path), "job", 5))) == {"m0", "m1", "model"}
+    assert set(checkpoint_format.shard_names(checkpoint_format.step_uri(str(tmp_path), "job", 5))) == {
+        "m0",
+        "m1",
+        "model",
+    }
     spec = job("cosine", meshes=1, **place) | {"pipeline": {"stages": 2, "schedule": "auto"}}
     second, process = attempt(spec, number=2)
     assert process.wait(120) == 0
@@ -320,7 +324,7 @@ def last_timeline(plane):
 def test_an_attempt_whose_evaluations_get_no_better_succeeds_early_and_says_so(attempt, tmp_path):
     spec = job(checkpoint={"uri": str(tmp_path), "every_steps": 50, "keep": 1})
     spec["optimizer"]["args"]["lr"] = 0.0
-    data = {"factory": "worker.data.text:ByteWindows", "args": {"length": 8}}
+    data = {"factory": "worker.examples.text:ByteWindows", "args": {"length": 8}}
     spec["evaluation"] = {"data": data, "every_steps": 2, "steps": 3, "at_start": True, "patience": 1}
     plane, process = attempt(spec)
     assert process.wait(300) == 0

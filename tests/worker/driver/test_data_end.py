@@ -5,18 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from test_actor import job
-from test_step_loop import HERE, LIMIT_S, Gang, Heard
-from workers import Workers
 
-from worker import checkpoint
+from tests.worker.actor.test_actor import job
+from tests.worker.driver.test_step_loop import HERE, LIMIT_S, Gang, Heard
+from tests.worker.workers import Workers
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import CheckpointPolicy, Job
+from worker.contract.reasons import Reason
 from worker.driver import step_loop
-from worker.driver.data_end import DataEnd
+from worker.driver.checkpoints import Checkpoints
 from worker.driver.limits import Limits
-from worker.driver.saving import Checkpoints
-from worker.failure import AttemptFailure
-from worker.job import CheckpointPolicy, Job
-from worker.reasons import Reason
+from worker.driver.step_loop import DataEnd
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,10 @@ def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_
                 actor._queue.shutdown(wait=True, cancel_futures=True)
     assert said == again == "data stream_data:Tokens ended after step 2 (data.at_end: stop)"
     assert [report["step"] for report in heard.steps] == [1, 2]
-    assert [checkpoint.load(uri)[1] for uri in checkpoint.complete(str(tmp_path), "job")] == [2]
+    assert [
+        checkpoint_format.load_checkpoint(uri)[1]
+        for uri in checkpoint_format.complete_checkpoints(str(tmp_path), "job")
+    ] == [2]
 
 
 def asked(*answers, at_end="stop"):
@@ -69,7 +72,7 @@ def asked(*answers, at_end="stop"):
         name=lambda at: f"worker {at}",
     )
     end = DataEnd(Job.from_json(stopping_job(at_end)), gang=gang, limit_s=1.0, interrupted=lambda: None)
-    return end.reached(3)
+    return end.end_reason(3)
 
 
 def test_only_those_that_read_are_listened_to_and_they_must_agree():

@@ -7,21 +7,20 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from test_evaluation import Numbers, spec_of
-from test_step_loop import LIMIT_S, Gang, Heard
-from workers import Workers
 
-from worker import checkpoint
+from tests.worker.actor.test_evaluation import Numbers, spec_of
+from tests.worker.driver.test_step_loop import LIMIT_S, Gang, Heard
+from tests.worker.workers import Workers
+from worker.actor.step_result import EvaluatedBatch
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import CheckpointPolicy, Data, Evaluation
+from worker.contract.reasons import Reason
 from worker.driver import step_loop
-from worker.driver.best import Course
-from worker.driver.evaluation import Evaluations
+from worker.driver.checkpoints import Checkpoints
+from worker.driver.evaluation import EarlyStopping, Evaluations
 from worker.driver.limits import Limits
-from worker.driver.metric_values import Evaluated, combined
-from worker.driver.saving import Checkpoints
-from worker.failure import AttemptFailure
-from worker.job import CheckpointPolicy, Data, Evaluation
-from worker.reasons import Reason
-from worker.step_values import EvaluatedBatch
+from worker.driver.step_record import EvaluationResult, combine_batches
 
 DATA = Data(f"{Numbers.__module__}:Numbers")
 
@@ -71,7 +70,7 @@ def train(
             )
             if values is not None:
                 measured = iter(values[done // evaluation.every_steps :])
-                evaluations._run = lambda *_: Evaluated(next(measured), {})
+                evaluations._run = lambda *_: EvaluationResult(next(measured), {})
             ended = step_loop.run_steps(
                 done + 1,
                 steps,
@@ -153,7 +152,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     assert [best["step"] for best in heard.best] == [1, 2, 3]
     assert heard.best[-1] == {
         "step": 3,
-        "uri": checkpoint.step_uri(str(tmp_path), "job", 3),
+        "uri": checkpoint_format.step_uri(str(tmp_path), "job", 3),
         "metric": "loss",
         "value": 1.0,
     }
@@ -180,7 +179,7 @@ def test_patience_and_the_best_go_on_behind_a_resume(tmp_path):
     assert (saved(tmp_path), first.ended) == ([2, 3], None)
     second = train(spec_of(8), 9, evaluation, policy=policy, values=values)
     assert [step["step"] for step in second.steps] == [4, 5]
-    assert (second.course, saved(tmp_path)) == (Course(2.0, 2, 3), [2, 5])
+    assert (second.course, saved(tmp_path)) == (EarlyStopping(2.0, 2, 3), [2, 5])
     assert second.ended.endswith("the best was 2 after step 2")
 
 
@@ -200,8 +199,8 @@ def test_a_checkpoint_of_an_older_version_has_no_course(tmp_path):
     content = json.loads(manifest.read_text())
     del content["notes"]
     manifest.write_text(json.dumps(content))
-    assert checkpoint.noted(str(manifest.parent)) == {}
-    assert train(spec_of(8), 1, Evaluation(DATA), policy=policy).course == Course()
+    assert checkpoint_format.checkpoint_notes(str(manifest.parent)) == {}
+    assert train(spec_of(8), 1, Evaluation(DATA), policy=policy).course == EarlyStopping()
 
 
 @pytest.mark.parametrize(
@@ -215,12 +214,12 @@ def test_a_checkpoint_of_an_older_version_has_no_course(tmp_path):
     ],
 )
 def test_what_is_better(mode, values, best, worse):
-    policy, course = Evaluation(DATA, metric="x", mode=mode, patience=3), Course()
+    policy, course = Evaluation(DATA, metric="x", mode=mode, patience=3), EarlyStopping()
     for step, value in enumerate(values, 1):
         course = course.after(step, value, policy)
     assert (course.best_step, course.worse) == (best, worse)
-    assert Course.from_json(json.loads(json.dumps(course.to_json()))) == course
-    assert (course.ends(policy) is not None) == (worse >= 3)
+    assert EarlyStopping.from_json(json.loads(json.dumps(course.to_json()))) == course
+    assert (course.stop_reason(policy) is not None) == (worse >= 3)
 
 
 def test_microbatches_count_by_their_weights_and_what_counts_nothing_is_left_out():
@@ -229,7 +228,7 @@ def test_microbatches_count_by_their_weights_and_what_counts_nothing_is_left_out
         EvaluatedBatch([], {}, weights=[]),
         EvaluatedBatch([5.0], {"a": [6.0]}, weights=[1.0]),
     ]
-    assert combined(results) == Evaluated(2.0, {"a": 3.0})
+    assert combine_batches(results) == EvaluationResult(2.0, {"a": 3.0})
     with pytest.raises(AttemptFailure, match="metrics a on one worker and b on another") as failed:
-        combined([results[0], EvaluatedBatch([1.0], {"b": [1.0]}, weights=[1.0])])
+        combine_batches([results[0], EvaluatedBatch([1.0], {"b": [1.0]}, weights=[1.0])])
     assert failed.value.reason is Reason.USER_CODE_RAISED

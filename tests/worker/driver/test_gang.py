@@ -12,12 +12,12 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from worker import last_action
+from worker.actor.device import WorkerAddress
+from worker.contract import failures
+from worker.contract.failures import AttemptFailure, attributed_to
+from worker.contract.reasons import Reason
 from worker.driver import gang as gang_module
 from worker.driver.gang import Gang
-from worker.failure import AttemptFailure, attributed_to
-from worker.node import WorkerAddress
-from worker.reasons import Reason
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -46,14 +46,14 @@ class Sleeper:
         return ray.get_gpu_ids(), os.environ.get("NCCL_HOSTID")
 
     def begin(self) -> None:
-        last_action.begin()
+        failures.start_breadcrumbs()
 
     def doing_for(self, action: str, seconds: float) -> None:
-        last_action.doing(action)
+        failures.leave_breadcrumb(action)
         time.sleep(seconds)
 
     def crash(self, action: str) -> None:
-        last_action.doing(action)
+        failures.leave_breadcrumb(action)
         ctypes.string_at(0)
 
     def leave(self) -> None:
@@ -159,11 +159,11 @@ def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action(clust
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
             gang.call([second.crash.remote("1W0 of step 3")], what="step 3", limit_s=60)
         addresses = gang.addresses
-        assert last_action.last_words(addresses[1].process_id).action == "1W0 of step 3"
+        assert failures.read_crash_report(addresses[1].process_id).action == "1W0 of step 3"
     assert caught.value.reason == Reason.WORKER_LOST
     assert "died in native code (Segmentation fault) in 1W0 of step 3" in caught.value.message
     assert "in crash" in caught.value.details, "the Python stack"
-    assert [last_action.last_words(one.process_id) for one in addresses] == [None, None]
+    assert [failures.read_crash_report(one.process_id) for one in addresses] == [None, None]
 
 
 def test_a_worker_that_is_killed_in_an_action_did_not_die_in_native_code(cluster):
@@ -171,7 +171,7 @@ def test_a_worker_that_is_killed_in_an_action_did_not_die_in_native_code(cluster
         start(gang)
         ray.get([w.begin.remote() for w in gang.workers])
         ref = gang.workers[0].doing_for.remote("0F1 of step 3", 60)
-        while not (found := last_action.last_words(gang.addresses[0].process_id)) or not found.action:
+        while not (found := failures.read_crash_report(gang.addresses[0].process_id)) or not found.action:
             time.sleep(0.05)
         os.kill(gang.addresses[0].process_id, signal.SIGKILL)
         with pytest.raises(AttemptFailure, match="it was in 0F1 of step 3") as caught:
@@ -255,5 +255,5 @@ def test_workers_that_share_a_gpu_are_hosts_of_their_own_to_nccl(cluster):
 def test_workers_share_the_memory_of_their_node_or_of_their_gpu(device, sharing):
     gang = Gang(sizes=[1, 1, 1], device=device, start_timeout_s=1.0, workers_per_gpu=3)
     gang.addresses = tuple(WorkerAddress(f"m{i}", 0, n, n, i, device) for i, n in enumerate("aba"))
-    assert [gang.sharing(address) for address in gang.addresses] == sharing
+    assert [gang.workers_sharing_memory(address) for address in gang.addresses] == sharing
     gang.addresses = ()

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from control_plane import ControlPlane
-
-from worker.protocol import PROTOCOL, control_plane_is_too_old, driver_is_too_old, spoken
+from tests.worker.driver.control_plane import ControlPlane
+from worker.contract.versions import (
+    PROTOCOL,
+    control_plane_too_old_message,
+    driver_too_old_message,
+    parse_protocol,
+)
 
 # A version of the driver that needs a number that no control plane has yet.
 NEWER_DRIVER = """
@@ -51,9 +55,13 @@ def test_a_driver_that_is_newer_than_its_control_plane_understands_ends_with_bot
 
 
 def test_what_is_no_number_counts_as_the_time_before_there_was_one():
-    assert [spoken(said) for said in (None, "", "x", "-1", "1.5", "9" * 30, "²", [1], "3", 3)] == [0] * 8 + [
+    assert [parse_protocol(said) for said in (None, "", "x", "-1", "1.5", "9" * 30, "²", [1], "3", 3)] == [
+        0
+    ] * 8 + [
         3,
         3,
     ]
-    assert driver_is_too_old(None) is None and control_plane_is_too_old(None) is None
-    assert driver_is_too_old(str(PROTOCOL)) is None and control_plane_is_too_old(PROTOCOL + 1) is None
+    assert driver_too_old_message(None) is None and control_plane_too_old_message(None) is None
+    assert (
+        driver_too_old_message(str(PROTOCOL)) is None and control_plane_too_old_message(PROTOCOL + 1) is None
+    )

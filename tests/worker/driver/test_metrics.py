@@ -10,12 +10,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from worker.driver.metrics import JobMetrics
-from worker.driver.model_flops import ModelFlops
-from worker.driver.scaling import StepScaling
+from worker.actor.telemetry import GpuUsage
+from worker.driver.metrics import JobMetrics, ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS
-from worker.driver.usage import StepUsage
-from worker.gpu_usage import GpuUsage
+from worker.driver.step_record import StepScaling, StepUsage
 
 STARTED_AT = 1_790_000_000.25
 

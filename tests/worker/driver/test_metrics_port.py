@@ -8,9 +8,8 @@ import urllib.request
 
 import pytest
 
-from service.ports import free_ports
-from worker.driver.metrics import JobMetrics
-from worker.driver.metrics_port import port_range, serve_in_range
+from service.orchestrator.ray.local import free_ports
+from worker.driver.metrics import JobMetrics, port_range, serve_in_range
 
 
 def test_drivers_of_one_node_take_one_port_of_the_range_each():

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from service.scheduler import PipelineSpec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import PipelineSpec
+from worker.actor.device import WorkerAddress
+from worker.contract.costs import MeshUpdate
+from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
+from worker.contract.job import Job
+from worker.contract.model_signature import EdgeSignature, LayerSignature, ModelSignature
+from worker.contract.planned import PlannedJob, parse_planned_job, planned_seconds
+from worker.contract.profile import LayerCost, LayerProfile
+from worker.contract.reasons import Reason
 from worker.driver.limits import Limits
-from worker.driver.planned import PlannedJob, planned_job
-from worker.driver.planned_times import planned_seconds
 from worker.driver.planning import Planner
-from worker.failure import AttemptFailure, OutOfMemoryFailure
-from worker.job import Job
-from worker.model.form import EdgeForm, LayerForm, ModelForm
-from worker.model.profile import LayerCost, LayerProfile
-from worker.model.update_costs import MeshUpdate
-from worker.node import WorkerAddress
-from worker.reasons import Reason
 
 JOB = Job.from_json(
     {
@@ -239,13 +239,15 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     assert again._profile_of(["quick"], 4).corrected().layers[0].activation_bytes == 21
 
 
-FORM = ModelForm((LayerForm("l0", {"l0.weight": 8}), LayerForm("l1", {})), (EdgeForm(0, 1, "t", 4),))
+FORM = ModelSignature(
+    (LayerSignature("l0", {"l0.weight": 8}), LayerSignature("l1", {})), (EdgeSignature(0, 1, "t", 4),)
+)
 
 
-def with_form(traced: ModelForm) -> tuple[Planner, PlannedJob]:
+def with_form(traced: ModelSignature) -> tuple[Planner, PlannedJob]:
     """A planner whose first worker has traced a model of this form, and an answer with a plan that was made for FORM."""
     worker = Worker("old", 1.0)
-    worker.form = Called(lambda whole: traced)
+    worker.model_signature = Called(lambda whole: traced)
     answer = {
         "begins": ["l0"],
         "spec": {},
@@ -253,17 +255,17 @@ def with_form(traced: ModelForm) -> tuple[Planner, PlannedJob]:
         "named": {"id": "plan-1", "owner": "", "name": "mine"},
         "made_for": {"job": {}, "device": "cpu", "forms": {"1": FORM.to_json()}},
     }
-    return planner_of(Gang(worker, worker), Control(), "cpu"), planned_job(answer)
+    return planner_of(Gang(worker, worker), Control(), "cpu"), parse_planned_job(answer)
 
 
 def test_a_named_plan_is_refused_where_the_traced_model_is_not_the_one_that_it_was_made_for():
     planner, planned = with_form(FORM)
-    assert planned.named == "mine" and "'mine'" in planned.as_named
-    planner._check_form(planned)
-    other = replace(FORM, layers=(LayerForm("l0", {"l0.weight": 12}), FORM.layers[1]))
+    assert planned.saved_plan == "mine" and "'mine'" in planned.provenance
+    planner._check_model_signature(planned)
+    other = replace(FORM, layers=(LayerSignature("l0", {"l0.weight": 12}), FORM.layers[1]))
     planner, planned = with_form(other)
     with pytest.raises(AttemptFailure) as raised:
-        planner._check_form(planned)
+        planner._check_model_signature(planned)
     assert raised.value.reason is Reason.PLAN_INFEASIBLE
     assert (
         "'mine'" in raised.value.message
@@ -273,5 +275,5 @@ def test_a_named_plan_is_refused_where_the_traced_model_is_not_the_one_that_it_w
 
 def test_a_plan_of_its_own_is_compared_with_nothing():
     planner, _ = with_form(FORM)
-    planner._gang.workers[0].form = Called(lambda whole: pytest.fail("nobody needs it"))
-    planner._check_form(planned_job({"begins": ["l0"], "spec": {}, "plan": {}}))
+    planner._gang.workers[0].model_signature = Called(lambda whole: pytest.fail("nobody needs it"))
+    planner._check_model_signature(parse_planned_job({"begins": ["l0"], "spec": {}, "plan": {}}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from worker.driver import slot_metrics
-from worker.driver.slot_metrics import SlotPage, row_names, snapshot
+from worker.driver.slot_metrics import SlotPage, row_names, slot_snapshot
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def test_a_snapshot_is_written_once_however_often_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(
         slot_metrics, "generate_latest", lambda families: written.append(families) or b"written "
     )
-    page.planned = snapshot([slot], {})
+    page.planned = slot_snapshot([slot], {})
     assert page.text() == page.text() == b"written "
-    page.measured = snapshot([slot], {}, step=1)
+    page.measured = slot_snapshot([slot], {}, step=1)
     assert page.text() == b"written written "
-    page.measured = snapshot([slot], {}, step=2)
+    page.measured = slot_snapshot([slot], {}, step=2)
     page.text()
     assert len(written) == 3

@@ -11,19 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_actor import job
-from workers import Workers
 
-from worker import checkpoint
+from tests.worker.actor.test_actor import job
+from tests.worker.workers import Workers
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.failures import AttemptFailure, first_cause
+from worker.contract.job import CheckpointPolicy
+from worker.contract.reasons import Reason
 from worker.driver import step_loop
+from worker.driver.checkpoints import Checkpoints
 from worker.driver.gang import Mesh
 from worker.driver.limits import Limits
-from worker.driver.saving import Checkpoints
 from worker.driver.step_loop import run_steps
-from worker.driver.stopping import AskedToStop
-from worker.failure import AttemptFailure, first_cause
-from worker.job import CheckpointPolicy
-from worker.reasons import Reason
+from worker.driver.stopping import GracefulStop
 
 LIMIT_S = 60.0
 HERE = "127.0.0.1"
@@ -134,7 +134,7 @@ def train(
             policy, "job", gang=gang, reporter=heard, limit_s=LIMIT_S, interrupted=interrupted
         )
         if beside:
-            checkpoints.write_beside_training()
+            checkpoints.write_asynchronously()
         try:
             run_steps(
                 1,
@@ -205,7 +205,7 @@ def test_a_checkpoint_holds_exactly_the_state_after_its_step(tmp_path, monkeypat
     """Also where it is written while the next step changes the state: here not before that step has ended."""
     spec, log = job("cosine"), []
     if beside:
-        monkeypatch.setattr(checkpoint, "save_shard", late(checkpoint.save_shard, log))
+        monkeypatch.setattr(checkpoint_format, "save_shard", late(checkpoint_format.save_shard, log))
     train(
         spec,
         6,
@@ -219,8 +219,8 @@ def test_a_checkpoint_holds_exactly_the_state_after_its_step(tmp_path, monkeypat
             if step % 2:
                 continue
             names = set().union(*({*w._engine.state()["parameters"]} for w in run.workers))
-            saved, number = checkpoint.load(
-                checkpoint.step_uri(str(tmp_path / "ahead"), "job", step), names=names
+            saved, number = checkpoint_format.load_checkpoint(
+                checkpoint_format.step_uri(str(tmp_path / "ahead"), "job", step), names=names
             )
             assert number == step
             for worker in run.workers:
@@ -268,18 +268,20 @@ def test_a_cancel_while_the_next_step_is_asked_for_ends_the_loop_there():
 def test_an_attempt_that_is_asked_to_end_saves_its_last_step_and_runs_none_behind_it(tmp_path, asked_after):
     """Also where that step is saved anyhow (every second one): once."""
     log, policy = [], CheckpointPolicy(str(tmp_path), every_steps=2, keep=9)
-    with pytest.raises(AskedToStop, match=r"stopped after step (\d), which is saved") as asked:
+    with pytest.raises(GracefulStop, match=r"stopped after step (\d), which is saved") as asked:
         train(job(), 1000, policy=policy, stopping=lambda: ("report", asked_after) in log, log=log)
     last = int(re.search(r"step (\d)", str(asked.value))[1])
     assert asked_after <= last <= asked_after + 2, "soon"
     assert [step for what, step in log if what == "ask run_step"] == list(range(1, last + 1))
     assert log.count(("saved", last)) == 1
-    assert checkpoint.load(checkpoint.step_uri(str(tmp_path), "job", last))[1] == last
+    assert (
+        checkpoint_format.load_checkpoint(checkpoint_format.step_uri(str(tmp_path), "job", last))[1] == last
+    )
 
 
 def test_an_attempt_without_checkpoints_that_is_asked_to_end_says_what_is_lost():
     log = []
-    with pytest.raises(AskedToStop, match="has no `checkpoint`, so it is lost"):
+    with pytest.raises(GracefulStop, match="has no `checkpoint`, so it is lost"):
         train(job(), 1000, stopping=lambda: ("report", 1) in log, log=log)
 
 
@@ -291,7 +293,7 @@ def test_an_attempt_that_is_asked_to_end_in_its_last_step_has_done_it():
 
 def test_the_clocks_are_measured_when_no_step_is_asked_for(monkeypatch):
     log = []
-    measured = step_loop._Clocks.refresh
+    measured = step_loop._ClockOffsets.refresh
 
     def refresh(clocks):
         log.append(("clock", None))
@@ -300,8 +302,8 @@ def test_the_clocks_are_measured_when_no_step_is_asked_for(monkeypatch):
     def due(clocks):
         return not clocks.offsets or [what for what, _ in log].count("report") == 2
 
-    monkeypatch.setattr(step_loop._Clocks, "refresh", refresh)
-    monkeypatch.setattr(step_loop._Clocks, "due", due)
+    monkeypatch.setattr(step_loop._ClockOffsets, "refresh", refresh)
+    monkeypatch.setattr(step_loop._ClockOffsets, "due", due)
     train(job(), 5, log=log)
     running = set()
     for what, step in log:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from worker.driver.step_record import record_step
-from worker.driver.timing import ClockOffset
-from worker.gpu_usage import GpuUsage
-from worker.slots import MeasuredSlot
-from worker.step_values import WorkerStep
+from worker.actor.step_result import WorkerStep
+from worker.actor.telemetry import GpuUsage
+from worker.contract.program import MeasuredSlot
+from worker.driver.step_record import ClockOffset, record_step
 
 
 def slot(lane, action, start, end, stage=0, **fields):

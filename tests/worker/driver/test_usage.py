@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from worker.driver.launch import Launch
-from worker.driver.timeline import summarise
-from worker.driver.usage import IDLE_REASONS, step_usage
+from worker.contract.timeline import summarise
+from worker.driver.step_record import IDLE_REASONS, step_usage
+from worker.driver.trainer import LaunchPhases
 
 
 def slot(mesh, lane, action, start_s, end_s):
@@ -59,7 +59,7 @@ def test_a_step_that_was_told_shorter_than_its_slots_has_no_negative_time():
 
 def test_phases_of_a_start_follow_each_other_without_a_gap():
     times, told = iter([10.0, 11.5, 15.0]), []
-    launch = Launch(lambda phase, seconds: told.append((phase, seconds)), now=lambda: next(times))
+    launch = LaunchPhases(lambda phase, seconds: told.append((phase, seconds)), now=lambda: next(times))
     launch.ended("place")
     launch.ended("plan")
     assert told == [("place", 1.5), ("plan", 3.5)]

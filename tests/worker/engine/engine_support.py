@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from worker.engine import Engine, RunOptions
+from worker.contract.program import Instruction
+from worker.engine.engine import Engine
+from worker.engine.results import RunOptions
 from worker.engine.routes import find_routes
-from worker.program import Instruction
-from worker.transport import Topology
+from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 
 
@@ -362,7 +363,7 @@ class LocalPipeline:
 
 def times_of(plan):
     """The planned times of every mesh's instructions, as an engine takes them."""
-    from worker.driver.planned_times import planned_seconds, planned_starts
+    from worker.contract.planned import planned_seconds, planned_starts
 
     plan = plan.model_dump(mode="json")
     names = sorted({s["stage"] for s in plan["slots"]}, key=lambda name: int(name[1:]))
@@ -372,8 +373,9 @@ def times_of(plan):
 
 def planned(graph: Graph, mesh_of_stage, microbatches, schedule, costs=None, **spec):
     """The scheduler's plan and programs of a graph; every cost is one second unless `costs` says otherwise."""
-    from service.scheduler import PipelineSpec, make_plan
-    from worker.program import program_from_json
+    from service.scheduler.planner import make_plan
+    from service.scheduler.problem.spec import PipelineSpec
+    from worker.contract.program import program_from_json
 
     stage_costs, edge_cost = costs or ([(1.0, 1.0, 1.0)] * len(graph.stages), 0.5)
     description = {

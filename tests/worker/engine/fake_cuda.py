@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.program import RECEIVE_OPS, SEND_OPS, Instruction
+from worker.contract.program import RECEIVE_OPS, SEND_OPS, Instruction
 
 # How often a stream is chosen beside another.
 _PACES = (0.01, 1.0, 100.0)

@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch.nn import functional
 
-from worker.engine.backward import backward, backward_input
+from worker.engine.autograd import backward, backward_input
 
 IMAGE, VOLUME, ROW = (3, 8, 6, 6), (2, 8, 3, 4, 4), (3, 8, 6)
 

@@ -13,13 +13,14 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-import engine_support as support
 import torch
 
-from worker.engine import Engine, EngineError, RunOptions, SlotLimits
-from worker.transport import Topology
+from tests.worker.engine import engine_support as support
+from worker.engine.engine import Engine
+from worker.engine.results import RunOptions, SlotLimits
+from worker.transport.base import EngineError, Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.nccl import NcclTransport
 

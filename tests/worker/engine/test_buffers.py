@@ -6,12 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_support import Graph, LocalPipeline, Plain, batch, chain, make_stage, planned, random_graph
 
-from worker.engine import StageError
+from tests.worker.engine.engine_support import (
+    Graph,
+    LocalPipeline,
+    Plain,
+    batch,
+    chain,
+    make_stage,
+    planned,
+    random_graph,
+)
+from worker.contract.program import COMPUTE_OPS, RECEIVE_OPS, Instruction
 from worker.engine.buffers import plan_buffers
+from worker.engine.results import StageError
 from worker.engine.routes import find_routes
-from worker.program import COMPUTE_OPS, RECEIVE_OPS, Instruction
 from worker.transport.local import LocalTransport
 
 

@@ -1,7 +1,8 @@
 """Every planted fault ends the step of every worker, in time, by name, with nothing left behind."""
 
 import pytest
-from test_gloo import run_processes
+
+from tests.worker.engine.test_gloo import run_processes
 
 LIMIT_S = 4.0
 SOON_S = 60.0

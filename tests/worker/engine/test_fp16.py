@@ -5,14 +5,14 @@ import random
 
 import pytest
 import torch
-from engine_support import LocalPipeline, merged_state, planned, serial_programs
 from torch import nn
 
 from tests.worker.cuts import cut_evenly
-from worker.engine import NonFiniteError
-from worker.engine.loss_scaler import LossScaler
-from worker.model import trace
-from worker.precision import LossScaling
+from tests.worker.engine.engine_support import LocalPipeline, merged_state, planned, serial_programs
+from worker.contract.job import LossScaling
+from worker.engine.optim.grad_scaler import PipelineGradScaler
+from worker.engine.results import NonFiniteError
+from worker.model.export import trace
 
 MESHES = ["m0", "m1", "m2", "m3"]
 MICROBATCHES, ROWS, WIDTH = 2, 8, 16
@@ -242,7 +242,7 @@ def test_the_scale_follows_torchs_to_the_bit_also_to_its_ends():
         LossScaling(init_scale=2.0**126, growth_interval=1, max_skipped_steps=10**6),
         LossScaling(growth_factor=1.3, backoff_factor=0.7, growth_interval=3, max_skipped_steps=10**6),
     ):
-        ours, theirs = LossScaler(scaling, "cpu"), scaler_of(scaling)
+        ours, theirs = PipelineGradScaler(scaling, "cpu"), scaler_of(scaling)
         parameter = nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         for step in range(200):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_support import Plain, batch, chain, skips, tied_chain
 
-from worker.transport.gloo import host_store
+from tests.worker.engine.engine_support import Plain, batch, chain, skips, tied_chain
+from worker.transport.rendezvous import host_store
 
 SCRIPT = Path(__file__).parent / "process_worker.py"
 GRAPHS = {"chain": lambda: chain(4), "skips": skips, "tied": tied_chain}

@@ -5,8 +5,9 @@ import importlib.util
 
 import pytest
 import torch
-from engine_support import Plain, batch, chain, skips, tied_chain
-from test_gloo import run_processes
+
+from tests.worker.engine.engine_support import Plain, batch, chain, skips, tied_chain
+from tests.worker.engine.test_gloo import run_processes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from engine_support import (
+
+from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
     Recorder,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import (
+
+from tests.worker.engine.engine_support import (
     SHAPE,
     WIDTH,
     Edge,
@@ -16,7 +17,6 @@ from engine_support import (
     make_stage,
     serial_programs,
 )
-
 from worker.transport.gloo import GlooTransport
 from worker.transport.local import LocalTransport
 from worker.transport.rendezvous import host_store

@@ -5,11 +5,12 @@ import functools
 
 import pytest
 import torch
-from engine_support import LocalPipeline, planned
 from torch.nn import functional
 
 from tests.worker.cuts import cut_evenly
-from worker.model import gpt, trace, unet
+from tests.worker.engine.engine_support import LocalPipeline, planned
+from worker.examples import gpt, unet
+from worker.model.export import trace
 
 MICROBATCHES = 4
 ROWS = 2

@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
-from engine_support import LocalPipeline, batch, chain, planned
 
-from worker.driver.timing import rendezvous_times
+from tests.worker.engine.engine_support import LocalPipeline, batch, chain, planned
+from worker.driver.step_record import align_transfers
 from worker.transport.local import LocalTransport
 
 STAGE_S, LINK_S = 0.02, 0.02
@@ -55,7 +55,7 @@ def run(graph, schedule, **spec):
     with LocalPipeline(graph, MESHES, programs, 6, seed=None) as pipeline:
         pipeline.step(0, [batch(6)])
         results = pipeline.step(1, [batch(6)])
-    slots = rendezvous_times({mesh: result.slots for (mesh, _), result in results.items()})
+    slots = align_transfers({mesh: result.slots for (mesh, _), result in results.items()})
     compute = [s for mesh in slots.values() for s in mesh if s.action in ("F", "B")]
     return max(s.end_s for s in compute) - min(s.start_s for s in compute), slots, plan.makespan_s
 

@@ -6,12 +6,19 @@ import weakref
 
 import pytest
 import torch
-from engine_support import Edge, Graph, LocalPipeline, make_stage, planned, serial_programs
 from torch import nn
 
 from tests.worker.cuts import cut_evenly
-from worker.engine.stage_run import run_forward
-from worker.model import trace
+from tests.worker.engine.engine_support import (
+    Edge,
+    Graph,
+    LocalPipeline,
+    make_stage,
+    planned,
+    serial_programs,
+)
+from worker.engine.forward import run_forward
+from worker.model.export import trace
 
 MESHES = ["m0", "m1", "m2", "m3"]
 MICROBATCHES = 4

@@ -6,7 +6,10 @@ import random
 
 import pytest
 import torch
-from engine_support import (
+from torch import nn
+
+from tests.worker.cuts import cut_evenly
+from tests.worker.engine.engine_support import (
     SHAPE,
     Edge,
     Graph,
@@ -22,13 +25,10 @@ from engine_support import (
     tied_chain,
     two_branches,
 )
-from test_models import MICROBATCHES, PLACEMENTS, gpt_job, unet_job
-from torch import nn
-
-from tests.worker.cuts import cut_evenly
+from tests.worker.engine.test_models import MICROBATCHES, PLACEMENTS, gpt_job, unet_job
 from tests.worker.model.odd_models import make
-from worker.engine import StageError
-from worker.model import trace
+from worker.engine.results import StageError
+from worker.model.export import trace
 
 GRAPHS = {"chain": lambda: chain(4, 0.3), "skips": skips, "branches": two_branches, "tied": tied_chain}
 

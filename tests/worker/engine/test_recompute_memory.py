@@ -5,16 +5,17 @@ import threading
 
 import pytest
 import torch
-from engine_support import LocalPipeline
-from test_models import MICROBATCHES, gpt_job, unet_job
 from torch import nn
 
-from service.scheduler import MeshSpec, make_plan
-from service.scheduler.partition import partition
+from service.scheduler.job.partition import partition
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import MeshSpec
+from tests.worker.engine.engine_support import LocalPipeline
+from tests.worker.engine.test_models import MICROBATCHES, gpt_job, unet_job
+from worker.benchmark.layers import measure_layers
+from worker.contract.program import program_from_json
 from worker.engine import stage as engine_stage
-from worker.engine.recompute import Kept
-from worker.model import measure_layers
-from worker.program import program_from_json
+from worker.engine.forward import RecomputeInputs
 
 MESHES = [f"m{i}" for i in range(4)]
 
@@ -106,10 +107,10 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
         for mesh, program in plan.programs.items()
     }
     recomputed = {i for i, stage in enumerate(plan.stages) if stage.recomputed}
-    graph = job.traced.cut(found.begins)
+    graph = job.traced.cut(found.stage_starts)
     ledgers = {mesh: Ledger() for mesh in meshes}
     graph.stages = [Watched(s, ledgers[mesh_of_stage[i]]) for i, s in enumerate(graph.stages)]
-    keep, take_arguments = engine_stage.keep, Kept.take_arguments
+    keep, take_arguments = engine_stage.save_recompute_inputs, RecomputeInputs.take_arguments
 
     def kept(arguments, buffers):
         found, ledger = keep(arguments, buffers), running.ledger
@@ -136,8 +137,8 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
         running.ledger = self._module.ledger
         runner_forward(self, microbatch)
 
-    monkeypatch.setattr(engine_stage, "keep", kept)
-    monkeypatch.setattr(Kept, "take_arguments", taken)
+    monkeypatch.setattr(engine_stage, "save_recompute_inputs", kept)
+    monkeypatch.setattr(RecomputeInputs, "take_arguments", taken)
     monkeypatch.setattr(engine_stage.StageRunner, "forward", forward)
     with LocalPipeline(
         graph, mesh_of_stage, programs, MICROBATCHES, loss=loss, recomputed=recomputed

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
-from engine_support import LocalPipeline, Plain, Recorder, batch, chain, planned, serial_programs, tied_chain
-from test_cuda_lanes import CudaPipeline
 
-from worker.buckets import Bucketed, Gradient, with_buckets
+from tests.worker.engine.engine_support import (
+    LocalPipeline,
+    Plain,
+    Recorder,
+    batch,
+    chain,
+    planned,
+    serial_programs,
+    tied_chain,
+)
+from tests.worker.engine.lanes.test_cuda import CudaPipeline
+from worker.contract.buckets import BucketedProgram, Gradient, with_buckets
+from worker.contract.program import Instruction
 from worker.engine import engine as engine_module
-from worker.program import Instruction
 
 LOOPED = ["m0", "m1", "m0", "m1"]
 ADAM = torch.optim.AdamW
@@ -48,7 +57,9 @@ def test_a_bucket_waits_for_the_last_backward_of_its_parameters_and_the_final_re
 
 def flat(monkeypatch):
     monkeypatch.setattr(
-        engine_module, "with_buckets", lambda program, _: Bucketed(program, {}, tuple(range(len(program))))
+        engine_module,
+        "with_buckets",
+        lambda program, _: BucketedProgram(program, {}, tuple(range(len(program)))),
     )
 
 
@@ -135,8 +146,8 @@ def test_a_bucket_that_does_not_wait_for_its_backward_shows_in_some_order(monkey
 
 def with_sums(graph, mesh_of_stage, microbatches, contention):
     """The plan of a graph with one sum a stage, as long as two actions; and its programs."""
-    from service.scheduler import PipelineSpec
-    from service.scheduler.reduces import Sums, with_reduces
+    from service.scheduler.job.reduces import MeshReduces, place_reduces
+    from service.scheduler.problem.spec import PipelineSpec
 
     network = {"contention": contention}
     plan, _ = planned(graph, mesh_of_stage, microbatches, "interleaved-1f1b", network=network)
@@ -153,12 +164,12 @@ def with_sums(graph, mesh_of_stage, microbatches, contention):
         }
     )
     sums = {
-        mesh: Sums(
+        mesh: MeshReduces(
             [Gradient(f"{k}", (k,), 8, "") for k, m in enumerate(mesh_of_stage) if m == mesh], lambda *_: 2.0
         )
         for mesh in dict.fromkeys(mesh_of_stage)
     }
-    plan = with_reduces(spec, plan, sums)
+    plan = place_reduces(spec, plan, sums)
     return plan, {mesh: plan.program(mesh) for mesh in plan.programs}
 
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from engine_support import (
+
+from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
     batch,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from worker.engine.forward import gather_arguments, run_forward
 from worker.engine.routes import LocalInput, ModelInput, RemoteInput, Route
-from worker.engine.stage_run import gather, run_forward
 
 
 def route(differentiable: bool) -> Route:
@@ -25,11 +25,11 @@ def route(differentiable: bool) -> Route:
 )
 def test_what_another_stage_made_takes_a_gradient_where_there_can_be_one(source, dtype, is_leaf):
     made = torch.ones(2, dtype=dtype)
-    found = gather([source], lambda _: made, training=True)
+    found = gather_arguments([source], lambda _: made, training=True)
     assert len(found.leaves) == is_leaf and found.sources == [source] * is_leaf
     assert found.values[0].requires_grad == is_leaf
     assert not made.requires_grad, "the maker's tensor is left alone"
-    assert gather([source], lambda _: made, training=False).leaves == []
+    assert gather_arguments([source], lambda _: made, training=False).leaves == []
 
 
 class Both(nn.Module):

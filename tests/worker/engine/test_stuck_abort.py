@@ -4,11 +4,12 @@ import threading
 import time
 
 import pytest
-from engine_support import batch, chain, serial_programs, squared_error
 
+from tests.worker.engine.engine_support import batch, chain, serial_programs, squared_error
 from tests.worker.transport.fake_nccl import FakeNccl
-from worker.engine import Engine, RunOptions, SlotLimits, StallError
-from worker.transport import Topology
+from worker.engine.engine import Engine
+from worker.engine.results import RunOptions, SlotLimits, StallError
+from worker.transport.base import Topology
 from worker.transport.nccl import NcclTransport
 from worker.transport.rendezvous import host_store
 

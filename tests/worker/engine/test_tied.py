@@ -1,12 +1,12 @@
 """Which parameters of a mesh are one object, and what is summed over whom for those that are not."""
 
 import torch
-from engine_support import LocalPipeline, serial_programs, tied_chain
 from torch import nn
 
-from worker.engine.groups import reduce_groups
-from worker.engine.parameters import tie_local_parameters
-from worker.transport import Topology
+from tests.worker.engine.engine_support import LocalPipeline, serial_programs, tied_chain
+from worker.engine.optim.step import tie_local_parameters
+from worker.parallel.process_groups import reduce_groups
+from worker.transport.base import Topology
 
 
 def stage(**names: str) -> nn.Module:

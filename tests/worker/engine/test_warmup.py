@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_support import LocalPipeline, Plain, batch, chain, serial_programs, skips
-from test_cuda_lanes import CudaPipeline
 from torch import nn
 
-from worker.engine import EngineError, SlotLimits, StageError
+from tests.worker.engine.engine_support import LocalPipeline, Plain, batch, chain, serial_programs, skips
+from tests.worker.engine.lanes.test_cuda import CudaPipeline
+from worker.contract.program import Instruction
 from worker.engine.actions import Actions
-from worker.engine.results import slot_limits
-from worker.program import Instruction
+from worker.engine.results import SlotLimits, StageError, slot_limits
+from worker.transport.base import EngineError
 from worker.transport.local import LocalTransport
 
 MESHES = ["m0", "m0", "m1", "m1"]

@@ -4,15 +4,23 @@ that is left out, memory that goes too early and sum in another order is found b
 from __future__ import annotations
 
 import pytest
-from engine_support import chain, planned, skips, times_of
-from test_unlike_engines import MICROBATCHES, SHORT, UnlikePipeline, _adam, _batch, _check, _stall_of
-from watched_cuda import Event
 
 from tests.worker.cuda_workers import Watched
-from worker.engine import EngineError
-from worker.engine.cuda_lanes import CudaLanes
-from worker.program import SEND_OPS
-from worker.resharding_stream import StreamResharder
+from tests.worker.engine.engine_support import chain, planned, skips, times_of
+from tests.worker.engine.test_heterogeneous_engines import (
+    MICROBATCHES,
+    SHORT,
+    UnlikePipeline,
+    _adam,
+    _batch,
+    _check,
+    _stall_of,
+)
+from tests.worker.engine.watched_cuda import Event
+from worker.contract.program import SEND_OPS
+from worker.engine.lanes.cuda import CudaLanes
+from worker.parallel.resharding import StreamResharder
+from worker.transport.base import EngineError
 from worker.transport.local import LocalTransport
 from worker.transport.rendezvous import host_store
 
@@ -21,7 +29,7 @@ from worker.transport.rendezvous import host_store
 def watched(monkeypatch):
     """Makes devices for all engines of the test from here on; ends their threads."""
     made = []
-    monkeypatch.setattr("worker.transport.trial.LONG", 67)
+    monkeypatch.setattr("worker.transport.selftest.LONG", 67)
 
     def make(**options):
         watch, store = Watched(monkeypatch, **options), host_store("127.0.0.1")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from worker.model import StageGraph
+from worker.model.stages import StageGraph
 
 
 def step(graph: StageGraph, inputs: tuple[Tensor, ...], seed: int = 0) -> Tensor:

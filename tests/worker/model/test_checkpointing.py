@@ -9,12 +9,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from service.scheduler import MeshSpec, make_plan
-from service.scheduler.partition import partition
+from service.scheduler.job.partition import partition
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import MeshSpec
 from tests.worker.cuts import cut_evenly
 from tests.worker.engine.engine_support import LocalPipeline, planned
-from worker.model import measure_layers, trace
-from worker.model.profile import LayerProfile
+from worker.benchmark.layers import measure_layers
+from worker.contract.profile import LayerProfile
+from worker.model.export import trace
 
 WIDTH = 6
 

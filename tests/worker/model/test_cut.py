@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from odd_models import ODD_MODELS, make
-from running import buffers, gradients, plain_step, step
 from torch import nn
 
 from tests.worker.cuts import cut_evenly
-from worker.model import CutError, gpt, trace, unet
+from tests.worker.model.odd_models import ODD_MODELS, make
+from tests.worker.model.running import buffers, gradients, plain_step, step
+from worker.contract.profile import CutError
+from worker.examples import gpt, unet
+from worker.model.export import trace
 
 BUILT_IN = {
     "gpt": lambda: (gpt.build(3, 16, 2, vocab=32, length=8), (torch.randint(0, 32, (2, 8)),)),

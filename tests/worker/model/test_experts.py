@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from worker.model.experts import run_all_experts
+from worker.model.hf_patches import run_all_experts
 
 TOKENS, WIDTH, EXPERTS = 12, 8, 4
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from worker.model import FactoryError, build_model, call_factory, resolve
+from worker.contract.profile import FactoryError
+from worker.model.factory import build_model, call_factory, resolve
 
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state():
@@ -15,10 +16,10 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state():
     torch.manual_seed(99)
     expected = torch.rand(3)
     torch.manual_seed(99)
-    first = build_model("worker.model.gpt:build", args, seed=3)
+    first = build_model("worker.examples.gpt:build", args, seed=3)
     assert torch.equal(torch.rand(3), expected)
-    second = build_model("worker.model.gpt:build", args, seed=3)
-    other = build_model("worker.model.gpt:build", args, seed=4)
+    second = build_model("worker.examples.gpt:build", args, seed=3)
+    other = build_model("worker.examples.gpt:build", args, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.head.weight, other.head.weight)
 
@@ -32,10 +33,10 @@ def test_functions_and_classes_of_other_packages_resolve():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("worker.model.gpt", "is no import path: write it as 'package.module:attribute'"),
+        ("worker.examples.gpt", "is no import path: write it as 'package.module:attribute'"),
         ("worker.nothing:build", r"no module 'worker\.nothing'.*code\.working_dir"),
         ("surely_missing_package.models:build", "no module 'surely_missing_package'"),
-        ("worker.model.gpt:biuld", r"module worker\.model\.gpt has no 'biuld'; it has .*build"),
+        ("worker.examples.gpt:biuld", r"module worker\.model\.gpt has no 'biuld'; it has .*build"),
         ("torch:float32", "is a dtype, which cannot be called"),
         ("builtins:dict", "returned dict, not a torch.nn.Module"),
     ],
@@ -62,7 +63,7 @@ def test_what_a_factory_or_its_module_raises_is_named(tmp_path, monkeypatch):
 
 def test_the_light_modules_do_not_load_torch():
     code = (
-        "import sys, worker.model.profile, worker.model.errors, worker.data.corpus, service.scheduler.partition\n"
+        "import sys, worker.contract.profile, worker.contract.profile, worker.examples.text, service.scheduler.job.partition\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from odd_models import ODD_MODELS, make
-from running import gradients, plain_step, step
 from torch.nn import functional
 
-from worker.model import gpt, measure_layers, trace
+from tests.worker.model.odd_models import ODD_MODELS, make
+from tests.worker.model.running import gradients, plain_step, step
+from worker.benchmark.layers import measure_layers
+from worker.examples import gpt
+from worker.model.export import trace
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from worker.model import TraceError, trace
-from worker.model.check import check_trace
-from worker.model.interface import adapt
+from worker.checks.export import check_trace
+from worker.contract.profile import TraceError
+from worker.model.export import trace
+from worker.model.interface import adapt_model
 
 
 class Guarded(nn.Module):
@@ -91,11 +92,11 @@ class Labelled(nn.Module):
 
 def test_a_models_own_loss_that_cannot_be_traced_is_told_with_the_way_around_it():
     model, inputs = Labelled(), (torch.tensor([0, 1]), torch.randn(2, 4))
-    adapt(model, ["labels", "x"], own_loss=True)
+    adapt_model(model, ["labels", "x"], own_loss=True)
     with pytest.raises(TraceError, match=r"test_guards.py:\d+: .*let the job have a `loss` .*model.output"):
         trace(model, inputs)
     other = Labelled()
-    adapt(other, ["x"], output="logits")
+    adapt_model(other, ["x"], output="logits")
     assert len(trace(other, inputs[1:]).layers) == 2
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.model import TraceError, trace
-from worker.model.interface import adapt
-from worker.nests import taken_apart, tensors_of
+from worker.contract.profile import TraceError
+from worker.model.export import trace
+from worker.model.interface import adapt_model
+from worker.model.pytree import flatten_tree, named_leaves
 
 WIDTH = 6
 Pair = namedtuple("Pair", "first second")
@@ -82,7 +83,7 @@ def batch(rows=4):
 
 def by_name(model, given, **how):
     names = sorted(given)
-    adapt(model, names, **how)
+    adapt_model(model, names, **how)
     return trace(model, tuple(given[name] for name in names)), tuple(given[name] for name in names)
 
 
@@ -128,7 +129,7 @@ def test_one_tensor_of_a_nest_is_the_output(shape, output):
     torch.manual_seed(0)
     model, x = Returns(shape), torch.randn(4, WIDTH)
     expected = model.body(x)
-    adapt(model, (), output=output)
+    adapt_model(model, (), output=output)
     assert torch.equal(run(trace(model, (x,)), (x,)), expected)
 
 
@@ -150,25 +151,25 @@ def test_all_tensors_of_a_nest_come_back_in_its_form(shape, output):
     expected = shape(model.body(x))
     if output == "second":
         expected = expected.second
-    interface = adapt(model, (), output=output)
+    interface = adapt_model(model, (), output=output)
     traced = trace(model, (x,))
     (stage,) = traced.cut([]).stages
     made = stage(x)
     form = pickle.loads(pickle.dumps(interface.form))
-    found = form.filled([made[at] for at in stage.model_outputs])
+    found = form.unflatten([made[at] for at in stage.model_outputs])
     assert type(found) is type(expected)
-    names, tensors = zip(*tensors_of(expected), strict=True)
+    names, tensors = zip(*named_leaves(expected), strict=True)
     assert interface.form.names == names
-    found_names, found_tensors = zip(*tensors_of(found), strict=True)
+    found_names, found_tensors = zip(*named_leaves(found), strict=True)
     assert found_names == names and all(map(torch.equal, found_tensors, tensors))
-    assert taken_apart(found)[1] == form
+    assert flatten_tree(found)[1] == form
 
 
 def test_a_model_that_calls_itself_is_left_alone_inside():
     torch.manual_seed(0)
     model, x = CallsItself(None), torch.randn(4, WIDTH)
     expected = model.body(2 * x)
-    adapt(model, ())
+    adapt_model(model, ())
     assert torch.equal(run(trace(model, (x,)), (x,)), expected)
 
 
@@ -185,7 +186,7 @@ def test_a_model_that_calls_itself_is_left_alone_inside():
 )
 def test_what_cannot_be_told_apart_is_refused_by_name(shape, how, message):
     model = Returns(shape)
-    adapt(model, (), **how)
+    adapt_model(model, (), **how)
     with pytest.raises(TraceError, match=message):
         trace(model, (torch.randn(4, WIDTH),))
 
@@ -194,13 +195,13 @@ def test_the_only_number_of_a_tuple_is_the_loss():
     torch.manual_seed(0)
     model, x = Returns(lambda x: (x, x.square().mean())), torch.randn(4, WIDTH)
     expected = model(x)[1]
-    adapt(model, (), own_loss=True)
+    adapt_model(model, (), own_loss=True)
     assert torch.equal(run(trace(model, (x,)), (x,)), expected)
 
 
 def test_tensors_of_a_nest_have_dotted_names():
     nest = Plain(torch.ones(1), {"a": [torch.ones(2), None], "b": Pair(torch.ones(3), "text")})
-    assert [(name, len(t)) for name, t in tensors_of(nest)] == [
+    assert [(name, len(t)) for name, t in named_leaves(nest)] == [
         ("hidden", 1),
         ("deeper.a.0", 2),
         ("deeper.b.first", 3),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from worker.model.profile import LayerCost, LayerProfile, mean_profile, slowest_profile
+from worker.contract.profile import LayerCost, LayerProfile, mean_profile, slowest_profile
 
 
 def profile(*forward_s: float) -> LayerProfile:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from worker.model.check import check_trace
-from worker.model.errors import TraceError
-from worker.model.own_backwards import own_backwards_kept
-from worker.model.tracing import trace
+from worker.checks.export import check_trace
+from worker.contract.profile import TraceError
+from worker.model.export import trace
+from worker.model.hf_patches import patch_autograd_functions
 
 pytest.importorskip("transformers")
 
@@ -45,7 +45,7 @@ def test_a_function_written_anew_has_the_librarys_values_and_gradients(name):
     for kept in (False, True):
         at = x.clone().requires_grad_()
         if kept:
-            with own_backwards_kept():
+            with patch_autograd_functions():
                 value = function(at)
         else:
             value = function(at)

@@ -6,21 +6,24 @@ import threading
 
 import pytest
 import torch
-from odd_models import ODD_MODELS, make
 from torch.nn import functional
 
-from service.scheduler import MeshSpec, make_plan
-from service.scheduler.model.spec import NetworkSpec
-from service.scheduler.partition import partition
+from service.scheduler.job.partition import partition
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec
 from tests.reference import dataset_batches, train
-from worker import checkpoint
-from worker.data.digits import NoisyDigits
+from tests.worker.model.odd_models import ODD_MODELS, make
+from worker.benchmark.layers import measure_layers
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.program import program_from_json
 from worker.data.sampler import BatchSampler, collate
-from worker.data.text import ByteWindows
-from worker.engine import Engine, RunOptions
-from worker.model import build_model, measure_layers, trace
-from worker.program import program_from_json
-from worker.transport import Topology
+from worker.engine.engine import Engine
+from worker.engine.results import RunOptions
+from worker.examples.digits import NoisyDigits
+from worker.examples.text import ByteWindows
+from worker.model.export import trace
+from worker.model.factory import build_model
+from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 
 CLIP = 1.0
@@ -39,7 +42,7 @@ class Pipeline:
             network=NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
             schedule=schedule,
         )
-        graph = traced.cut(result.begins)
+        graph = traced.cut(result.stage_starts)
         plan = make_plan(result.spec, budget_s=0.5)
         mesh_of_stage = tuple(stage.mesh for stage in result.spec.stages)
         topology = Topology(meshes=tuple(mesh.name for mesh in result.spec.meshes), workers_per_mesh=1)
@@ -124,7 +127,7 @@ def compare(model, batch_of_step, loss, *, steps, rel, **pipeline):
 @pytest.mark.parametrize("tied", [False, True])
 def test_ten_steps_of_a_gpt_on_real_text_equal_the_plain_loop(schedule, tied):
     args = {"layers": 4, "width": 32, "heads": 2, "length": 32, "tied": tied}
-    model = build_model("worker.model.gpt:build", args, seed=1)
+    model = build_model("worker.examples.gpt:build", args, seed=1)
     data = ByteWindows(32)
     batches = dataset_batches(data, BatchSampler(len(data), 16, 4, seed=1), collate)
     compare(
@@ -141,7 +144,7 @@ def test_ten_steps_of_a_gpt_on_real_text_equal_the_plain_loop(schedule, tied):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "auto"])
 def test_ten_steps_of_a_unet_on_real_images_equal_the_plain_loop(schedule):
-    model = build_model("worker.model.unet:build", {"width": 8}, seed=1)
+    model = build_model("worker.examples.unet:build", {"width": 8}, seed=1)
     data = NoisyDigits()
     batches = dataset_batches(data, BatchSampler(len(data), 16, 4, seed=1), collate)
     compare(
@@ -210,19 +213,19 @@ def test_a_run_goes_on_from_a_checkpoint_with_fewer_meshes(name, tmp_path):
         plain, batches, steps=range(1, 7), loss=functional.mse_loss, optimizer=optimizer, clip_grad_norm=CLIP
     )
     arguments = {"loss": functional.mse_loss, "optimizer": optimizer, "schedule": "1f1b"}
-    uri = checkpoint.step_uri(str(tmp_path), "job", 3)
+    uri = checkpoint_format.step_uri(str(tmp_path), "job", 3)
     with Pipeline(model, batches(0), stages=3, meshes=3, **arguments) as run:
         for step in range(1, 4):
             run.step(step, batches(step))
         for mesh, engine in enumerate(run.engines):
-            checkpoint.save_shard(uri, step=3, shard=f"m{mesh}", state=engine.state())
-        checkpoint.finish(uri, step=3, shards=["m0", "m1", "m2"], keep=1)
+            checkpoint_format.save_shard(uri, step=3, shard=f"m{mesh}", state=engine.state())
+        checkpoint_format.finish_checkpoint(uri, step=3, shards=["m0", "m1", "m2"], keep=1)
     fresh, _ = make(
         name, seed=0 if name == "constants" else 1
     )  # a table that is no state comes from the seed
     with Pipeline(fresh, batches(0), stages=2, meshes=2, **arguments) as run:
         for engine in run.engines:  # each worker reads the checkpoint for itself
-            state, step = checkpoint.load(uri)
+            state, step = checkpoint_format.load_checkpoint(uri)
             engine.load_state(state)
         for later in range(step + 1, 7):
             found, _ = run.step(later, batches(later))

@@ -4,10 +4,12 @@ import importlib
 
 import pytest
 import torch
-from odd_models import make
 from torch import nn
 
-from worker.model import TraceError, measure_layers, trace
+from tests.worker.model.odd_models import make
+from worker.benchmark.layers import measure_layers
+from worker.contract.profile import TraceError
+from worker.model.export import trace
 
 
 class Outer(nn.Module):
@@ -212,7 +214,7 @@ def test_an_edge_has_the_type_that_the_stages_see_and_the_one_that_travels(autoc
     model = model.float()
     traced = trace(model, (inputs[0], inputs[1].float()), autocast=autocast, transfers=transfers)
     graph = traced.cut(traced.layers)
-    kinds = {(edge.differentiable, edge.dtype, edge.wire_dtype) for edge in graph.edges}
+    kinds = {(edge.differentiable, edge.dtype, edge.transfer_dtype) for edge in graph.edges}
     assert (True, dtype, wire) in kinds and kinds <= {
         (True, dtype, wire),
         (True, torch.float32, torch.bfloat16 if transfers == "bf16" else torch.float32),
@@ -221,7 +223,7 @@ def test_an_edge_has_the_type_that_the_stages_see_and_the_one_that_travels(autoc
     target = torch.randn(4, 5, 3)
     profile = measure_layers(traced, nn.functional.mse_loss, target, repeats=1)
     assert [edge.bytes for edge in profile.edges] == [
-        torch.Size(edge.shape).numel() * edge.wire_dtype.itemsize for edge in graph.edges
+        torch.Size(edge.shape).numel() * edge.transfer_dtype.itemsize for edge in graph.edges
     ]
     in_full = trace(model, (inputs[0], inputs[1].float())).cut(traced.layers)
     assert {edge.dtype for edge in in_full.edges if edge.differentiable} == {torch.float32}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.model import call_factory, trace
-from worker.model.check import check_trace
-from worker.model.interface import adapt
+from worker.checks.export import check_trace
+from worker.model.export import trace
+from worker.model.factory import call_factory
+from worker.model.interface import adapt_model
 
 pytest.importorskip("transformers")
 
@@ -138,7 +139,7 @@ def test_a_raw_model_is_traced_true_with_dropout_and_its_own_loss(name):
     if name == "rwkv":
         del batch["attention_mask"]
     names = sorted(batch)
-    adapt(model, names, own_loss=True)
+    adapt_model(model, names, own_loss=True)
     traced = trace(model, tuple(batch[key] for key in names))
     assert len(traced.layers) >= 4
     notes = check_trace(model, traced, lambda: lambda output, _: output, torch.zeros(2))

@@ -8,8 +8,8 @@ import types
 import warnings
 
 import pytest
-from fake_nccl import FakeCommunicator, FakeNccl
 
+from tests.worker.transport.fake_nccl import FakeCommunicator, FakeNccl
 from worker.transport import nccl as transport
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from worker.transport.base import PeerLostError, Topology
-from worker.transport.gloo import GlooTransport, host_store
+from worker.transport.gloo import GlooTransport
+from worker.transport.rendezvous import host_store
 
 MESHES = ("m0", "m1", "m2", "m3")
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from worker.transport import ConnectError, PeerLostError, Topology
+from worker.transport.base import ConnectError, PeerLostError, Topology
 from worker.transport.local import LocalTransport
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_nccl import VERSION, FakeNccl
 
-from worker.transport import ConnectError, PeerLostError, Topology
-from worker.transport.nccl import NcclSettings, NcclTransport, check_versions
+from tests.worker.transport.fake_nccl import VERSION, FakeNccl
+from worker.transport.base import ConnectError, PeerLostError, Topology
+from worker.transport.nccl import NcclSettings, NcclTransport, check_nccl_versions
 from worker.transport.rendezvous import host_store
 
 MESHES = ("m0", "m1", "m2", "m3")
@@ -353,11 +353,11 @@ def test_a_cupy_without_an_nccl_library_is_named(monkeypatch):
 
 
 def test_two_different_nccls_in_one_process_are_refused_with_the_pair_that_fits():
-    check_versions((2, 28, 9), VERSION)
+    check_nccl_versions((2, 28, 9), VERSION)
     with pytest.raises(
         ConnectError, match=r"torch was built for NCCL 2\.27\.5, but cupy loads NCCL 2\.28\.9"
     ):
-        check_versions((2, 27, 5), VERSION)
+        check_nccl_versions((2, 27, 5), VERSION)
 
 
 def test_settings_limit_the_width_of_nccl_but_not_against_the_users_word():

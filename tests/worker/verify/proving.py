@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from test_actor import job
 from torch import nn
-from workers import mesh_profiles, placed, plan_of
 
-from worker.driver.planning import planned_job
-from worker.job import Job
+from tests.worker.actor.test_actor import job
+from tests.worker.workers import mesh_profiles, placed, plan_of
+from worker.contract.job import Job
+from worker.contract.planned import parse_planned_job
 from worker.verify.proof import Proof, prove
 
 _answers: dict[str, dict[str, Any]] = {}
@@ -75,6 +75,6 @@ def proof_of(spec: dict[str, Any], steps: int = 3, nodes: dict[str, str] | None 
                 **placed(read, nodes),
             }
             _answers[key] = plan_of(spec, costs)
-        return planned_job(_answers[key])
+        return parse_planned_job(_answers[key])
 
     return prove(read, plan, steps)

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from proving import gpt, pictures, proof_of
 
+from tests.worker.verify.proving import gpt, pictures, proof_of
 from worker.engine import stage as stage_module
-from worker.engine.backward import WeightBackward
+from worker.engine.autograd import WeightBackward
 from worker.engine.engine import Engine
-from worker.engine.random_state import RandomState
+from worker.engine.optim.step import ModelUpdate
 from worker.engine.stage import StageRunner
-from worker.engine.stage_tensors import StageTensors
-from worker.engine.update import ModelUpdate
+from worker.engine.stage_io import StageTensors
+from worker.model.rng import RandomState
 from worker.model.stages import StageBuilder
 from worker.transport.gloo import GlooTransport
-from worker.verify.workers import OpenWorker
+from worker.verify.local_gang import InspectableWorker
 
 SPLIT = {"schedule": "zb-h1"}
 
@@ -131,7 +131,7 @@ def optimizer_group_lost(monkeypatch):
 
         return make_optimizer
 
-    around(monkeypatch, OpenWorker, "_make_optimizer", make)
+    around(monkeypatch, InspectableWorker, "_make_optimizer", make)
     return gpt(), r"step 1: after STEP on m1, '.*' did not change"
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import test_loss_reduction
-import test_raw_models
-import test_split_images
-from proving import gpt, pictures, proof_of
 
-from worker.engine.loss_scaler import LossScaler
+from tests.worker.jobs import test_loss_reduction, test_split_images
+from tests.worker.jobs import test_plain_modules as test_raw_models
+from tests.worker.verify.proving import gpt, pictures, proof_of
+from worker.engine.optim.grad_scaler import PipelineGradScaler
 
 
 def raw(name, **dropout):
@@ -22,8 +21,8 @@ def raw(name, **dropout):
 
 def unet():
     spec = gpt(stages=4, meshes=4, schedule="auto")
-    spec["model"] = {"factory": "worker.model.unet:build", "args": {}}
-    spec["data"] = {"factory": "worker.data.digits:NoisyDigits", "args": {}}
+    spec["model"] = {"factory": "worker.examples.unet:build", "args": {}}
+    spec["data"] = {"factory": "worker.examples.digits:NoisyDigits", "args": {}}
     spec["loss"] = {"factory": "torch.nn.functional:mse_loss"}
     return spec
 
@@ -92,7 +91,7 @@ def test_a_job_in_fp16_is_found_equal_also_where_a_step_overflows():
 
 
 def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
-    ended = LossScaler.ended
+    ended = PipelineGradScaler.ended
 
     def keeps(self, step):
         scale = self.scale
@@ -100,7 +99,7 @@ def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
         self.scale = scale
         return found
 
-    monkeypatch.setattr(LossScaler, "ended", keeps)
+    monkeypatch.setattr(PipelineGradScaler, "ended", keeps)
     assert (
         "step 2: the loss scale is 1.09951e+12 on m0 and 1024 in" in proof_of(in_fp16(), steps=2).difference
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from proving import gpt, proof_of
 
-from worker.engine.sharded_update import ShardedUpdate
+from tests.worker.verify.proving import gpt, proof_of
+from worker.engine.optim.zero1 import Zero1Update
 
 
 def shared_gpt():
@@ -31,13 +31,13 @@ def test_a_proof_beside_the_plain_model_finds_meshes_that_share_equal():
 def test_a_proof_tells_parameters_that_were_not_gathered_and_a_norm_without_the_parts_of_others(
     defect, said, monkeypatch
 ):
-    right = ShardedUpdate._gradients_of_norm
+    right = Zero1Update._gradients_of_norm
     wrong = {
         "gather": lambda self: None,
         "_gradients_of_norm": lambda self: (
             found if (found := right(self)) and self.transport.worker == 0 else []
         ),
     }[defect]
-    monkeypatch.setattr(ShardedUpdate, defect, wrong)
+    monkeypatch.setattr(Zero1Update, defect, wrong)
     found = proof_of(shared_gpt(), steps=2).difference
     assert found is not None and re.search(said, found), found

@@ -18,19 +18,25 @@ import uvicorn
 from pydantic import SecretStr
 
 from service.control_plane import control_plane_app
-from service.job_states import AttemptState, JobState
-from service.jobspec import JobSpec
-from service.orchestrator.ray_jobs import ClusterUnreachableError, Held, Node
-from service.scheduler import Plan, make_plan
-from service.scheduler.model.spec import PipelineSpec
-from service.settings import Settings
-from service.store import states
+from service.orchestrator.ray.jobs_api import ClusterUnreachableError, RayNode, ResourceUse
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.programs.plan import Plan
+from service.settings.settings import Settings
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState, JobState
+from service.store import transitions
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
-from service.store.evaluations import EvaluationRecord, record_evaluations
-from service.store.plans import record_plan
-from service.store.steps import StepRecord, record_steps
-from service.store.timelines import SlotRecord, record_timeline
+from service.store.measurements import (
+    EvaluationRecord,
+    SlotRecord,
+    StepRecord,
+    record_evaluations,
+    record_steps,
+    record_timeline,
+)
+from service.store.plans import record_job_plan
 from tests.service.conftest import create_job
 
 STAGES = 3
@@ -47,10 +53,10 @@ class NoCluster:
 
     submit = job = stop = log = read_log = upload_package = _away
 
-    async def nodes(self) -> list[Node]:
-        return [Node("node-1", "127.0.0.1", {})]
+    async def nodes(self) -> list[RayNode]:
+        return [RayNode("node-1", "127.0.0.1", {})]
 
-    async def held(self) -> list[Held]:
+    async def held(self) -> list[ResourceUse]:
         return []
 
     async def close(self) -> None:
@@ -114,8 +120,8 @@ def job_spec(name: str) -> JobSpec:
     return JobSpec.model_validate(
         {
             "name": name,
-            "model": {"factory": "worker.model.gpt:build"},
-            "data": {"factory": "worker.data.text:ByteWindows"},
+            "model": {"factory": "worker.examples.gpt:build"},
+            "data": {"factory": "worker.examples.text:ByteWindows"},
             "loss": {"factory": "torch.nn.functional:cross_entropy"},
             "training": {"steps": 100, "global_batch": 8, "microbatches": "auto"},
             "pipeline": {"stages": "auto"},
@@ -144,21 +150,21 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         broken.metrics_endpoint = serve_metrics(failed.id) if serve_metrics else None
         broken.log = "building <i>nope</i>\nTraceback: no module\n"
         reason = {"reason": "MODEL_BUILD_FAILED", "message": "<b>no module named 'nope'</b>"}
-        states.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
-        states.move_job(session, failed, JobState.FAILED, at=now, **reason)
+        transitions.move_attempt(broken, AttemptState.FAILED, at=now, **reason)
+        transitions.move_job(session, failed, JobState.FAILED, at=now, **reason)
         running = await create_job(session, job_spec("gpt"), at=now - timedelta(minutes=1))
         if serve_metrics:
             earlier = await create_attempt(session, running, device="cpu", at=now)
             earlier.metrics_endpoint = serve_metrics(running.id)
             lost = {"reason": "WORKER_LOST", "message": "node a is gone"}
-            states.move_attempt(earlier, AttemptState.FAILED, at=now, **lost)
-            states.move_job(session, running, JobState.RECOVERING, at=now, **lost)
+            transitions.move_attempt(earlier, AttemptState.FAILED, at=now, **lost)
+            transitions.move_job(session, running, JobState.RECOVERING, at=now, **lost)
         attempt = await create_attempt(session, running, device="cpu", at=now)
         attempt.submitted_at = now
         attempt.peak_memory_bytes = {"mesh0": 3 << 20, "mesh1": 1536}
         attempt.metrics_endpoint = serve_metrics(running.id) if serve_metrics else None
-        states.move_attempt(attempt, AttemptState.RUNNING, at=now)
-        states.move_job(session, running, JobState.RUNNING, at=now)
+        transitions.move_attempt(attempt, AttemptState.RUNNING, at=now)
+        transitions.move_job(session, running, JobState.RUNNING, at=now)
         running.step, running.loss, running.step_s = STEPS, 1.25, 0.05
         body = {
             "begins": ["a"],
@@ -168,7 +174,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
             "update_s": 0.0025,
             "update": [{"mesh": f"mesh{i}", "reduce_s": 0.001 * i, "step_s": 0.0005} for i in range(STAGES)],
         }
-        await record_plan(session, attempt, json.dumps(body), at=now)
+        await record_job_plan(session, attempt, json.dumps(body), at=now)
         await record_steps(session, attempt, [step(number) for number in range(1, STEPS + 1)])
         running.step_flops, running.peak_flops_per_s = running.step_s * 3e12, 8e12
         running.best_checkpoint = {"step": 20, "uri": "/runs/20", "metric": "loss", "value": 1.5}

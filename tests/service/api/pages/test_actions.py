@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.orchestrator.ray_jobs import Held, Node
+from service.orchestrator.ray.jobs_api import RayNode, ResourceUse
 from tests.service.api.pages import seed
 from tests.service.api.pages.seed import Site, job_spec, seeded_site
 
@@ -94,10 +94,12 @@ def test_the_cluster_page_shows_queues_nodes_meshes_and_why_jobs_wait(site: Site
 def test_a_quota_and_what_is_free_are_shown_as_they_change(
     tmp_path: Path, page, monkeypatch: pytest.MonkeyPatch
 ):
-    async def nodes(_: object) -> list[Node]:
-        return [Node("node-1", "10.0.0.7", {"slotline_worker": 3.0, "memory": 2.0**31, "node:10.0.0.7": 1.0})]
+    async def nodes(_: object) -> list[RayNode]:
+        return [
+            RayNode("node-1", "10.0.0.7", {"slotline_worker": 3.0, "memory": 2.0**31, "node:10.0.0.7": 1.0})
+        ]
 
-    async def held(_: object) -> list[Held]:
+    async def held(_: object) -> list[ResourceUse]:
         return []
 
     monkeypatch.setattr(seed.NoCluster, "nodes", nodes)

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from service.api.pages.router import _templates, dashboard_links
-from service.settings import Settings
+from service.settings.settings import Settings
 from service.store.tables import Job
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from service.job_states import AttemptState, JobState
-from service.store import states
+from service.spec.states import AttemptState, JobState
+from service.store import transitions
 from service.store.attempts import create_attempt, find_attempt
 from service.store.database import Database, utc_now
-from service.store.steps import record_steps
-from service.store.timelines import record_timeline
+from service.store.measurements import record_steps, record_timeline
 from tests.service.api.pages.seed import STEPS, Site, measured, seeded_site, step
 
 RESUMED_AT = 30
@@ -21,14 +20,14 @@ async def recover(url: str, site: Site) -> None:
     database = Database(url)
     now = utc_now()
     async with database.write() as session:
-        job = await states.lock_job(session, site.running)
+        job = await transitions.lock_job(session, site.running)
         lost = await find_attempt(session, job.current_attempt)
-        states.move_attempt(lost, AttemptState.FAILED, at=now, reason="DRIVER_LOST")
-        states.move_job(session, job, JobState.RECOVERING, at=now)
+        transitions.move_attempt(lost, AttemptState.FAILED, at=now, reason="DRIVER_LOST")
+        transitions.move_job(session, job, JobState.RECOVERING, at=now)
         attempt = await create_attempt(session, job, device="cpu", at=now)
         attempt.submitted_at = now
-        states.move_attempt(attempt, AttemptState.RUNNING, at=now)
-        states.move_job(session, job, JobState.RUNNING, at=now)
+        transitions.move_attempt(attempt, AttemptState.RUNNING, at=now)
+        transitions.move_job(session, job, JobState.RUNNING, at=now)
         await record_steps(session, attempt, [step(n) for n in range(RESUMED_AT, RESUMED_AT + 3)])
         slots = measured(site.plan)
         await record_timeline(

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from service.job_states import AttemptState, JobState
-from service.jobspec import JobSpec
-from service.settings import Settings
-from service.store import states
+from service.settings.settings import Settings
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState, JobState
+from service.store import transitions
 from service.store.attempts import attempts_of
 from service.store.database import Database, utc_now
 from service.store.jobs import find_job
@@ -42,8 +42,8 @@ async def _end(url: str, job_id: str) -> None:
             job.spec = JobSpec.model_validate(given).model_dump(mode="json")
             (attempt, *_) = await attempts_of(session, job_id)
             why = {"reason": "MODEL_BUILD_FAILED", "message": REASON}
-            states.move_attempt(attempt, AttemptState.FAILED, at=utc_now(), **why)
-            states.move_job(session, job, JobState.FAILED, at=utc_now(), **why)
+            transitions.move_attempt(attempt, AttemptState.FAILED, at=utc_now(), **why)
+            transitions.move_job(session, job, JobState.FAILED, at=utc_now(), **why)
     finally:
         await database.close()
 

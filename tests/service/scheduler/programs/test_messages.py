@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from service.scheduler import PipelineSpec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.programs.decode import PlanError
 from service.scheduler.programs.messages import check_messages
-from service.scheduler.resharding import Links, Tensor, layout, plan_resharding
-from worker.program import Instruction
+from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
+from service.scheduler.resharding.resharding import plan_resharding
+from worker.contract.program import Instruction
 
 
 def _side(name, size, along):
-    return layout(name, mesh=(size,), split=(along,), hosts=("here",) * size)
+    return mesh_layout(name, mesh=(size,), split=(along,), hosts=("here",) * size)
 
 
 def _planned(sizes, *, along=0, skips=False, microbatches=3):

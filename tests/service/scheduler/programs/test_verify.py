@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from service.scheduler import PlanError, load_spec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import load_spec
+from service.scheduler.programs.decode import PlanError
 from service.scheduler.programs.verify import verify
 from tests.service.scheduler.specs import chain
-from worker.program import Instruction, program_from_json
+from worker.contract.program import Instruction, program_from_json
 
 CONTENTIONS = ["none", "link", "full-duplex", "half-duplex"]
 

@@ -9,7 +9,8 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from service.scheduler.resharding import Layout, Links, ReshardingPlan, Tensor, layout
+from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
+from service.scheduler.resharding.plan import ReshardingPlan
 
 CUBE = Tensor((24, 24, 24), 2)
 UNIT = Links(card_bytes_per_s=float(CUBE.bytes))
@@ -28,8 +29,8 @@ class Literature:
 
     def layouts(self) -> tuple[Layout, Layout]:
         return (
-            layout("source", mesh=self.source[0], split=self.source[1]),
-            layout("target", mesh=self.target[0], split=self.target[1]),
+            mesh_layout("source", mesh=self.source[0], split=self.source[1]),
+            mesh_layout("target", mesh=self.target[0], split=self.target[1]),
         )
 
 
@@ -77,7 +78,7 @@ def _random_layout(draw: random.Random, name: str, shape: tuple[int, ...], prefi
     workers = int(np.prod(mesh))
     each = draw.choice([n for n in range(1, workers + 1) if workers % n == 0])
     hosts = tuple(f"{prefix}{w // each}" for w in range(workers))
-    return layout(name, mesh=mesh, split=tuple(split), hosts=hosts, sizes=tuple(sizes))
+    return mesh_layout(name, mesh=mesh, split=tuple(split), hosts=hosts, sizes=tuple(sizes))
 
 
 def elements_of(given: Layout, shape: tuple[int, ...]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 
 from ortools.linear_solver import pywraplp
 
-from service.scheduler.resharding import Layout
+from service.scheduler.resharding.layout import Layout
 from tests.service.scheduler.resharding.cases import elements_of
 
 

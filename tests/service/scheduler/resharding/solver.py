@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from ortools.sat.python import cp_model
 
-from service.scheduler.resharding import Layout
+from service.scheduler.resharding.layout import Layout
 from tests.service.scheduler.resharding.cases import elements_of
 
 

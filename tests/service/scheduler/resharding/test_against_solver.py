@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.scheduler.resharding import Links, Tensor, plan_resharding
+from service.scheduler.resharding.layout import Links, Tensor
+from service.scheduler.resharding.resharding import plan_resharding
 from tests.service.scheduler.resharding.cases import CUBE, LITERATURE, UNIT, random_case
 from tests.service.scheduler.resharding.linear import least_elements
 from tests.service.scheduler.resharding.solver import least_slots
@@ -48,7 +49,7 @@ def test_the_bound_is_what_a_linear_program_says_that_cards_carry():
 
 _PRINTS = """
 import hashlib, json
-from service.scheduler.resharding import plan_resharding
+from service.scheduler.resharding.resharding import plan_resharding
 from tests.service.scheduler.resharding.cases import random_case
 plans = [plan_resharding(*random_case(seed), messages=64).to_json() for seed in range(30)]
 print(hashlib.sha256(json.dumps(plans).encode()).hexdigest())

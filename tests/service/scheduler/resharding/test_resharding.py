@@ -8,16 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from service.scheduler.resharding import (
-    Links,
-    ReshardingPlan,
-    Tensor,
-    layout,
+from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
+from service.scheduler.resharding.plan import ReshardingPlan
+from service.scheduler.resharding.resharding import (
     plan_gather_then_send,
     plan_resharding,
     plan_send_and_receive,
 )
-from service.scheduler.resharding.text import summary
+from service.scheduler.resharding.show import resharding_summary
 from tests.service.scheduler.resharding.cases import (
     CUBE,
     LITERATURE,
@@ -121,8 +119,8 @@ def test_the_order_of_the_messages_is_one_that_workers_can_run():
 
 
 def test_uneven_lengths_of_pieces_are_kept():
-    source = layout("source", mesh=(3,), split=(0,), sizes=((1, 0, 9),))
-    target = layout("target", mesh=(4,), split=(0,))
+    source = mesh_layout("source", mesh=(3,), split=(0,), sizes=((1, 0, 9),))
+    target = mesh_layout("target", mesh=(4,), split=(0,))
     plan = plan_resharding(Tensor((10,), 4), source, target, Links(1.0))
     boxes = {worker.name: worker.box for worker in plan.workers}
     assert boxes["source/1"] == ((1, 1),) and boxes["source/2"] == ((1, 10),)
@@ -130,8 +128,10 @@ def test_uneven_lengths_of_pieces_are_kept():
 
 
 def test_two_cards_of_a_host_share_what_it_sends_and_what_it_receives():
-    source = layout("source", mesh=(1, 4), split=(None, None))
-    target = layout("target", mesh=(1, 3), split=(None, None))  # two of three workers are on the first card
+    source = mesh_layout("source", mesh=(1, 4), split=(None, None))
+    target = mesh_layout(
+        "target", mesh=(1, 3), split=(None, None)
+    )  # two of three workers are on the first card
     plan = plan_resharding(CUBE, source, target, replace(UNIT, cards_per_host=2))
     assert plan.makespan_s == plan.lower_bound_s == 0.5
 
@@ -139,8 +139,8 @@ def test_two_cards_of_a_host_share_what_it_sends_and_what_it_receives():
 def test_replicas_are_gathered_where_local_links_are_slow_and_broadcast_where_messages_are():
     """An all-gather spreads what local links carry, a broadcast needs fewer messages."""
     source, target = (
-        layout("source", mesh=(1, 1), split=(None, None)),
-        layout("target", mesh=(1, 4), split=(None, None)),
+        mesh_layout("source", mesh=(1, 1), split=(None, None)),
+        mesh_layout("target", mesh=(1, 4), split=(None, None)),
     )
     slow_inside = replace(UNIT, local_bytes_per_s=0.8 * UNIT.card_bytes_per_s)
     assert "all-gather" in plan_resharding(CUBE, source, target, slow_inside).strategy
@@ -150,8 +150,8 @@ def test_replicas_are_gathered_where_local_links_are_slow_and_broadcast_where_me
 
 def test_workers_get_their_own_copies_where_cards_are_faster_than_links_inside():
     source, target = (
-        layout("source", mesh=(4, 1), split=(None, None)),
-        layout("target", mesh=(1, 4), split=(None, None)),
+        mesh_layout("source", mesh=(4, 1), split=(None, None)),
+        mesh_layout("target", mesh=(1, 4), split=(None, None)),
     )
     links = Links(UNIT.card_bytes_per_s, 0.1 * UNIT.card_bytes_per_s, cards_per_host=4)
     plan = plan_resharding(CUBE, source, target, links)
@@ -161,20 +161,23 @@ def test_workers_get_their_own_copies_where_cards_are_faster_than_links_inside()
 
 def test_a_mesh_on_the_same_hosts_uses_no_card():
     hosts = ("a", "a", "b", "b")
-    source = layout("source", mesh=(2, 2), split=(0, None), hosts=hosts)
-    target = layout("target", mesh=(2, 2), split=(0, 1), hosts=hosts)
+    source = mesh_layout("source", mesh=(2, 2), split=(0, None), hosts=hosts)
+    target = mesh_layout("target", mesh=(2, 2), split=(0, 1), hosts=hosts)
     plan = plan_resharding(CUBE, source, target, UNIT)
     assert plan.messages and all(message.local for message in plan.messages)
     assert plan.makespan_s == plan.lower_bound_s == 0.0
     links = replace(UNIT, latency_s=0.1, local_latency_s=0.01)
     late = plan_resharding(CUBE, source, target, links)
     assert late.lower_bound_s == 0.01 <= late.makespan_s
-    assert "above the optimum" in summary(late) or late.proven_optimal
-    assert "nothing crosses a card" in summary(late)
+    assert "above the optimum" in resharding_summary(late) or late.proven_optimal
+    assert "nothing crosses a card" in resharding_summary(late)
 
 
 def test_latency_limits_how_finely_a_chain_is_cut():
-    source, target = layout("source", mesh=(1,), split=(None,)), layout("target", mesh=(2,), split=(None,))
+    source, target = (
+        mesh_layout("source", mesh=(1,), split=(None,)),
+        mesh_layout("target", mesh=(2,), split=(None,)),
+    )
 
     def chunks(latency_s: float) -> float:
         return len(plan_resharding(CUBE, source, target, replace(UNIT, latency_s=latency_s)).messages) / 2

@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from service.scheduler import SpecError, load_spec, make_plan
-from service.scheduler.model.memory import peak_activation
-from service.scheduler.named import named_timeline
+from service.scheduler.auto.named import named_timeline
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.memory import peak_activation
+from service.scheduler.problem.spec import SpecError, load_spec
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain
 

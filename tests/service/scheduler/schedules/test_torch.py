@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import load_spec
 from service.scheduler.views.render import render
 from tests.missing import needs
 from tests.service.scheduler.specs import SHARED, chain

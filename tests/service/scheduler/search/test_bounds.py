@@ -5,12 +5,13 @@ import random
 
 import pytest
 
-from service.scheduler import SpecError, load_spec, make_plan
-from service.scheduler.model import defects
-from service.scheduler.model.defects import SchedulerDefect
-from service.scheduler.model.problem import build_problem
+from service.scheduler.planner import make_plan
+from service.scheduler.problem import defects
+from service.scheduler.problem.defects import SchedulerDefect
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import SpecError, load_spec
 from service.scheduler.search import bounds as bounds_module
-from service.scheduler.search.bounds import lower_bounds, settle
+from service.scheduler.search.bounds import drop_refuted_bounds, lower_bounds
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import measured
 
@@ -122,15 +123,15 @@ def test_a_join_of_a_slow_and_a_fast_branch_is_paid_for_once():
 
 def test_a_bound_above_a_reached_makespan_is_an_error_here_and_dropped_at_run_time(monkeypatch):
     with pytest.raises(SchedulerDefect, match="'wrong' of 12"):
-        settle({"right": 9.0, "wrong": 12.0}, 10.0)
+        drop_refuted_bounds({"right": 9.0, "wrong": 12.0}, 10.0)
     monkeypatch.setattr(defects, "strict", False)
-    kept, notes = settle({"right": 9.0, "wrong": 12.0}, 10.0)
+    kept, notes = drop_refuted_bounds({"right": 9.0, "wrong": 12.0}, 10.0)
     assert kept == {"right": 9.0} and "'wrong' of 12" in notes[0]
 
     true_bounds = bounds_module.lower_bounds
-    from service.scheduler.search import auto
+    from service.scheduler.search import search
 
-    monkeypatch.setattr(auto, "lower_bounds", lambda problem: {**true_bounds(problem), "wrong": 1e6})
+    monkeypatch.setattr(search, "lower_bounds", lambda problem: {**true_bounds(problem), "wrong": 1e6})
     data = random_graph(3)
     plan = make_plan(load_spec(data), budget_s=0.5)
     assert any("'wrong'" in note for note in plan.notes)

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.scheduler import automatic, load_spec, make_plan
-from service.scheduler.model.memory import keeps_limits, peak_activation, peak_receive_buffers
-from service.scheduler.model.problem import build_problem
-from service.scheduler.search.auto import search
-from service.scheduler.search.memory_saving import save_memory
+from service.scheduler.auto import auto
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.memory import keeps_activation_limits, peak_activation, peak_receive_buffers
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import load_spec
+from service.scheduler.search.memory import save_memory
+from service.scheduler.search.search import search
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import chain, random_specs
 
@@ -32,7 +34,7 @@ def test_saving_memory_makes_no_plan_longer_and_no_mesh_hold_more(data):
     assert after.makespan <= before.makespan * (1 + 1e-9)
     assert all(new <= old for new, old in zip(peaks(after), peaks(before), strict=True))
     assert sum(peak_receive_buffers(after)) <= sum(peak_receive_buffers(before))
-    assert keeps_limits(problem, after.lanes)
+    assert keeps_activation_limits(problem, after.lanes)
     assert (save_memory(before).start == after.start).all()
 
 
@@ -73,14 +75,14 @@ def test_slack_for_longer_transfers_takes_a_few_microbatches_and_not_all_of_them
 
 
 def test_a_plan_whose_search_for_less_memory_was_cut_short_says_so(monkeypatch):
-    late, search_once = [], automatic.search
+    late, search_once = [], auto.search
 
     def search_then_late(*arguments, **options):
         found = search_once(*arguments, **options)
         late.append(True)
         return found
 
-    monkeypatch.setattr(automatic, "search", search_then_late)
+    monkeypatch.setattr(auto, "search", search_then_late)
     data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
     plan = make_plan(load_spec(data), expired=lambda: bool(late))
     assert plan.truncated and plan.proven_optimal

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import load_spec
 
 
 def tiny(generator, placed, microbatches, edges, split, limits):

@@ -5,7 +5,8 @@ from importlib.metadata import version
 import numpy as np
 import ortools
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import load_spec
 from service.scheduler.search import origin, rules
 from tests.service.scheduler.specs import measured
 

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from service.scheduler import kernels, load_spec, make_plan
-from service.scheduler.model.memory import keeps_limits
-from service.scheduler.model.problem import build_problem
-from service.scheduler.model.timeline import retime
-from service.scheduler.plan import make_plan_from
+from service.scheduler import kernels
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.memory import keeps_activation_limits
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.timeline import retime
 from service.scheduler.programs.compile import compile_programs
-from service.scheduler.search import auto, rules
-from service.scheduler.search.auto import search
+from service.scheduler.programs.plan import build_plan
+from service.scheduler.search import rules
+from service.scheduler.search import search as search_search
+from service.scheduler.search.search import search
 from service.scheduler.search.tabu import tabu_search
 from tests.missing import needs
 from tests.service.scheduler.checker import check_plan
@@ -51,11 +54,11 @@ def test_exchanged_orders_are_no_longer_and_keep_memory_causes_and_resources(dat
     before = search(problem, [], budget_s=0).timeline
     after = tabu_search(problem, before, goal_s=0.0, iterations=3000, seed=1, stop=never)
     assert after.makespan <= before.makespan
-    assert keeps_limits(problem, after.lanes)
+    assert keeps_activation_limits(problem, after.lanes)
     again = retime(problem, after.sequence)
     assert again.makespan == pytest.approx(after.makespan, rel=1e-9)
     assert np.array_equal(np.sort(after.sequence), np.sort(before.sequence))
-    plan = make_plan_from(
+    plan = build_plan(
         after,
         chosen="searched",
         lower_bound_s=0.0,
@@ -105,7 +108,7 @@ def test_a_limit_on_memory_is_kept_where_breaking_it_would_be_shorter():
         for given in (problem, free)
     )
     assert loose.makespan < tight.makespan == pytest.approx(case["optimum"])
-    assert keeps_limits(problem, tight.lanes) and not keeps_limits(problem, loose.lanes)
+    assert keeps_activation_limits(problem, tight.lanes) and not keeps_activation_limits(problem, loose.lanes)
 
 
 def test_where_nothing_may_change_places_the_iterations_are_used_up_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -145,7 +148,7 @@ def test_what_a_run_starts_from_does_not_depend_on_which_of_two_ends_first(monke
         stage["mesh"] = data["meshes"][number % 4]["name"]
     spec = load_spec(data)
     together = make_plan(spec, budget_s=0.2)
-    monkeypatch.setattr(auto, "ThreadPoolExecutor", OneAfterTheOther)
+    monkeypatch.setattr(search_search, "ThreadPoolExecutor", OneAfterTheOther)
     assert make_plan(spec, budget_s=0.2).model_dump_json() == together.model_dump_json()
 
 
@@ -155,5 +158,5 @@ def test_max_in_flight_is_kept_and_its_plans_get_shorter_too():
     problem = build_problem(spec, split=True)
     start = worst_of_the_rules(problem)
     better = tabu_search(problem, start, goal_s=0.0, iterations=20_000, seed=1, stop=never)
-    assert better.makespan < start.makespan and keeps_limits(problem, better.lanes)
+    assert better.makespan < start.makespan and keeps_activation_limits(problem, better.lanes)
     assert better.makespan <= make_plan(spec, budget_s=2.0).makespan_s * 1.02

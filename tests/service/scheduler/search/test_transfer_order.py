@@ -2,7 +2,8 @@
 
 import pytest
 
-from service.scheduler import load_spec, make_plan
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import load_spec
 from service.scheduler.views.render import plan_orders
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from service.scheduler import load_spec
-from service.scheduler.model.memory import keeps_limits, keeps_memory
-from service.scheduler.model.problem import build_problem
+from service.scheduler.problem.memory import keeps_activation_limits, keeps_memory_limits
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import load_spec
 from service.scheduler.search import exact, large_neighbourhoods, tabu
-from service.scheduler.search.auto import search
-from service.scheduler.search.window_model import WindowModel
-from service.scheduler.search.windows import Paths
+from service.scheduler.search.search import search
+from service.scheduler.search.windows import WindowCutter, WindowModel
 from tests.service.scheduler.specs import chain, measured, random_specs
 
 
@@ -52,7 +51,7 @@ def test_every_window_holds_a_longest_path_and_its_own_order_gives_the_same_time
     found = search(problem, [], budget_s=0)
     if found is None:
         return
-    paths, count = Paths(found.timeline), len(found.timeline.sequence)
+    paths, count = WindowCutter(found.timeline), len(found.timeline.sequence)
     for first in range(0, count, max(1, count // 4)):
         window = paths.window(first, min(count, first + max(1, count // 3)))
         assert window.makespan <= found.timeline.makespan * (1 + 1e-9)
@@ -66,7 +65,7 @@ def test_the_model_of_a_part_has_the_size_of_the_part_whatever_lies_around_it():
     sizes = {}
     for microbatches in (32, 128):
         problem = v_placed(microbatches)
-        paths = Paths(search(problem, [], budget_s=0).timeline)
+        paths = WindowCutter(search(problem, [], budget_s=0).timeline)
         middle = len(paths.timeline.sequence) // 2
         for tasks in (150, 300, 600):
             sizes[microbatches, tasks] = model_of(paths, middle, middle + tasks).variables
@@ -90,12 +89,12 @@ def test_a_window_over_everything_finds_what_the_model_of_the_whole_proves(data)
         return
     scale, lengths = exact.integer_durations(problem)
     while True:
-        window = Paths(timeline).window(0, len(timeline.sequence))
+        window = WindowCutter(timeline).window(0, len(timeline.sequence))
         free = np.zeros(len(window.tasks), dtype=bool)
         better, _ = exact.rearrange_window(window, free, lengths, scale, deterministic_limit=2.0)
         if better is None or better.makespan >= timeline.makespan:
             break
-        assert keeps_limits(problem, better.lanes)
+        assert keeps_activation_limits(problem, better.lanes)
         timeline = better
     best = proven.timeline.makespan if proven.timeline is not None else found.timeline.makespan
     assert timeline.makespan == pytest.approx(min(best, found.timeline.makespan), rel=1e-6)
@@ -114,7 +113,7 @@ def test_parts_of_a_v_of_many_microbatches_are_solved_and_shorten_it(monkeypatch
     found = solved(problem, first, effort=0.3)
     assert parts and max(parts) <= 2_500 < len(first.sequence)
     assert found.makespan < first.makespan
-    assert keeps_limits(problem, found.lanes)
+    assert keeps_activation_limits(problem, found.lanes)
 
 
 @pytest.mark.parametrize("limit", ["activation_limit_bytes", "memory_bytes"])
@@ -128,7 +127,7 @@ def test_an_answer_of_the_solver_that_a_replay_does_not_bear_out_is_not_taken(mo
     monkeypatch.setattr(WindowModel, "_add_memory", lambda *arguments: None)
     found = solved(problem, first)
     assert found.makespan <= first.makespan
-    assert keeps_limits(problem, found.lanes) and keeps_memory(found)
+    assert keeps_activation_limits(problem, found.lanes) and keeps_memory_limits(found)
 
 
 def test_tabu_search_of_many_tasks_works_on_windows_of_them(monkeypatch):
@@ -142,5 +141,5 @@ def test_tabu_search_of_many_tasks_works_on_windows_of_them(monkeypatch):
     monkeypatch.setattr(tabu, "_WINDOW", 400)
     found = tabu.tabu_search(problem, first, goal_s=0.0, iterations=5_000, seed=1, stop=lambda: False)
     assert found.makespan < first.makespan
-    assert keeps_limits(problem, found.lanes)
+    assert keeps_activation_limits(problem, found.lanes)
     assert np.array_equal(np.sort(found.sequence), np.sort(first.sequence))

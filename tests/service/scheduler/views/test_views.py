@@ -7,9 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from service.cli.plan import app
-from service.scheduler import Plan, SpecError, load_spec, make_plan
-from service.scheduler.compare import compare, definition_order_timeline, lockstep_timeline
-from service.scheduler.schedules.csv_orders import orders_from_csv
+from service.scheduler.compare import compare_schedules, definition_order_timeline, lockstep_timeline
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.programs.plan import Plan
+from service.scheduler.schedules.csv import orders_from_csv
 from service.scheduler.views.render import FORMATS, plan_orders, render
 from tests.service.scheduler.specs import chain
 from tests.service.scheduler.timelines import timeline_metrics
@@ -176,7 +178,7 @@ def test_the_baselines_have_their_known_makespans():
 def test_no_baseline_beats_auto():
     for contention in ("none", "link", "full-duplex", "half-duplex"):
         spec = load_spec(chain(4, 6, contention=contention, skips=((0, 3),), schedule="auto"))
-        found = {row.schedule: row.makespan_s for row in compare(spec, budget_s=1)}
+        found = {row.schedule: row.makespan_s for row in compare_schedules(spec, budget_s=1)}
         assert all(makespan is None or makespan >= found["auto"] * (1 - 1e-9) for makespan in found.values())
 
 

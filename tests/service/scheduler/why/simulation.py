@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from service.scheduler import Plan
-from service.scheduler.model.spec import PipelineSpec
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.programs.plan import Plan
 from service.scheduler.why.explain import PlannedStep
 
 

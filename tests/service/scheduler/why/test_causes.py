@@ -7,10 +7,11 @@ from functools import cache
 
 import pytest
 
-from service.scheduler import Plan, load_spec, make_plan
-from service.scheduler.model.spec import PipelineSpec, edge_costs
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import PipelineSpec, edge_costs, load_spec
+from service.scheduler.programs.plan import Plan
 from service.scheduler.why.explain import explain
-from service.scheduler.why.values import CauseKind, ChangeKind, Explanation, milliseconds
+from service.scheduler.why.measured import CauseKind, ChangeKind, Explanation, duration_text
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import RanSlot, World, makespan, planned_step, run
 
@@ -182,4 +183,4 @@ def test_a_memory_limit_that_holds_nothing_up_is_not_named():
     ],
 )
 def test_times_are_told_without_powers_of_ten(seconds: float, told: str):
-    assert milliseconds(seconds) == told
+    assert duration_text(seconds) == told

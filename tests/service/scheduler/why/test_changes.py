@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 
-from service.scheduler import load_spec, make_plan
-from service.scheduler.model.spec import MeshSpec, NetworkSpec
-from service.scheduler.partition import partition
-from service.scheduler.why.cuts import Layers
+from service.scheduler.job.partition import partition
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
+from service.scheduler.why.changes import JobLayers
 from service.scheduler.why.explain import explain
-from service.scheduler.why.step import step_of
-from service.scheduler.why.values import CauseKind, Change, ChangeKind
+from service.scheduler.why.measured import CauseKind, Change, ChangeKind
+from service.scheduler.why.step import make_step_graph
+from tests.service.scheduler.job.test_joint import measured as measured_layers
 from tests.service.scheduler.specs import chain, measured
-from tests.service.scheduler.test_joint import measured as measured_layers
 from tests.service.scheduler.why.simulation import World, makespan, planned_step, run
 
 LAYERS = 9
@@ -38,7 +38,7 @@ def first(changes: tuple[Change, ...], kind: ChangeKind) -> Change:
 def test_an_uneven_cut_is_named_and_a_better_one_told_with_what_it_brings():
     profile, made = cut_job((0, 1, 2))
     plan = make_plan(made.spec, budget_s=0.0)
-    layers = Layers({6: profile}, begins=made.begins)
+    layers = JobLayers({6: profile}, stage_starts=made.stage_starts)
     found = explain(
         planned_step(made.spec, plan), run(made.spec, plan, World(noise=0.05, seed=2)), layers=layers
     )
@@ -60,7 +60,7 @@ def test_an_uneven_cut_is_named_and_a_better_one_told_with_what_it_brings():
 def test_beside_a_straggler_layers_that_move_away_from_it_take_as_long_as_where_they_go():
     profile, made = cut_job((0, 3, 6))
     plan = make_plan(made.spec, budget_s=0.0)
-    layers = Layers({6: profile}, begins=made.begins)
+    layers = JobLayers({6: profile}, stage_starts=made.stage_starts)
     found = explain(
         planned_step(made.spec, plan), run(made.spec, plan, World(meshes={"m1": 2.0})), layers=layers
     )
@@ -81,7 +81,7 @@ def test_a_cut_that_is_as_good_as_any_is_left_alone():
     )[1]
     profile, made = cut_job(best)
     plan = make_plan(made.spec, budget_s=0.0)
-    layers = Layers({6: profile}, begins=made.begins)
+    layers = JobLayers({6: profile}, stage_starts=made.stage_starts)
     found = explain(planned_step(made.spec, plan), run(made.spec, plan, World(noise=0.05)), layers=layers)
     assert found.causes == () and all(change.kind is not ChangeKind.CUT for change in found.changes)
 
@@ -91,12 +91,14 @@ def test_more_microbatches_are_told_with_what_they_bring(known: bool):
     small = measured_layers(LAYERS, 3, microbatch=0.5)
     profile, made = cut_job((0, 3, 6), microbatches=4)
     plan = make_plan(made.spec, budget_s=0.0)
-    layers = Layers({4: profile, 8: small} if known else {4: profile}, counts=[2, 4, 8], begins=made.begins)
+    layers = JobLayers(
+        {4: profile, 8: small} if known else {4: profile}, counts=[2, 4, 8], stage_starts=made.stage_starts
+    )
     found = explain(planned_step(made.spec, plan), run(made.spec, plan, World(noise=0.03)), layers=layers)
     change = first(found.changes, ChangeKind.MICROBATCHES)
     assert change.subject == "8"
     with_eight = partition(
-        small, stages=3, meshes=made.spec.meshes, cut=made.begins, microbatches=8, network=NETWORK
+        small, stages=3, meshes=made.spec.meshes, cut=made.stage_starts, microbatches=8, network=NETWORK
     )
     assert change.step_s == pytest.approx(make_plan(with_eight.spec, budget_s=0.0).makespan_s, rel=0.06)
     assert ("as its layers were measured" in change.message) == known
@@ -169,7 +171,7 @@ def test_a_step_played_again_takes_as_long_as_it_did_and_as_a_simulation_of_its_
     plan = make_plan(spec, budget_s=0.0)
     of = planned_step(spec, plan)
     ran = run(spec, plan, World(noise=0.2, late_s={"m0": 0.001}))
-    step = step_of(spec, of.programs, plan.slots, ran)
+    step = make_step_graph(spec, of.programs, plan.slots, ran)
     assert step.makespan_s == pytest.approx(makespan(ran), rel=1e-9)
     assert step.replay(step.planned_s) == pytest.approx(plan.makespan_s, rel=1e-9)
     slower = [

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from service.scheduler.model.spec import PipelineSpec
-from service.scheduler.why.gaps import Reason, find_gaps
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.why.gaps import IdleReason, find_gaps
 
 
 @dataclass
@@ -63,7 +63,7 @@ def spec(
     )
 
 
-def told(gaps, mesh: str) -> list[tuple[float, float, Reason]]:
+def told(gaps, mesh: str) -> list[tuple[float, float, IdleReason]]:
     return [(gap.start_s, gap.end_s, gap.reason) for gap in gaps if gap.mesh == mesh]
 
 
@@ -79,8 +79,12 @@ ROUND_TRIP = [
 
 def test_a_gap_is_split_into_waiting_for_the_maker_and_waiting_for_the_wire():
     gaps = find_gaps(spec(), ROUND_TRIP, end_s=7)
-    assert told(gaps, "m0") == [(1, 4.5, Reason.DOWNSTREAM), (4.5, 5, Reason.TRANSFER)]
-    assert told(gaps, "m1") == [(0, 1, Reason.UPSTREAM), (1, 1.5, Reason.TRANSFER), (4.5, 7, Reason.DONE)]
+    assert told(gaps, "m0") == [(1, 4.5, IdleReason.DOWNSTREAM), (4.5, 5, IdleReason.TRANSFER)]
+    assert told(gaps, "m1") == [
+        (0, 1, IdleReason.UPSTREAM),
+        (1, 1.5, IdleReason.TRANSFER),
+        (4.5, 7, IdleReason.DONE),
+    ]
     assert "s0 B0 needs s1 B0 of m1" in gaps[0].detail
 
 
@@ -89,7 +93,7 @@ def test_a_late_start_with_everything_at_hand_is_held():
         slot if slot.action != "B" or slot.mesh != "m0" else compute("0B0", 5.25, 7.25) for slot in ROUND_TRIP
     ]
     gaps = find_gaps(spec(), late, end_s=7.25)
-    assert told(gaps, "m0")[-1] == (5, 5.25, Reason.HELD)
+    assert told(gaps, "m0")[-1] == (5, 5.25, IdleReason.HELD)
 
 
 def test_a_transfer_that_waits_for_its_port_is_exposed_too():
@@ -99,7 +103,11 @@ def test_a_transfer_that_waits_for_its_port_is_exposed_too():
         compute("1F0", 4, 5),
     ]
     gaps = find_gaps(spec(), slots, end_s=5)
-    assert told(gaps, "m1") == [(0, 1, Reason.UPSTREAM), (1, 3, Reason.TRANSFER), (3, 4, Reason.TRANSFER)]
+    assert told(gaps, "m1") == [
+        (0, 1, IdleReason.UPSTREAM),
+        (1, 3, IdleReason.TRANSFER),
+        (3, 4, IdleReason.TRANSFER),
+    ]
     assert "waits for its turn" in next(gap.detail for gap in gaps if gap.end_s == 3)
 
 
@@ -123,13 +131,13 @@ def test_a_forward_that_a_limit_kept_back_makes_the_gap_the_limits(limited):
     """Forward 1 could have run at 1; only the limit made the lane wait until backward 0 was over."""
     gaps = find_gaps(limited, TWO_MICROBATCHES, end_s=14)
     first = [(a, b, reason) for a, b, reason in told(gaps, "m0") if b <= 5]
-    assert first == [(1, 4.5, Reason.MEMORY), (4.5, 5, Reason.MEMORY)]
+    assert first == [(1, 4.5, IdleReason.MEMORY), (4.5, 5, IdleReason.MEMORY)]
     assert "s0 F1 is ready but" in gaps[0].detail
 
 
 def test_without_a_limit_the_same_gap_waits_downstream():
     gaps = find_gaps(spec(), TWO_MICROBATCHES, end_s=14)
-    assert told(gaps, "m0")[:2] == [(1, 4.5, Reason.DOWNSTREAM), (4.5, 5, Reason.TRANSFER)]
+    assert told(gaps, "m0")[:2] == [(1, 4.5, IdleReason.DOWNSTREAM), (4.5, 5, IdleReason.TRANSFER)]
 
 
 def test_a_forward_next_in_line_and_ready_but_over_the_limit_is_the_memory_limits():
@@ -139,7 +147,7 @@ def test_a_forward_next_in_line_and_ready_but_over_the_limit_is_the_memory_limit
     assert find_gaps(stashed, slots, end_s=7) == []
     without_w = [slot for slot in slots if slot.action != "W"]
     held = find_gaps(stashed, without_w, end_s=7)
-    assert told(held, "m0") == [(3, 4, Reason.HELD)], "backward 0 was over: the limit did not forbid it"
+    assert told(held, "m0") == [(3, 4, IdleReason.HELD)], "backward 0 was over: the limit did not forbid it"
 
 
 def test_a_receive_that_began_late_for_want_of_a_buffer_is_the_memory_limits():
@@ -152,9 +160,9 @@ def test_a_receive_that_began_late_for_want_of_a_buffer_is_the_memory_limits():
         *transfer("0F1>1", 5, 6, edge=0),
         compute("1F1", 6, 7),
     ]
-    for buffers, reason in ((1, Reason.MEMORY), (2, Reason.TRANSFER), (None, Reason.TRANSFER)):
+    for buffers, reason in ((1, IdleReason.MEMORY), (2, IdleReason.TRANSFER), (None, IdleReason.TRANSFER)):
         gaps = find_gaps(spec(limits={1: {"receive_buffer_limit": buffers}}), slots, end_s=7)
-        assert told(gaps, "m1") == [(0, 1, Reason.UPSTREAM), (1, 2, Reason.TRANSFER), (5, 6, reason)]
+        assert told(gaps, "m1") == [(0, 1, IdleReason.UPSTREAM), (1, 2, IdleReason.TRANSFER), (5, 6, reason)]
 
 
 def test_with_overlap_off_a_transfer_that_holds_the_lane_is_exposed():
@@ -167,9 +175,9 @@ def test_with_overlap_off_a_transfer_that_holds_the_lane_is_exposed():
         compute("1F1", 5, 6),
     ]
     gaps = find_gaps(spec(overlap=False), slots, end_s=6)
-    assert told(gaps, "m0")[0] == (1, 2, Reason.TRANSFER)
+    assert told(gaps, "m0")[0] == (1, 2, IdleReason.TRANSFER)
     assert "overlap is off" in gaps[0].detail
-    assert (3, 4, Reason.TRANSFER) in told(gaps, "m1")
+    assert (3, 4, IdleReason.TRANSFER) in told(gaps, "m1")
 
 
 def test_a_tensor_shared_by_two_stages_of_a_mesh_is_found_under_its_first_edge():
@@ -190,15 +198,19 @@ def test_a_tensor_shared_by_two_stages_of_a_mesh_is_found_under_its_first_edge()
         compute("0B0", 7, 8),
     ]
     gaps = find_gaps(merged, slots, end_s=8)
-    assert told(gaps, "m1") == [(0, 1, Reason.UPSTREAM), (1, 2, Reason.TRANSFER), (6, 8, Reason.DONE)]
-    assert told(gaps, "m0") == [(1, 6, Reason.DOWNSTREAM), (6, 7, Reason.TRANSFER)]
+    assert told(gaps, "m1") == [
+        (0, 1, IdleReason.UPSTREAM),
+        (1, 2, IdleReason.TRANSFER),
+        (6, 8, IdleReason.DONE),
+    ]
+    assert told(gaps, "m0") == [(1, 6, IdleReason.DOWNSTREAM), (6, 7, IdleReason.TRANSFER)]
     assert "s2 B0 of m1" in gaps[0].detail, "the last user of the tensor makes its gradient complete"
 
 
 def test_measured_slots_without_their_transfers_or_makers_still_get_a_reason():
     gaps = find_gaps(spec(), [compute("1F0", 2, 3)], end_s=4)
-    assert told(gaps, "m1") == [(0, 2, Reason.HELD), (3, 4, Reason.DONE)]
-    assert told(gaps, "m0") == [(0, 4, Reason.DONE)]
+    assert told(gaps, "m1") == [(0, 2, IdleReason.HELD), (3, 4, IdleReason.DONE)]
+    assert told(gaps, "m0") == [(0, 4, IdleReason.DONE)]
 
 
 def test_slots_of_an_earlier_plan_are_left_out():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.scheduler import Plan, make_plan
-from service.scheduler.model.spec import PipelineSpec
-from service.scheduler.why.gaps import Reason, find_gaps
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.programs.plan import Plan
+from service.scheduler.why.gaps import IdleReason, find_gaps
 
 COST = st.sampled_from([0.25, 0.5, 1.0, 2.0])
 
@@ -70,7 +71,7 @@ def test_a_plan_with_overlap_leaves_no_gap_without_a_cause(spec: PipelineSpec):
     spec = spec.model_copy(update={"overlap": True})
     plan = make_plan(spec)
     reasons = {gap.reason for gap in find_gaps(spec, plan.slots, end_s=plan.makespan_s)}
-    assert reasons <= {Reason.UPSTREAM, Reason.DOWNSTREAM, Reason.TRANSFER, Reason.DONE}
+    assert reasons <= {IdleReason.UPSTREAM, IdleReason.DOWNSTREAM, IdleReason.TRANSFER, IdleReason.DONE}
 
 
 def test_free_transfers_leave_nothing_exposed():
@@ -91,7 +92,7 @@ def test_free_transfers_leave_nothing_exposed():
     gaps = find_gaps(spec, plan.slots, end_s=plan.makespan_s)
     idle = sum(gap.end_s - gap.start_s for gap in gaps)
     assert idle == pytest.approx(stages * (stages - 1) * 3.0)
-    assert not any(gap.reason is Reason.TRANSFER for gap in gaps)
+    assert not any(gap.reason is IdleReason.TRANSFER for gap in gaps)
 
 
 def _lane(plan: Plan, mesh: str) -> list[tuple[float, float]]:
@@ -99,10 +100,10 @@ def _lane(plan: Plan, mesh: str) -> list[tuple[float, float]]:
 
 
 def test_a_plan_of_an_older_version_is_drawn_without_its_gaps():
-    from service.api.pages.data import _explain
+    from service.api.pages.data import _explained_gaps
 
     slots = [
         {"mesh": mesh, "lane": "compute", "action": "F", "start_s": 0, "end_s": 1} for mesh in ("b", "a", "b")
     ]
     text = json.dumps({"spec": {"microbatches": 1, "gone": True}, "plan": {"slots": slots}})
-    assert _explain(text, []) == {"meshes": ["b", "a"], "planned": [], "measured": []}
+    assert _explained_gaps(text, []) == {"meshes": ["b", "a"], "planned": [], "measured": []}

@@ -1,0 +1,269 @@
+"""Commands of `slotline` for principals and operators: token, secret, whoami, audit, quota, notifications.
+
+`token` works on the database that the settings name, so that the first admin token can be made before any server
+runs; with --server it calls a running server's API instead. Every other command is a call of service.client.client. A
+token is shown once, when it is made: the store keeps only its digest. A secret's value comes from a prompt or from
+standard input, never from an argument, which would stay in the shell's history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import re
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Annotated, TypeVar
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.cli.output import (
+    CliError,
+    JobArgument,
+    JsonOption,
+    models_to_json,
+    out,
+    pattern_callback,
+    print_json,
+)
+from service.cli.serve import settings_or_fail
+from service.client.client import Client
+from service.schemas.admin import NewToken, TokenView
+from service.spec.job import NAME_PATTERN
+from service.spec.states import Role
+from service.spec.values import VARIABLE_PATTERN
+from service.store.database import Database, utc_now
+from service.store.secrets import delete_token, generate_token, list_tokens, store_token, token_digest
+from service.store.tables import ApiToken
+
+app = typer.Typer()
+
+
+@app.command()
+def notifications(job: JobArgument, as_json: JsonOption = False) -> None:
+    """Who was told of the job's states, how often that was tried, and what the receivers answered."""
+    found = list(Client().notifications(job))
+    if as_json:
+        print_json(models_to_json(found))
+        return
+    if not found:
+        out.print("no notifications")
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("told", "to", "how", "tries", "last answer", "next"):
+        table.add_column(title, overflow="fold")
+    for one in found:
+        clock = "" if one.next_at is None else one.next_at.astimezone().strftime("%H:%M:%S")
+        answer = one.error or ("" if one.status is None else str(one.status))
+        table.add_row(one.job_state, escape(one.url), one.state, str(one.tries), escape(answer), clock)
+    out.print(table)
+
+
+@app.command()
+def whoami(as_json: JsonOption = False) -> None:
+    """The name and the role of the token in SLOTLINE_API_TOKEN."""
+    me = Client().whoami()
+    if as_json:
+        print_json(me.model_dump(mode="json"))
+    else:
+        print(f"{me.name or 'nobody is asked for a name'}: {me.role}")
+
+
+@app.command()
+def audit(
+    principal: Annotated[str | None, typer.Option(help="Only what this principal did")] = None,
+    subject: Annotated[str | None, typer.Option(help="Only what was done to this job, or token")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Who did what, newest first; for admins."""
+    found = list(Client().audit(principal=principal, subject=subject, limit=limit))
+    if as_json:
+        print_json(models_to_json(found))
+        return
+    for entry in found:
+        print(
+            entry.at.isoformat(timespec="seconds"),
+            entry.principal or "-",
+            entry.action,
+            entry.subject,
+            entry.detail,
+        )
+
+
+@app.command()
+def quota(
+    queue: Annotated[
+        str,
+        typer.Argument(callback=pattern_callback(NAME_PATTERN, "a queue's name"), help="A configured queue"),
+    ],
+    accelerators: Annotated[
+        str, typer.Argument(help="How many its jobs may hold together; none: no quota; configured: as it was")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Set how many accelerators the running jobs of a queue may hold together; what runs already goes on."""
+    with Client() as client:
+        if accelerators == "configured":
+            found = client.reset_quota(queue)
+        elif accelerators == "none" or re.fullmatch(r"\d{1,9}", accelerators):
+            found = client.set_quota(queue, None if accelerators == "none" else int(accelerators))
+        else:
+            raise CliError(f"{accelerators!r} is no quota: give a whole number, none, or configured")
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    shown = "no quota" if found.quota is None else f"a quota of {found.quota} accelerators"
+    print(f"queue {found.name} has {shown}")
+
+
+VariableNameArgument = Annotated[
+    str,
+    typer.Argument(
+        callback=pattern_callback(VARIABLE_PATTERN, "a name of a variable"),
+        help="The variable that jobs will find it in",
+    ),
+]
+secrets_app = typer.Typer(help="Secrets of one's own, which a job names in `secrets`.", no_args_is_help=True)
+
+
+@secrets_app.command("set")
+def set_secret(name: VariableNameArgument, as_json: JsonOption = False) -> None:
+    """Keep a secret; asks for it, or reads standard input: an argument would stay in the shell's history."""
+    stream = typer.get_text_stream("stdin")
+    if stream.isatty():
+        value = typer.prompt(f"{name}", hide_input=True, err=True)
+    else:
+        value = stream.read().removesuffix("\n").removesuffix("\r")
+    if not value:
+        raise CliError(f"no value for {name} came in: type it, or pipe it into the command")
+    Client().set_secret(name, value)
+    print(json.dumps({"set": name}) if as_json else f"set {name}")
+
+
+@secrets_app.command("list")
+def list_secrets(as_json: JsonOption = False) -> None:
+    """Names of the secrets, and when each was set."""
+    found = Client().secrets()
+    if as_json:
+        print_json(models_to_json(found))
+        return
+    for secret in found:
+        print(secret.name, secret.set_at.isoformat(timespec="seconds"))
+
+
+@secrets_app.command("remove")
+def remove_secret(name: VariableNameArgument, as_json: JsonOption = False) -> None:
+    """Forget a secret: jobs that name it end at their next attempt."""
+    Client().remove_secret(name)
+    print(json.dumps({"removed": name}) if as_json else f"removed {name}")
+
+
+TokenNameArgument = Annotated[
+    str, typer.Argument(callback=pattern_callback(NAME_PATTERN, "a name"), help="Whose token it is")
+]
+ServerOption = Annotated[
+    bool,
+    typer.Option(
+        "--server", help="Ask the server at SLOTLINE_URL, with an admin's token, instead of its database"
+    ),
+]
+tokens_app = typer.Typer(help="API tokens, for SLOTLINE_REQUIRE_TOKEN=true.", no_args_is_help=True)
+T = TypeVar("T")
+
+
+@tokens_app.command("create")
+def create_token(
+    name: TokenNameArgument,
+    role: Annotated[
+        Role,
+        typer.Option(help="Each may do what those before it may; submitters cancel and retry their own jobs"),
+    ] = Role.SUBMITTER,
+    days: Annotated[
+        float | None, typer.Option(min=0, max=36500, help="So long it is valid; for ever when not given")
+    ] = None,
+    server: ServerOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a token and show it, this once; the store keeps only its digest."""
+    made = (
+        Client().create_token(name, role=role, days=days) if server else _create_in_database(name, role, days)
+    )
+    print(json.dumps(made.model_dump(mode="json")) if as_json else made.token)
+
+
+@tokens_app.command("list")
+def list_all_tokens(server: ServerOption = False, as_json: JsonOption = False) -> None:
+    """Names and roles of the tokens, when they were made and until when they are valid."""
+    found = (
+        Client().tokens()
+        if server
+        else [_token_view(token) for token in asyncio.run(_in_write_session(list_tokens))]
+    )
+    if as_json:
+        print(json.dumps([token.model_dump(mode="json") for token in found]))
+        return
+    for token in found:
+        until = "it is revoked" if token.expires_at is None else token.expires_at.isoformat()
+        print(token.name, token.role, token.created_at.isoformat(), f"until {until}")
+
+
+@tokens_app.command("revoke")
+def revoke_token(
+    name: Annotated[str, typer.Argument(callback=pattern_callback(NAME_PATTERN, "a name"))],
+    server: ServerOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a token invalid."""
+    if server:
+        Client().revoke_token(name)
+    elif not asyncio.run(
+        _in_write_session(lambda s: delete_token(s, name, by=_console_principal(), at=utc_now()))
+    ):
+        raise CliError(f"there is no token named {name}: `slotline token list` shows them")
+    print(json.dumps({"revoked": name}) if as_json else f"revoked {name}")
+
+
+def _create_in_database(name: str, role: Role, days: float | None) -> NewToken:
+    token, now = generate_token(), utc_now()
+    expires_at: datetime | None = None if days is None else now + timedelta(days=days)
+
+    async def work(session: AsyncSession) -> ApiToken:
+        return await store_token(
+            session, name, role, token_digest(token), by=_console_principal(), at=now, expires_at=expires_at
+        )
+
+    try:
+        stored = asyncio.run(_in_write_session(work))
+    except IntegrityError:
+        raise CliError(f"there is a token named {name} already: choose another name, or revoke it") from None
+    return NewToken(**_token_view(stored).model_dump(), token=token)
+
+
+def _token_view(token: ApiToken) -> TokenView:
+    return TokenView.model_validate(token, from_attributes=True)
+
+
+def _console_principal() -> str:
+    """Who works on the database itself, for the audit list."""
+    try:
+        return f"console:{getpass.getuser()}"[:200]
+    except (KeyError, OSError):  # an account without a name, in a container
+        return "console:"
+
+
+async def _in_write_session(work: Callable[[AsyncSession], Awaitable[T]]) -> T:
+    """Run `work` in a write session of the database that the settings name."""
+    database = Database(settings_or_fail().sqlalchemy_url)
+    try:
+        await database.start()
+        async with database.write() as session:
+            return await work(session)
+    finally:
+        await database.close()

@@ -1,0 +1,316 @@
+"""Commands on jobs: submit, cancel, retry, change, jobs, job, events, logs, evaluations, timeline.
+
+Results go to standard output (JSON with --json), messages for people to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from service.cli.job_file import read_spec, upload_code
+from service.cli.output import (
+    CliError,
+    JobArgument,
+    JsonOption,
+    ProfiledStepOption,
+    err,
+    models_to_json,
+    out,
+    pattern_callback,
+    print_json,
+)
+from service.cli.plan import SavedPlanOption
+from service.client.client import Client
+from service.schemas.jobs import EvaluationView, JobSummary, JobView, TimelineSide, TimelineView
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.job import IDEMPOTENCY_KEY_PATTERN
+from service.spec.states import JobState
+
+_STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
+
+
+def show_job(job: JobView, url: str, *, as_json: bool) -> None:
+    """Print a job of the server at `url`: its state, its attempts, the address of its page."""
+    if as_json:
+        print_json(job.model_dump(mode="json"))
+        return
+    out.print(_job_line(job), soft_wrap=True)
+    for attempt in job.attempts:
+        reason = f" {attempt.reason}: {attempt.message}" if attempt.reason else ""
+        where = "" if attempt.cluster == DEFAULT_CLUSTER else f" on {attempt.cluster}"
+        out.print(f"  attempt {attempt.number} {attempt.state}{where}{reason}", soft_wrap=True, markup=False)
+    if (best := job.best_checkpoint) is not None:
+        found = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
+        out.print(found, soft_wrap=True, markup=False)
+    out.print(f"  {url}/jobs/{job.id}", soft_wrap=True)
+
+
+def evaluations_table(evaluations: Sequence[EvaluationView]) -> Table:
+    """A row for each evaluation, a column for each metric."""
+    names = list(dict.fromkeys(name for one in evaluations for name in one.metrics))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("step", "loss", *map(escape, names), "samples", "seconds"):
+        table.add_column(title, justify="right")
+    for one in evaluations:
+        numbers = [one.loss, *(one.metrics.get(name) for name in names)]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        seconds = "" if one.evaluation_s is None else f"{one.evaluation_s:.2f}"
+        table.add_row(str(one.step), *cells, str(one.samples), seconds)
+    return table
+
+
+def jobs_table(jobs: Sequence[JobSummary]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, collapse_padding=True)
+    for title in ("job", "name", "queue", "state", "step", "loss", "why"):
+        whole = title in ("job", "state", "step", "loss")
+        width = {"name": 14, "queue": 8}.get(title) if out.width < 100 else None
+        table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
+    for job in jobs:
+        done = job.progress
+        table.add_row(
+            job.id,
+            job.name,
+            job.queue,
+            state_text(job),
+            f"{done.step}/{done.steps}",
+            "" if done.loss is None else f"{done.loss:.4g}",
+            escape((job.message or job.reason or "")[:120]),
+        )
+    return table
+
+
+def timeline_table(view: TimelineView) -> Table:
+    """One row for the planned and one for the measured side, where they are there."""
+    table = Table(title=f"{view.job_id}, step {view.step}")
+    for title in ("", "makespan", "slots", "compute"):
+        table.add_column(title, justify="left" if not title else "right")
+    for name, side in (("planned", view.planned), ("measured", view.measured)):
+        if side is not None:
+            table.add_row(name, *_timeline_cells(side))
+    return table
+
+
+def _timeline_cells(side: TimelineSide) -> tuple[str, str, str]:
+    compute = sum(slot.end_s - slot.start_s for slot in side.slots if slot.lane == "compute")
+    return f"{1e3 * side.makespan_s:.2f} ms", str(len(side.slots)), f"{1e3 * compute:.2f} ms"
+
+
+def _job_line(job: JobView) -> str:
+    why = ": ".join(part for part in (job.reason, job.message) if part)
+    done = job.progress
+    loss = "" if done.loss is None else f", loss {done.loss:.4g}"
+    loss += "".join(f", {name} {value:.4g}" for name, value in done.metrics.items() if value is not None)
+    owner = f" of {escape(job.owner)}" if job.owner else ""
+    line = (
+        f"{job.id} {job.name}{owner} [{_state_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
+    )
+    return f"{line}  {escape(why)}" if why else line
+
+
+def state_text(job: JobSummary) -> str:
+    """The job's state in its colour."""
+    return f"[{_state_colour(job)}]{job.state}[/]"
+
+
+def _state_colour(job: JobSummary) -> str:
+    return _STATE_COLOURS.get(job.state, "default")
+
+
+app = typer.Typer()
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="The job as YAML or JSON; - reads standard input")],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end; exit code 0 only on success")
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            callback=pattern_callback(IDEMPOTENCY_KEY_PATTERN, "a key"),
+            help="Idempotency key: the same key submits only once",
+        ),
+    ] = None,
+    plan: SavedPlanOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a job. A folder in code.working_dir is uploaded."""
+    client = Client()
+    spec = read_spec(file) | ({} if plan is None else {"plan": plan})
+    job = client.submit(upload_code(client, spec, file), idempotency_key=key)
+    if wait:  # whoever ends the waiting must know what goes on training
+        err.print(f"slotline: waiting for {job.id}, {client.url}/jobs/{job.id}", markup=False, soft_wrap=True)
+        job = client.wait(job.id)
+    show_job(job, client.url, as_json=as_json)
+    if wait:
+        _fail_unless_succeeded(job)
+
+
+@app.command()
+def cancel(job: JobArgument, as_json: JsonOption = False) -> None:
+    """End a job."""
+    client = Client()
+    show_job(client.cancel(job), client.url, as_json=as_json)
+
+
+@app.command()
+def retry(job: JobArgument, as_json: JsonOption = False) -> None:
+    """Queue a failed or cancelled job again, from its last checkpoint."""
+    client = Client()
+    show_job(client.retry(job), client.url, as_json=as_json)
+
+
+@app.command()
+def change(
+    job: JobArgument,
+    queue: Annotated[str | None, typer.Option(help="Wait in this queue")] = None,
+    priority: Annotated[int | None, typer.Option(help="Wait with this priority; higher comes first")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move a job that waits to another queue or priority."""
+    if queue is None and priority is None:
+        raise CliError("nothing would change: give --queue, --priority, or both")
+    client = Client()
+    show_job(client.change(job, queue=queue, priority=priority), client.url, as_json=as_json)
+
+
+def _fail_unless_succeeded(job: JobView) -> None:
+    if job.state is not JobState.SUCCEEDED:
+        raise CliError(f"job {job.id} {job.state}: {job.reason}: {job.message}")
+
+
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
+
+
+@app.command("jobs")
+def list_jobs(
+    state: Annotated[
+        list[JobState] | None,
+        typer.Option(case_sensitive=False, help="Only jobs in this state; several: in one of them"),
+    ] = None,
+    queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
+    owner: Annotated[str | None, typer.Option(help="Only jobs that this principal submitted")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs of this name")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(help="Only jobs with this label, name=value or name; several: with all"),
+    ] = None,
+    since: Annotated[float | None, typer.Option(min=0, help="Submitted in the last so many minutes")] = None,
+    until: Annotated[
+        float | None, typer.Option(min=0, help="Submitted more than so many minutes ago")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """List jobs, newest first."""
+    labels = dict(_parse_label(one) for one in label or ())
+    found = Client().jobs(
+        state=state,
+        queue=queue,
+        owner=owner,
+        name=name,
+        labels=labels,
+        since=_minutes_ago(since),
+        until=_minutes_ago(until),
+        limit=limit,
+    )
+    jobs = list(found)
+    if as_json:
+        print_json(models_to_json(jobs))
+    else:
+        out.print(jobs_table(jobs) if jobs else "no jobs")
+
+
+@app.command("job")
+def read_job(job: JobArgument, as_json: JsonOption = False) -> None:
+    """State, reason, attempts and progress of a job."""
+    client = Client()
+    show_job(client.job(job), client.url, as_json=as_json)
+
+
+@app.command()
+def evaluations(job: JobArgument, as_json: JsonOption = False) -> None:
+    """Loss and metrics of the job's evaluations; --json prints one evaluation a line."""
+    found = list(Client().evaluations(job))
+    if as_json:
+        for one in found:
+            print(json.dumps(one.model_dump(mode="json")))
+    else:
+        out.print(evaluations_table(found) if found else "no evaluations")
+
+
+@app.command()
+def events(job: JobArgument, follow: FollowOption = False, as_json: JsonOption = False) -> None:
+    """The job's event log; --json prints one event a line."""
+    for event in Client().events(job, follow=follow):
+        if as_json:
+            print(json.dumps(event.model_dump(mode="json")), flush=True)
+        else:
+            clock = event.at.astimezone().strftime("%H:%M:%S")
+            out.print(
+                f"{clock} {event.kind:10} {event.message}", highlight=False, markup=False, soft_wrap=True
+            )
+
+
+@app.command()
+def logs(
+    job: JobArgument,
+    follow: FollowOption = False,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, max=5000, help="Only the last lines, so many")] = None,
+    since: Annotated[float | None, typer.Option(min=0, help="Only lines of the last so many minutes")] = None,
+    search: Annotated[str | None, typer.Option(help="Only lines with this text, in any case")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The logs of the job's drivers; --json prints one line as one object."""
+    found = Client().logs(
+        job, attempt=attempt, follow=follow, tail=tail, since=_minutes_ago(since), search=search
+    )
+    for line in found:
+        print(json.dumps(line.model_dump(mode="json")) if as_json else line.text, flush=True)
+
+
+@app.command()
+def timeline(
+    job: JobArgument,
+    step: ProfiledStepOption = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a Chrome trace here")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Planned and measured time of a step: a short table, or with -o a trace for Perfetto."""
+    client = Client()
+    if output is not None:
+        trace = client.chrome_trace(job, step)
+        try:
+            output.write_bytes(trace)
+        except OSError as error:
+            raise CliError(f"cannot write {output}: {error.strerror}") from None
+    view = client.timeline(job, step)
+    if as_json:
+        print_json(view.model_dump(mode="json"))
+        return
+    out.print(timeline_table(view))
+    where = f"trace: {output} (open it in Perfetto)" if output else f"{client.url}/jobs/{job}"
+    out.print(where, soft_wrap=True)
+
+
+def _minutes_ago(minutes: float | None) -> datetime | None:
+    try:
+        return None if minutes is None else datetime.now(UTC) - timedelta(minutes=minutes)
+    except OverflowError:
+        raise CliError(f"{minutes:g} minutes ago was before all times: give fewer") from None
+
+
+def _parse_label(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    return name, value if equals else None

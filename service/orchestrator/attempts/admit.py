@@ -1,0 +1,202 @@
+"""Admits waiting jobs: creates attempts where jobs may start, preempts others, explains why the rest wait.
+
+Turns rows of the store into the values of `decisions`, which decide (`admit_all_clusters`, in a thread: queues may
+hold thousands of jobs), and applies the answers, each in a transaction that checks the job again. An explanation is
+written only where it is news. A stopping or over-time attempt counts as a holder until its grace and release delay
+have passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from service.orchestrator.attempts.outcome import attempt_deadline, request_graceful_stop
+from service.orchestrator.decisions.decide import (
+    Capacity,
+    Holder,
+    Preempt,
+    QueueRules,
+    Start,
+    Wait,
+    WaitingJob,
+)
+from service.orchestrator.decisions.multi_cluster import admit_all_clusters, order_all_clusters
+from service.orchestrator.ray.clusters import Clusters
+from service.settings.settings import Settings
+from service.spec.states import JobState
+from service.store.attempts import create_attempt
+from service.store.database import Sessions, utc_now
+from service.store.queues import effective_quotas
+from service.store.tables import Attempt, Job
+from service.store.transitions import explain_wait, lock_job, lock_jobs
+from worker.contract.reasons import Reason
+
+RELEASE_DELAY_S = 30.0
+"""So long after it was stopped an attempt may hold its accelerators still."""
+
+
+def queue_rules(settings: Settings) -> QueueRules:
+    """How jobs take turns and give way."""
+    return QueueRules(
+        preempts=settings.preemption,
+        grace_s=settings.preemption_grace_s + RELEASE_DELAY_S,
+        patience_s=settings.queue_patience_s,
+    )
+
+
+def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
+    """A job that waits."""
+    longest_s = math.inf
+    if job.max_duration_s is not None:
+        longest_s = max(job.max_duration_s - job.held_s, 0.0) + settings.preemption_grace_s + RELEASE_DELAY_S
+    return WaitingJob(
+        id=job.id,
+        queue=job.queue,
+        priority=job.priority,
+        queued_at=job.queued_at.timestamp(),
+        accelerators=job.accelerators,
+        device=job.device,
+        began=job.attempts_made > 0,
+        not_before=None if job.not_before is None else job.not_before.timestamp(),
+        owner=fair_share_owner(job),
+        longest_s=longest_s,
+        cluster=settings.cluster_of(job.queue),
+        began_on=job.began_on,
+    )
+
+
+def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Holder:
+    """An attempt that holds accelerators, and until when at most."""
+    until, leaving = math.inf, False
+    if (deadline := attempt_deadline(attempt, job)) is not None:
+        until = deadline + settings.preemption_grace_s + RELEASE_DELAY_S
+    for asked_at, grace_s in (
+        (attempt.end_asked_at, settings.preemption_grace_s),
+        (job.cancel_requested_at, settings.cancel_grace_s),
+    ):
+        if asked_at is not None:  # it goes, if later than it should: nobody else has to for that
+            leaving = True
+            until = max(asked_at.timestamp() + grace_s, now) + RELEASE_DELAY_S
+    return Holder(
+        job_id=job.id,
+        queue=job.queue,
+        accelerators=attempt.accelerators,
+        device=attempt.device,
+        owner=fair_share_owner(job),
+        priority=job.priority,
+        since=attempt.created_at.timestamp(),
+        until=until,
+        stopping=leaving,
+        cluster=attempt.cluster,
+    )
+
+
+def admission_order(
+    waiting: Sequence[Job],
+    active: Sequence[tuple[Attempt, Job]],
+    capacities: Mapping[str, Capacity | None],
+    settings: Settings,
+) -> list[Job]:
+    """Waiting jobs in the order in which their turns come on their clusters."""
+    now = time.time()
+    known = {job.id: job for job in waiting}
+    line = order_all_clusters(
+        [to_waiting_job(job, settings) for job in waiting],
+        [to_holder(attempt, job, settings, now=now) for attempt, job in active],
+        capacities=capacities,
+        now=now,
+        patience_s=settings.queue_patience_s,
+    )
+    return [known[one.id] for one in line]
+
+
+def fair_share_owner(job: Job) -> str:
+    """Whose turn the job takes in its queue; nobody's name where the store knows no owners: then all are one."""
+    return getattr(job, "owner", None) or ""
+
+
+ItemT = TypeVar("T")
+_EXPLANATIONS_PER_TRANSACTION = 200
+
+
+class Admission:
+    """Makes attempts for what each cluster has, under the rules of the queues; `changed` is called after each."""
+
+    def __init__(
+        self, settings: Settings, database: Sessions, clusters: Clusters, *, changed: Callable[[], None]
+    ) -> None:
+        self._settings, self._database, self._clusters = settings, database, clusters
+        self._changed = changed
+
+    async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
+        """Start or explain every waiting job, and ask those to end that give way."""
+        held = defaultdict[str, list[str]](list)
+        for attempt, _ in active:
+            held[attempt.cluster].append(attempt.id)
+        capacities, now = self._clusters.capacities(held), time.time()
+        async with self._database.read() as session:
+            quotas = await effective_quotas(session, self._settings.quotas)
+        answers = await asyncio.to_thread(  # thousands of jobs take their time
+            admit_all_clusters,
+            [to_waiting_job(job, self._settings) for job in waiting],
+            [to_holder(attempt, job, self._settings, now=now) for attempt, job in active],
+            capacities=capacities,
+            quotas=quotas,
+            now=now,
+            rules=queue_rules(self._settings),
+        )
+        attempts = {job.id: attempt.id for attempt, job in active}
+        cluster_of = {job.id: self._settings.cluster_of(job.queue) for job in waiting}
+        for answer in answers:
+            if isinstance(answer, Start):
+                await self._start(answer, cluster_of[answer.job_id])
+            elif isinstance(answer, Preempt):
+                await self._preempt(attempts[answer.job_id], answer.message)
+        known = {job.id: job for job in waiting}
+        waits = [(known[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)]
+        await explain_waits(self._database, waits)
+
+    async def _preempt(self, attempt_id: str, message: str) -> None:
+        async with self._database.write() as session:
+            asked = await request_graceful_stop(session, attempt_id, Reason.PREEMPTED, message, at=utc_now())
+        if asked:
+            self._changed()
+
+    async def _start(self, start: Start, cluster: str | None) -> None:
+        async with self._database.write() as session:
+            job = await lock_job(session, start.job_id)
+            if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
+                return
+            if job.device not in ("auto", start.device):
+                return  # fixed since it was looked at: the next round knows
+            if cluster is None or self._settings.cluster_of(job.queue) != cluster:
+                return  # moved to another cluster's queue since then
+            await create_attempt(session, job, device=start.device, at=utc_now(), cluster=cluster)
+        self._changed()
+
+
+async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -> None:
+    """Tell jobs why they wait, where that is news: one start or end is news to all that wait for it."""
+    news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
+    for ids in _batched(sorted(news), _EXPLANATIONS_PER_TRANSACTION):
+        async with database.write() as session:
+            for fresh in await lock_jobs(session, ids):
+                job, wait = news[fresh.id]
+                if fresh.job_state == job.job_state:
+                    explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
+
+
+def _is_news(job: Job, wait: Wait) -> bool:
+    if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
+        return False  # the failure that it recovers from says more
+    return (job.reason, job.message) != (wait.reason, wait.message)
+
+
+def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]

@@ -1,0 +1,315 @@
+"""Applies a driver's reports and ends attempts: measurements, graceful stops, retries and the job's next state.
+
+Works inside the caller's write session. Reports are idempotent by their sequence number; a replaced or ended attempt
+is fenced off with StaleAttemptError. The decision after a failure is `decide.after_failure`; failures that are
+nobody's fault count only since the last checkpoint. A graceful stop is requested by the answer to the driver's next
+report, and how the attempt then ends is attributed to the reason that it was stopped for. A job that recovers keeps
+its queue place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.orchestrator.decisions.decide import FailJob, after_failure
+from service.spec.job import stored_retry
+from service.spec.states import AttemptState, JobState
+from service.store.attempts import attempts_of, lock_attempt
+from service.store.events import store_post_mortem
+from service.store.measurements import (
+    EvaluationRecord,
+    SlotRecord,
+    StepRecord,
+    record_evaluations,
+    record_steps,
+    record_timeline,
+)
+from service.store.tables import Attempt, Job
+from service.store.transitions import add_attempt_span, add_event, move_attempt, move_job
+from worker.contract.reasons import Cause, Reason, cause_of
+
+
+async def request_graceful_stop(
+    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
+) -> bool:
+    """Ask the attempt to end; False where it is over, or ends already."""
+    attempt, job = await lock_attempt(session, attempt_id)
+    if attempt.attempt_state.final or job.current_attempt != attempt_id:
+        return False
+    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
+        return False
+    attempt.end_asked_at, attempt.end_asked_for = at, reason
+    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
+    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
+    return True
+
+
+def outcome_of_graceful_stop(
+    attempt: Attempt, state: AttemptState, reason: str | None, message: str | None
+) -> tuple[AttemptState, str | None, str | None]:
+    """How an attempt ended that was asked to: what the driver says of that, and being stopped, is for that reason.
+
+    What went wrong meanwhile keeps its own.
+    """
+    if attempt.end_asked_for is None:
+        return state, reason, message
+    asked = Reason.parse(attempt.end_asked_for)
+    if state is AttemptState.CANCELLED:  # by Ray's SIGTERM: the driver took longer than it had
+        stopped = attempt.stopped_because or "the driver was told to end"
+        return AttemptState.FAILED, asked, f"{asked.meaning}; {stopped}"
+    if state is AttemptState.FAILED and reason == Reason.PREEMPTED:
+        return state, asked, message
+    return state, reason, message
+
+
+def attempt_deadline(attempt: Attempt, job: Job) -> float | None:
+    """Unix time at which the attempt has used up its job's time."""
+    if job.max_duration_s is None:
+        return None
+    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
+
+
+def exceeds_max_duration(job: Job) -> bool:
+    """Whether the job may hold accelerators no more."""
+    return job.max_duration_s is not None and job.held_s >= job.max_duration_s
+
+
+def max_duration_message(job: Job, message: str | None) -> str:
+    """What the user is told at the end of a job that is over its time."""
+    limit = f"max_duration is {job.max_duration_s:g} s: `slotline retry` goes on from the last checkpoint, as long again"
+    return f"{message}; {limit}" if message else limit
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The pause before the next attempt, in seconds."""
+
+    base_s: float = 2.0
+    limit_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class TimelineRecord:
+    step: int
+    started_at: float
+    uncertainty_s: float | None
+    slots: Sequence[SlotRecord]
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    at: datetime
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class DriverReport:
+    """What a driver says since its last report; `sequence` counts from 1 and makes it idempotent."""
+
+    sequence: int
+    state: AttemptState | None = None
+    reason: Reason | None = None
+    message: str | None = None
+    steps: Sequence[StepRecord] = ()
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    timelines: Sequence[TimelineRecord] = ()
+    events: Sequence[EventRecord] = ()
+    metrics_endpoint: str | None = None
+    checkpoint: tuple[int, str] | None = None
+    stored_bytes: int | None = None
+    model_flops: tuple[float | None, float | None] | None = None
+    """Of a step, and what the accelerators could do in a second."""
+    evaluations: Sequence[EvaluationRecord] = ()
+    best_checkpoint: Mapping[str, Any] | None = None
+
+
+class StaleAttemptError(Exception):
+    """The attempt is not the job's current one, or it is over: its driver is fenced off."""
+
+
+async def apply_report(
+    session: AsyncSession, attempt_id: str, report: DriverReport, *, at: datetime, backoff: Backoff, keep: int
+) -> str:
+    """Store a report; the command for the driver, `continue`, `stop` or `cancel`. Raises StaleAttemptError."""
+    attempt, job = await lock_attempt(session, attempt_id)
+    if report.sequence <= attempt.last_sequence:
+        return _driver_command(job, attempt)
+    check_current(job, attempt)
+    attempt.last_sequence, attempt.heartbeat_at = report.sequence, at
+    attempt.submitted_at = attempt.submitted_at or at  # Ray has the driver, even where its answer was lost
+    await _store_measurements(session, job, attempt, report, keep)
+    for event in report.events:
+        add_event(session, job, event.kind, event.message, at=event.at, attempt=attempt.number)
+    if report.state is AttemptState.RUNNING:
+        _mark_running(session, job, attempt, at)
+    elif report.state is not None and report.state.final:
+        await end_attempt(
+            session,
+            job,
+            attempt,
+            report.state,
+            reason=report.reason,
+            message=report.message,
+            at=at,
+            backoff=backoff,
+        )
+    return _driver_command(job, attempt)
+
+
+def check_current(job: Job, attempt: Attempt) -> None:
+    """Raise StaleAttemptError unless the attempt is the job's own and goes on."""
+    if job.current_attempt != attempt.id:
+        raise StaleAttemptError(
+            f"attempt {attempt.number} of job {job.id} was replaced by attempt {job.attempts_made}: end this driver"
+        )
+    if attempt.attempt_state.final:
+        raise StaleAttemptError(
+            f"attempt {attempt.number} of job {job.id} is over ({attempt.state}): end this driver"
+        )
+
+
+async def end_attempt(
+    session: AsyncSession,
+    job: Job,
+    attempt: Attempt,
+    state: AttemptState,
+    *,
+    reason: str | None,
+    message: str | None,
+    at: datetime,
+    backoff: Backoff,
+) -> None:
+    """Make the attempt final and move its (locked) job on: to an end, or to RECOVERING."""
+    number = attempt.number
+    job.held_s += max((at - attempt.created_at).total_seconds(), 0.0)
+    state, reason, message = outcome_of_graceful_stop(attempt, state, reason, message)
+    if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
+        state, reason = AttemptState.FAILED, Reason.DRIVER_LOST
+        message = (
+            "the driver was told to end by somebody else than Slotline"
+            if attempt.stopped_because is None
+            else f"Slotline stopped the driver: {attempt.stopped_because}"
+        )
+    if state is AttemptState.FAILED:
+        reason, message = reason or Reason.INTERNAL, message or "no message was given"
+    move_attempt(attempt, state, at=at, reason=reason, message=message)
+    add_attempt_span(session, job, attempt, at=at)
+    if state is AttemptState.FAILED:
+        await store_post_mortem(session, attempt, at=at)
+    if state is AttemptState.SUCCEEDED:
+        move_job(session, job, JobState.SUCCEEDED, at=at, reason=reason, message=message, attempt=number)
+        return
+    if job.job_state is JobState.CANCELLING:
+        message = "cancelled by the user"
+        move_job(
+            session,
+            job,
+            JobState.CANCELLED,
+            at=at,
+            reason=Reason.CANCELLED_BY_USER,
+            message=message,
+            attempt=number,
+        )
+        return
+    if reason == Reason.MAX_DURATION or exceeds_max_duration(job):
+        message = max_duration_message(job, message)
+        move_job(
+            session,
+            job,
+            JobState.FAILED,
+            at=at,
+            reason=Reason.MAX_DURATION,
+            message=message,
+            attempt=number,
+        )
+        return
+    decision = after_failure(
+        reason or Reason.INTERNAL,
+        message or "",
+        allowed=stored_retry(job.spec),
+        failures_before=await _counted_failures(session, job, number),
+        backoff_s=backoff.base_s,
+        backoff_limit_s=backoff.limit_s,
+    )
+    if isinstance(decision, FailJob):
+        move_job(
+            session, job, JobState.FAILED, at=at, reason=reason, message=decision.message, attempt=number
+        )
+        return
+    job.not_before = at + timedelta(seconds=decision.after_s)
+    job.queued_at = job.created_at  # a job that recovers keeps its place in the line
+    move_job(
+        session, job, JobState.RECOVERING, at=at, reason=reason, message=decision.message, attempt=number
+    )
+
+
+async def _counted_failures(session: AsyncSession, job: Job, number: int) -> list[str]:
+    """Reasons of the attempts before `number` that failed: since the user's last retry, and of those that are
+    nobody's fault only the ones since the checkpoint that the job goes on from."""
+    failed = [
+        (one.number, one.reason or Reason.INTERNAL)
+        for one in await attempts_of(session, job.id)
+        if job.attempts_forgiven < one.number < number and one.state == AttemptState.FAILED
+    ]
+    return [
+        reason
+        for at, reason in failed
+        if at > job.infrastructure_forgiven or cause_of(reason) is not Cause.INFRASTRUCTURE
+    ]
+
+
+def _mark_running(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
+    if attempt.attempt_state is AttemptState.STARTING:
+        move_attempt(attempt, AttemptState.RUNNING, at=at)
+    if job.job_state is JobState.STARTING:
+        move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
+
+
+async def _store_measurements(
+    session: AsyncSession, job: Job, attempt: Attempt, report: DriverReport, keep: int
+) -> None:
+    steps = {step.step: step for step in report.steps}
+    await record_steps(session, attempt, steps.values())
+    if steps:
+        last = steps[max(steps)]
+        job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
+        job.metrics = last.metrics
+    await record_evaluations(session, attempt, report.evaluations)
+    if report.best_checkpoint is not None:
+        job.best_checkpoint = dict(report.best_checkpoint)
+    for timeline in report.timelines:
+        await record_timeline(
+            session,
+            attempt,
+            step=timeline.step,
+            started_at=timeline.started_at,
+            uncertainty_s=timeline.uncertainty_s,
+            slots=timeline.slots,
+            keep=keep,
+        )
+    if report.peak_memory_bytes:
+        known, new = attempt.peak_memory_bytes or {}, report.peak_memory_bytes
+        attempt.peak_memory_bytes = {
+            mesh: max(known.get(mesh, 0), new.get(mesh, 0)) for mesh in {**known, **new}
+        }
+    if report.metrics_endpoint is not None:
+        attempt.metrics_endpoint = report.metrics_endpoint
+    if report.model_flops is not None:
+        job.step_flops, job.peak_flops_per_s = report.model_flops
+    if report.checkpoint is not None:
+        if report.checkpoint[0] > (job.checkpoint_step or 0):
+            job.infrastructure_forgiven = attempt.number - 1  # what was lost then has been made good
+        job.checkpoint_step, job.checkpoint_uri = report.checkpoint
+        job.stored_bytes = report.stored_bytes
+
+
+def _driver_command(job: Job, attempt: Attempt) -> str:
+    if job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
+        return "cancel"
+    return "continue" if attempt.end_asked_at is None else "stop"

@@ -1,0 +1,196 @@
+"""Submits an attempt's driver to Ray: entrypoint, environment, secrets check, user code; also one-shot tasks.
+
+Repeating it after a lost answer is safe: the submission id is the attempt's. Just before, the store is asked,
+through the fenced session, whether the attempt is still wanted; what freezes between that and Ray starts no second
+driver (Ray knows the id) and none that trains (the control plane refuses its first call). Secrets are not put into
+the environment, which Ray shows: drivers ask for them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.observability.tracing import attempt_context, exporting
+from service.orchestrator.attempts.admit import explain_waits
+from service.orchestrator.decisions.decide import RAY_RESOURCES, Device, EndAttempt, Wait
+from service.orchestrator.ray.clusters import Clusters, NamedCluster
+from service.orchestrator.ray.jobs_api import ClusterError, ClusterUnreachableError, RayJobSubmission
+from service.settings.settings import Settings
+from service.spec.job import PACKAGE_PREFIX, stored_field
+from service.spec.states import AttemptState
+from service.store.attempts import find_attempt
+from service.store.database import Sessions, utc_now
+from service.store.files import package_content
+from service.store.jobs import find_job, is_current
+from service.store.secrets import (
+    MissingSecretError,
+    NoSecretsKeyError,
+    SecretBox,
+    open_secrets,
+    spec_environment,
+    spec_secret_names,
+)
+from service.store.tables import Attempt, Job
+from service.store.transitions import lock_job, record_submission_span
+from worker.contract.costs import PROFILE_REQUEST_VARIABLE
+from worker.contract.reasons import Reason
+from worker.contract.tasks import EXPORT_REQUEST_VARIABLE as EXPORT_VARIABLE
+from worker.contract.tasks import (
+    REMOVAL_REQUEST_VARIABLE,
+    ExportRequest,
+    RemovalRequest,
+    removal_requests_json,
+)
+
+_NOT_YET_SUBMITTED = Reason.WAITS_FOR_CLUSTER
+_ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
+
+
+class Submitter:
+    """Gives attempts to Ray, each to the cluster that it was made for."""
+
+    def __init__(self, settings: Settings, database: Sessions, clusters: Clusters) -> None:
+        self._settings, self._database, self._clusters = settings, database, clusters
+
+    async def submit(self, attempt: Attempt, job: Job) -> EndAttempt | None:
+        """Start the driver; the end of an attempt that Ray refuses. Where Ray cannot now, the job says so.
+
+        Repeating it after a lost answer is safe: the id is the attempt's. Just before, the store is asked whether
+        it is still wanted, and wanted of this process; what is frozen even between that and Ray starts no second
+        driver (Ray knows the id) and none that trains (the control plane tells it at its first call).
+        """
+        began = time.time()
+        cluster = self._clusters.of(attempt.cluster)
+        try:
+            submission = await self._submission(attempt, cluster)
+            if not await self._is_wanted(attempt.id):
+                return None
+            await cluster.ray.submit(submission)
+        except (MissingSecretError, NoSecretsKeyError) as error:
+            return EndAttempt(AttemptState.FAILED, Reason.SECRET_MISSING, str(error))
+        except ClusterUnreachableError as error:
+            wait = Wait(job.id, _NOT_YET_SUBMITTED, f"not started yet: {error}")
+            await explain_waits(self._database, [(job, wait)])
+            return None
+        except ClusterError as error:
+            return EndAttempt(AttemptState.FAILED, Reason.START_REFUSED, str(error))
+        record_submission_span(job, attempt, began, time.time())
+        async with self._database.write() as session:
+            fresh = await find_attempt(session, attempt.id)
+            if fresh is not None and fresh.submitted_at is None:
+                fresh.submitted_at = utc_now()
+            starting = await lock_job(session, job.id)
+            if starting is not None and starting.reason == _NOT_YET_SUBMITTED:
+                starting.reason = starting.message = None
+        return None
+
+    async def _is_wanted(self, attempt_id: str) -> bool:
+        async with self._database.write() as session:
+            fresh = await find_attempt(session, attempt_id)
+            if fresh is None or fresh.attempt_state.final:
+                return False
+            return await is_current(session, fresh)
+
+    async def profile_submission(
+        self, run_id: str, spec: Mapping[str, Any], device: Device, cluster: NamedCluster
+    ) -> RayJobSubmission:
+        """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own there."""
+        request = json.dumps({"job": spec, "device": device})
+        if len(request) > _ENVIRONMENT_LIMIT:
+            raise ClusterError(
+                f"the job's specification has {len(request)} characters, more than the {_ENVIRONMENT_LIMIT} that can "
+                "be handed to one worker: shorten its arguments, or submit the job, which plans it too"
+            )
+        share = 1 if device == "cpu" else int(10_000 / cluster.drivers.workers_per_gpu) / 10_000
+        return RayJobSubmission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks profile",
+            env=spec_environment(spec)
+            | {
+                PROFILE_REQUEST_VARIABLE: request,
+                "SLOTLINE_WORKERS_PER_GPU": str(cluster.drivers.workers_per_gpu),
+            },
+            metadata={"slotline_profile": run_id},
+            working_dir=await self._working_dir(stored_field(spec, "code", "working_dir", ""), cluster),
+            pip=tuple(stored_field(spec, "code", "pip", [])),
+            resources={RAY_RESOURCES[device]: share},
+        )
+
+    def export_submission(
+        self, run_id: str, request: ExportRequest, cluster: NamedCluster
+    ) -> RayJobSubmission:
+        """A process that writes a job's weights where its checkpoints lie; it holds no accelerator."""
+        return RayJobSubmission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks export",
+            env={EXPORT_VARIABLE: request.to_json()},
+            metadata={"slotline_export": request.job},
+        )
+
+    def removal_submission(
+        self, run_id: str, requests: Sequence[RemovalRequest], cluster: NamedCluster
+    ) -> RayJobSubmission:
+        """A process that deletes what jobs have saved; it holds no accelerator."""
+        return RayJobSubmission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks remove",
+            env={REMOVAL_REQUEST_VARIABLE: removal_requests_json(requests)},
+            metadata={"slotline_remove": requests[0].job},
+        )
+
+    async def _submission(self, attempt: Attempt, cluster: NamedCluster) -> RayJobSubmission:
+        async with self._database.read() as session:  # rounds leave the specification out
+            job = await find_job(session, attempt.job_id)
+            assert job is not None, attempt.job_id
+            if names := spec_secret_names(
+                job.spec
+            ):  # the driver asks for them: Ray shows a driver's environment
+                await open_secrets(session, SecretBox.of(self._settings), job.owner, names)
+        return RayJobSubmission(
+            id=attempt.id,
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.driver",
+            env=spec_environment(job.spec)
+            | _ray_address_env(cluster)
+            | {
+                "SLOTLINE_CONTROL_URL": cluster.drivers.url or self._settings.control_url,
+                "SLOTLINE_ATTEMPT_ID": attempt.id,
+                "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
+                "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
+                "SLOTLINE_PROFILE_EVERY_S": f"{self._settings.profile_every_s:g}",
+                "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
+                "SLOTLINE_WORKERS_PER_GPU": str(cluster.drivers.workers_per_gpu),
+                "SLOTLINE_LOG_FORMAT": self._settings.log_format,
+                **_trace_env(job, attempt),
+            },
+            metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
+            working_dir=await self._working_dir(stored_field(job.spec, "code", "working_dir", ""), cluster),
+            pip=tuple(stored_field(job.spec, "code", "pip", [])),
+        )
+
+    async def _working_dir(self, place: str, cluster: NamedCluster) -> str | None:
+        """What Ray is told to unpack for a job's code.working_dir; None for an empty one."""
+        if not place.startswith(PACKAGE_PREFIX):
+            return place or None
+        digest = place.removeprefix(PACKAGE_PREFIX)
+        async with self._database.read() as session:
+            content = await package_content(session, digest)
+        if content is None:
+            raise ClusterError(f"package {digest} is gone from the store: upload it again")
+        return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
+
+
+def _ray_address_env(cluster: NamedCluster) -> dict[str, str]:
+    address = cluster.drivers.ray_address
+    return {"SLOTLINE_DRIVER_RAY_ADDRESS": address} if address else {}
+
+
+def _trace_env(job: Job, attempt: Attempt) -> dict[str, str]:
+    """The attempt's span, below which its driver's are; whether it should report any."""
+    context = attempt_context(job.traceparent, attempt.id)
+    if context is None:
+        return {}
+    return {"SLOTLINE_TRACEPARENT": str(context)} | ({"SLOTLINE_SPANS": "1"} if exporting() else {})

@@ -1,0 +1,265 @@
+"""Watches attempts that are not final: polls Ray, submits, stops and ends them as `decide.decide_attempt` says.
+
+One call an attempt and round, never two at once for one attempt. A result is applied only to an attempt that is
+still the job's current one and that was not heard of since the decision; that and why a driver is stopped is written
+before Ray is asked. Silence counts only where this process listened (liveness). What is known beside the store is
+lost at a restart, harmlessly.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from service.observability.instruments import Outage
+from service.orchestrator.attempts.liveness import LivenessWindow
+from service.orchestrator.attempts.outcome import (
+    Backoff,
+    attempt_deadline,
+    end_attempt,
+    request_graceful_stop,
+)
+from service.orchestrator.attempts.submit import Submitter
+from service.orchestrator.decisions.decide import (
+    EndAttempt,
+    RayJob,
+    RequestGracefulStop,
+    StopDriver,
+    Submit,
+    WatchedAttempt,
+    WatchLimits,
+    decide_attempt,
+)
+from service.orchestrator.ray.clusters import Clusters
+from service.orchestrator.ray.jobs_api import Cluster, ClusterError
+from service.orchestrator.ray.logs import LogKeeper
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.settings.settings import Settings
+from service.spec.states import AttemptState
+from service.store.attempts import lock_attempt
+from service.store.database import Sessions, utc_now
+from service.store.tables import Attempt, Job
+from service.store.transitions import add_event, lock_job
+from worker.contract.logs import log_fields
+from worker.contract.reasons import Reason
+
+logger = logging.getLogger(__name__)
+
+_ASK_EVERY_S = 1.5
+_STOP_EVERY_S = 5.0
+_STOP_DECISION_VALID_S = 5.0
+"""What was noted longer ago than this may no longer hold: the driver may have been heard of since."""
+
+
+@dataclass
+class _WatchState:
+    """What this process knows about an attempt beside the store; lost at a restart, harmlessly."""
+
+    ray: RayJob | None = None
+    asked_at: float = 0.0
+    stopped_at: float = 0.0
+    busy: bool = False
+    silence_reported: bool = False
+    missing_reported: bool = False
+
+
+class AttemptWatcher:
+    """Looks after attempts, one call each a round; `ended` is called after the end of one."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Sessions,
+        clusters: Clusters,
+        *,
+        submitter: Submitter,
+        logs: LogKeeper,
+        hearing: LivenessWindow,
+        ended: Callable[[], None],
+    ) -> None:
+        self.limits = WatchLimits(
+            silence_limit_s=settings.silence_limit_s,
+            start_timeout_s=settings.start_timeout_s,
+            cancel_grace_s=settings.cancel_grace_s,
+            end_grace_s=settings.preemption_grace_s,
+        )
+        self.hearing = hearing
+        self._heartbeat_timeout_s = settings.heartbeat_timeout_s
+        self._backoff = Backoff(settings.retry_backoff_s, settings.retry_backoff_limit_s)
+        self._database, self._clusters = database, clusters
+        self._submitter, self._logs, self._ended = submitter, logs, ended
+        self._outages = dict[str, Outage]()
+        self._watched: dict[str, _WatchState] = {}
+
+    def retain_only(self, attempt_ids: Collection[str]) -> None:
+        self._watched = {one: self._watched.get(one, _WatchState()) for one in attempt_ids}
+
+    async def look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
+        """Ask Ray when it is time, decide, act; never twice at once for one attempt.
+
+        `read_at` is a time just before `attempt` was read: what the driver has said since is not known here.
+        """
+        with log_fields(job=job.id, attempt=attempt.number, step=job.step, trace_id=job.trace_id):
+            await self._look_after(attempt, job, read_at)
+
+    async def _look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
+        watched = self._watched.setdefault(attempt.id, _WatchState())
+        if watched.busy:
+            return
+        cluster, outage = self._clusters.of(attempt.cluster).ray, self._outage(attempt.cluster)
+        watched.busy = True
+        try:
+            now = time.time()
+            if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
+                watched.asked_at = now
+                watched.ray = await self._ask(cluster, attempt.id, watched.ray, read_at)
+            if attempt.cluster not in self._clusters.names and not watched.missing_reported:
+                await self._report_missing(attempt)
+                watched.missing_reported = True
+            decision = decide_attempt(
+                _to_watched_attempt(attempt, job, watched.ray),
+                watching_since=read_at - self._silence_s(attempt, read_at),
+                now=read_at,
+                limits=self.limits,
+            )
+            if isinstance(decision, Submit):
+                if refusal := await self._submitter.submit(attempt, job):
+                    await self._end(attempt, refusal)
+            elif isinstance(decision, RequestGracefulStop):
+                async with self._database.write() as session:
+                    await request_graceful_stop(
+                        session, attempt.id, decision.reason, decision.message, at=utc_now()
+                    )
+            elif isinstance(decision, StopDriver) and time.time() - watched.stopped_at >= _STOP_EVERY_S:
+                watched.stopped_at = time.time()
+                noted_at = time.monotonic()
+                noted = await self._record_stop(attempt, decision.why)
+                if (
+                    noted and time.monotonic() - noted_at < _STOP_DECISION_VALID_S
+                ):  # else it was frozen: decided anew
+                    await cluster.stop(attempt.id)
+            elif isinstance(decision, EndAttempt):
+                await self._end(attempt, decision)
+            else:
+                await self._report_silence(attempt, watched, read_at)
+            outage.back()
+        except ClusterError as error:
+            outage.away(f"attempt {attempt.id}: {error}")
+        finally:
+            watched.busy = False
+
+    def _outage(self, cluster: str) -> Outage:
+        named = "the cluster" if cluster == DEFAULT_CLUSTER else f"cluster {cluster}"
+        return self._outages.setdefault(cluster, Outage(f"{named}, asked about attempts,", logger))
+
+    def _silence_s(self, attempt: Attempt, until: float) -> float:
+        """Seconds since the driver's last word, or its making, in which it could have been heard."""
+        last = attempt.heartbeat_at or attempt.created_at
+        return self.hearing.listening_s(last.timestamp(), until)
+
+    async def _record_stop(self, attempt: Attempt, why: str) -> bool:
+        """Say first that and why Slotline stops the driver; False where it has been heard of since, or is over."""
+        async with self._database.write() as session:
+            fresh, job = await lock_attempt(session, attempt.id)
+            to_end = job.cancel_requested_at is not None or fresh.end_asked_at is not None
+            heard = not to_end and fresh.heartbeat_at != attempt.heartbeat_at
+            if fresh.attempt_state.final or heard:
+                return False
+            if fresh.stopped_because is None:
+                fresh.stopped_because = why
+                add_event(
+                    session,
+                    job,
+                    "stopped",
+                    f"Slotline stops the driver: {why}",
+                    at=utc_now(),
+                    attempt=attempt.number,
+                )
+        logger.info("stopping the driver of attempt %s: %s", attempt.id, why)
+        return True
+
+    async def _report_silence(self, attempt: Attempt, watched: _WatchState, read_at: float) -> None:
+        """One event when a driver falls silent, long before it is given up."""
+        silent = (
+            attempt.heartbeat_at is not None
+            and self._silence_s(attempt, read_at) >= self._heartbeat_timeout_s
+        )
+        if silent and not watched.silence_reported:
+            ray_says = "nothing" if watched.ray is None else str(watched.ray.state)
+            message = f"no report for {self._heartbeat_timeout_s:g} s; Ray says: {ray_says}"
+            async with self._database.write() as session:
+                if job := await lock_job(session, attempt.job_id):
+                    add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
+        watched.silence_reported = silent
+
+    async def _report_missing(self, attempt: Attempt) -> None:
+        """One event where the settings do not name the attempt's cluster any more: nobody looks for it elsewhere."""
+        why = self._clusters.of(attempt.cluster).watcher.snapshot.error
+        message = f"{why}; until then its driver is heard, but Ray is not asked about it and cannot stop it"
+        async with self._database.write() as session:
+            if job := await lock_job(session, attempt.job_id):
+                add_event(session, job, "no-cluster", message, at=utc_now(), attempt=attempt.number)
+
+    async def _ask(
+        self, cluster: Cluster, attempt_id: str, before: RayJob | None, read_at: float
+    ) -> RayJob | None:
+        try:
+            ray = await cluster.job(attempt_id)
+        except ClusterError:
+            return None
+        if not ray.state.ended:
+            return ray
+        seen = before.ended_seen_at if before is not None and before.ended_seen_at else read_at
+        return replace(ray, ended_seen_at=seen)
+
+    async def _end(self, judged: Attempt, end: EndAttempt) -> None:
+        """End an attempt that nothing has been heard of since it was judged."""
+        message = end.message
+        log = await self._logs.last_log(judged.id, judged.cluster)
+        async with self._database.write() as session:
+            attempt, job = await lock_attempt(session, judged.id)
+            if job.current_attempt != judged.id or attempt.attempt_state.final:
+                return
+            if attempt.heartbeat_at != judged.heartbeat_at:
+                return
+            if attempt.stopped_because is not None and end.reason is Reason.DRIVER_LOST:
+                message = f"Slotline stopped the driver: {attempt.stopped_because}"
+            if end.state is AttemptState.FAILED and log is not None and (tail := _log_tail(log.text)):
+                message = f"{message}; its log ends: {tail}"
+            if log is not None:
+                attempt.log_first_line, attempt.log = log
+            await end_attempt(
+                session,
+                job,
+                attempt,
+                end.state,
+                reason=end.reason,
+                message=message,
+                at=utc_now(),
+                backoff=self._backoff,
+            )
+        self._ended()
+
+
+def _log_tail(log: str, lines: int = 5) -> str:
+    return " | ".join([line.strip() for line in log.splitlines() if line.strip()][-lines:])[-1000:]
+
+
+def _unix_seconds(time_: datetime | None) -> float | None:
+    return None if time_ is None else time_.timestamp()
+
+
+def _to_watched_attempt(attempt: Attempt, job: Job, ray: RayJob | None) -> WatchedAttempt:
+    return WatchedAttempt(
+        created_at=attempt.created_at.timestamp(),
+        submitted_at=_unix_seconds(attempt.submitted_at),
+        heartbeat_at=_unix_seconds(attempt.heartbeat_at),
+        cancel_requested_at=_unix_seconds(job.cancel_requested_at),
+        ray=ray,
+        deadline=attempt_deadline(attempt, job),
+        end_asked_at=_unix_seconds(attempt.end_asked_at),
+        end_asked_for=None if attempt.end_asked_for is None else Reason.parse(attempt.end_asked_for),
+    )

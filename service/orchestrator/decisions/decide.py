@@ -1,0 +1,338 @@
+"""Decisions of the orchestrator as pure functions: what to do about an attempt, and what follows a failure.
+
+Values in, values out: no clock, no database, no Ray. Also holds the values of admission (WaitingJob, Holder,
+Capacity, Start, Wait, Preempt), which policy.py and multi_cluster.py decide over. Times are Unix seconds. Silence
+counts from `watching_since`: a control plane that was away must not take its own absence for the driver's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.job import Retry
+from service.spec.states import AttemptState
+from worker.contract.reasons import Cause, Reason, cause_of
+
+Device = Literal["cpu", "cuda"]
+
+
+# Admission: queueing.admit answers
+
+
+@dataclass(frozen=True)
+class WaitingJob:
+    """A job that wants a whole gang of `accelerators`; `device` may be auto until it `began`."""
+
+    id: str
+    queue: str
+    priority: int
+    queued_at: float
+    accelerators: int
+    device: str
+    not_before: float | None = None
+    began: bool = False
+    owner: str = ""
+    longest_s: float = math.inf
+    """So long it holds its accelerators at most, the grace at its end included."""
+    cluster: str | None = DEFAULT_CLUSTER
+    """The cluster of its queue; None where nothing says which."""
+    began_on: str | None = None
+    """The cluster of its earlier attempts, if there were any: where its checkpoints are."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A job whose attempt holds accelerators: `since` then, and no longer than `until`."""
+
+    job_id: str
+    queue: str
+    accelerators: int
+    device: str
+    owner: str = ""
+    priority: int = 0
+    since: float = 0.0
+    until: float = math.inf
+    stopping: bool = False
+    """It was asked to end."""
+    cluster: str = DEFAULT_CLUSTER
+
+
+# The Ray resource of an accelerator by device, as the worker's placement groups ask for it.
+RAY_RESOURCES = {"cpu": "slotline_worker", "cuda": "GPU"}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Accelerators of all living nodes by device, and those of them that others than our attempts hold."""
+
+    total: Mapping[str, int]
+    others: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class QueueRules:
+    """Whether jobs give way to others of a higher priority, and how long they have to save a checkpoint then;
+    how long an owner waits for a start at most while others of the same queue and priority get theirs."""
+
+    preempts: bool = True
+    grace_s: float = 60.0
+    patience_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Start:
+    job_id: str
+    device: Device
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """A running job gives way to another that waits."""
+
+    job_id: str
+    for_job: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    job_id: str
+    reason: Reason
+    message: str
+
+
+def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
+    """The device of a gang: what is wanted; for auto cuda where the whole gang finds GPUs."""
+    if wanted != "auto":
+        return "cuda" if wanted == "cuda" else "cpu"
+    return "cuda" if capacity.total.get("cuda", 0) >= accelerators else "cpu"
+
+
+# Watching an attempt
+
+
+class RayState(StrEnum):
+    """What Ray says about the job behind an attempt; MISSING: Ray answers and does not know it."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    MISSING = "MISSING"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (RayState.PENDING, RayState.RUNNING)
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """Ray's latest word on a job; `ended_seen_at` is when we first saw it ended."""
+
+    state: RayState
+    message: str | None = None
+    exit_code: int | None = None
+    ended_seen_at: float | None = None
+
+
+@dataclass(frozen=True)
+class WatchedAttempt:
+    """An attempt that is not final. `ray` is None while Ray has not answered about it; from `deadline` on it has
+    used up its job's time; it was asked to save a checkpoint and end at `end_asked_at`, for `end_asked_for`."""
+
+    created_at: float
+    submitted_at: float | None
+    heartbeat_at: float | None
+    cancel_requested_at: float | None
+    ray: RayJob | None
+    deadline: float | None = None
+    end_asked_at: float | None = None
+    end_asked_for: Reason | None = None
+
+
+@dataclass(frozen=True)
+class WatchLimits:
+    silence_limit_s: float = 600.0
+    start_timeout_s: float = 600.0
+    cancel_grace_s: float = 15.0
+    end_grace_s: float = 60.0
+    """So long a driver that was asked to end may take to save a checkpoint."""
+    report_grace_s: float = 3.0
+    """A driver that ended may have a last report under way; Ray may see the end first."""
+
+
+@dataclass(frozen=True)
+class DoNothing:
+    """Nothing to do."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Give the attempt to Ray."""
+
+
+@dataclass(frozen=True)
+class RequestGracefulStop:
+    """Have the driver save a checkpoint and end."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True)
+class StopDriver:
+    """Have Ray stop the driver."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class EndAttempt:
+    """The attempt is over without a final report."""
+
+    state: AttemptState
+    reason: Reason
+    message: str
+
+
+def decide_attempt(
+    attempt: WatchedAttempt, *, watching_since: float, now: float, limits: WatchLimits
+) -> DoNothing | Submit | RequestGracefulStop | StopDriver | EndAttempt:
+    """What to do about an attempt. Silence counts from `watching_since` at the earliest.
+
+    A control plane that was away itself must not take its own absence for the driver's.
+    """
+    cancelled = attempt.cancel_requested_at is not None
+    if attempt.submitted_at is None:
+        if cancelled:
+            return _cancelled_end()
+        if attempt.end_asked_for is not None:
+            return _graceful_stop_end(attempt.end_asked_for, "before Ray had the driver")
+        waited = now - max(attempt.created_at, watching_since)
+        if waited < limits.start_timeout_s:
+            return Submit()
+        message = f"Ray has not taken the driver in {limits.start_timeout_s:g} s"
+        return EndAttempt(AttemptState.FAILED, Reason.START_TIMEOUT, message)
+    problem = _liveness_problem(attempt, watching_since=watching_since, now=now, limits=limits)
+    if attempt.ray is not None and attempt.ray.state.ended:
+        seen = attempt.ray.ended_seen_at
+        if seen is None or now - seen < limits.report_grace_s:
+            return DoNothing()
+        if cancelled:
+            return _cancelled_end()
+        if attempt.end_asked_for is not None:
+            return _graceful_stop_end(attempt.end_asked_for, "without a last report")
+        return problem or _driver_lost(attempt.ray)
+    if cancelled and now - attempt.cancel_requested_at >= limits.cancel_grace_s:
+        out_of_reach = attempt.ray is None and problem is not None
+        return _cancelled_end() if out_of_reach else StopDriver("the driver did not end by itself")
+    if attempt.end_asked_for is not None and not cancelled:
+        if attempt.end_asked_at is None or now - attempt.end_asked_at < limits.end_grace_s:
+            return DoNothing()
+        late = f"in the {limits.end_grace_s:g} s that it had to save a checkpoint"
+        if attempt.ray is None and problem is not None:
+            return _graceful_stop_end(attempt.end_asked_for, f"unheard, {late}")
+        return StopDriver(f"the driver did not end {late}")
+    if attempt.deadline is not None and now >= attempt.deadline and not cancelled:
+        return RequestGracefulStop(
+            Reason.MAX_DURATION, "has held its accelerators for its whole max_duration"
+        )
+    if problem is None:
+        return DoNothing()
+    return problem if attempt.ray is None else StopDriver(problem.message)
+
+
+def _liveness_problem(
+    attempt: WatchedAttempt, *, watching_since: float, now: float, limits: WatchLimits
+) -> EndAttempt | None:
+    """Why an attempt that Ray still runs, or that Ray says nothing about, cannot go on."""
+    if attempt.heartbeat_at is None:
+        waited = now - max(attempt.created_at, watching_since)
+        if waited < limits.start_timeout_s:
+            return None
+        message = f"the driver has not reported in {limits.start_timeout_s:g} s since its start"
+        return EndAttempt(AttemptState.FAILED, Reason.START_TIMEOUT, message)
+    silent = now - max(attempt.heartbeat_at, watching_since)
+    if silent < limits.silence_limit_s:
+        return None
+    return EndAttempt(
+        AttemptState.FAILED,
+        Reason.DRIVER_LOST,
+        f"the driver has said nothing for {limits.silence_limit_s:g} s",
+    )
+
+
+def _driver_lost(ray: RayJob) -> EndAttempt:
+    if ray.state is RayState.MISSING:
+        message = "Ray no longer knows the attempt: the cluster was restarted"
+    elif ray.message and ray.message.startswith("runtime_env setup failed"):
+        return EndAttempt(AttemptState.FAILED, Reason.CODE_SETUP_FAILED, _setup_message(ray.message))
+    else:
+        code = "" if ray.exit_code is None else f" with exit code {ray.exit_code}"
+        detail = f": {ray.message.split(', last available logs')[0]}" if ray.message else ""
+        message = f"the driver ended ({ray.state}){code} and sent no final report{detail}"
+    return EndAttempt(AttemptState.FAILED, Reason.DRIVER_LOST, message)
+
+
+def _setup_message(text: str) -> str:
+    """Of Ray's account of an environment that could not be made: what the installer said, else its end."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
+    return f"the job's code could not be set up: {'; '.join(said)}; correct code.pip or code.working_dir"
+
+
+def _graceful_stop_end(reason: Reason, how: str) -> EndAttempt:
+    return EndAttempt(AttemptState.FAILED, reason, f"{reason.meaning}: the attempt ended {how}")
+
+
+def _cancelled_end() -> EndAttempt:
+    return EndAttempt(AttemptState.CANCELLED, Reason.CANCELLED_BY_USER, "cancelled by the user")
+
+
+# After a failure
+
+
+@dataclass(frozen=True)
+class TryAgain:
+    after_s: float
+    message: str
+
+
+@dataclass(frozen=True)
+class FailJob:
+    message: str
+
+
+def after_failure(
+    reason: str,
+    message: str,
+    *,
+    allowed: Retry,
+    failures_before: Sequence[str],
+    backoff_s: float,
+    backoff_limit_s: float,
+) -> TryAgain | FailJob:
+    """Whether another attempt follows one that failed with `reason`.
+
+    `failures_before` are the reasons of the earlier failed attempts that still count. Each
+    cause has its own allowance; the pause doubles with every failure of the same cause.
+    """
+    cause = cause_of(reason)
+    earlier = sum(cause_of(before) is cause for before in failures_before)
+    limit = {
+        Cause.INFRASTRUCTURE: allowed.infrastructure,
+        Cause.USER: allowed.user,
+        Cause.PREEMPTION: allowed.preemption,
+    }[cause]
+    if limit != -1 and earlier >= limit:
+        tries = f" (retry.{cause} is {limit})" if limit or cause is not Cause.USER else ""
+        return FailJob(f"{message}{tries}")
+    pause = min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
+    of = "" if limit == -1 else f" of {limit}"
+    return TryAgain(pause, f"{message}; {cause} retry {earlier + 1}{of} in {pause:g} s")

@@ -1,0 +1,123 @@
+"""Admission over several Ray clusters: one policy decision each, from its own capacity and queues.
+
+Pure functions. A job starts only on the cluster of its queue, and only where its earlier attempts ran, since its
+checkpoints are there; else it waits and is told so. Only a quota looks further: what a queue's jobs hold on a
+cluster that it belonged to before counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from service.orchestrator.decisions.decide import (
+    Capacity,
+    Holder,
+    Preempt,
+    QueueRules,
+    Start,
+    Wait,
+    WaitingJob,
+    device_of,
+)
+from service.orchestrator.decisions.fair_share import fair_order
+from service.orchestrator.decisions.policy import admit
+from worker.contract.reasons import Reason
+
+_OTHER_CLUSTER_DEVICE = "elsewhere"
+"""The device of what is held on another cluster: none of those that are given out here."""
+
+
+def admit_all_clusters(
+    waiting: Sequence[WaitingJob],
+    holders: Sequence[Holder],
+    *,
+    capacities: Mapping[str, Capacity | None],
+    quotas: Mapping[str, int | None],
+    now: float,
+    rules: QueueRules = QueueRules(),
+) -> list[Start | Wait | Preempt]:
+    """queueing.admit of each cluster for the jobs whose queue belongs to it; `capacities` are by cluster.
+
+    A job starts on the cluster of its queue only. One that cannot, because it began on another, or because nobody
+    knows its queue or the cluster, waits, and is told so.
+    """
+    held_back = {
+        job.id: wait for job in waiting if (wait := explain_misplaced(job, list(capacities))) is not None
+    }
+    answers: list[Start | Wait | Preempt] = list(held_back.values())
+    for cluster, capacity in capacities.items():
+        here = [job for job in waiting if job.cluster == cluster and job.id not in held_back]
+        if here:
+            answers += admit(
+                here,
+                _holders_seen_from(cluster, holders, {job.queue for job in here}),
+                capacity=capacity,
+                quotas=quotas,
+                now=now,
+                rules=rules,
+                cluster_name=f" {cluster}" if len(capacities) > 1 else "",
+            )
+    return answers
+
+
+def order_all_clusters(
+    waiting: Sequence[WaitingJob],
+    holders: Sequence[Holder],
+    *,
+    capacities: Mapping[str, Capacity | None],
+    now: float,
+    patience_s: float,
+) -> list[WaitingJob]:
+    """All waiting jobs; those of one cluster in the order of their turns."""
+    line = list[WaitingJob]()
+    for cluster in dict.fromkeys(job.cluster for job in waiting):
+        line += fair_order(
+            [job for job in waiting if job.cluster == cluster],
+            [holder for holder in holders if holder.cluster == cluster],
+            device_of=_device_on(capacities.get(cluster or "")),
+            now=now,
+            patience_s=patience_s,
+        )
+    return line
+
+
+def _device_on(capacity: Capacity | None) -> Callable[[WaitingJob], str]:
+    def device(job: WaitingJob) -> str:
+        return job.device if capacity is None else device_of(job.device, job.accelerators, capacity)
+
+    return device
+
+
+def explain_misplaced(job: WaitingJob, clusters: Sequence[str]) -> Wait | None:
+    """Why a job can start on no cluster as things are configured; None where it may."""
+    known = ", ".join(clusters)
+    if job.began_on is not None and job.began_on not in clusters:
+        message = (
+            f"began on cluster {job.began_on}, where its checkpoints are, and there is no such cluster any more "
+            f"(SLOTLINE_CLUSTERS; there are: {known}): name it there again, or cancel the job and submit it anew"
+        )
+    elif job.cluster is None:
+        message = (
+            f"its queue {job.queue} is not in SLOTLINE_QUEUES any more, so that nothing says on which cluster it may run: "
+            "move it to another queue, or configure that one again"
+        )
+    elif job.began_on not in (None, job.cluster):
+        message = (
+            f"began on cluster {job.began_on}, where its checkpoints are, and its queue {job.queue} now belongs to cluster "
+            f"{job.cluster}: move it to a queue of {job.began_on}, or cancel it and submit it anew"
+        )
+    elif job.cluster not in clusters:
+        message = f"there is no cluster {job.cluster}, to which its queue belongs (there are: {known})"
+    else:
+        return None
+    return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
+
+
+def _holders_seen_from(cluster: str, holders: Sequence[Holder], queues: set[str]) -> list[Holder]:
+    """Who holds accelerators here; and, for their quota alone, who holds some elsewhere in these queues."""
+    return [
+        holder if holder.cluster == cluster else replace(holder, device=_OTHER_CLUSTER_DEVICE)
+        for holder in holders
+        if holder.cluster == cluster or holder.queue in queues
+    ]

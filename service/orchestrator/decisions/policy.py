@@ -1,0 +1,360 @@
+"""Admission on one cluster: gang starts, quotas, preemption by priority, and conservative backfill.
+
+A job that must wait gets a reservation: the first time at which all that holds its accelerators now must have ended
+(`max_duration`). A later job overtakes it only where every reservation before it still holds (conservative backfill:
+Mu'alem and Feitelson, 2001); where none can be made nothing overtakes. Preemption takes the lowest priority first,
+then the last started, and only where that lets the job start within the grace. A pure function of a snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from service.orchestrator.decisions.availability import AvailabilityProfile
+from service.orchestrator.decisions.decide import (
+    RAY_RESOURCES,
+    Capacity,
+    Holder,
+    Preempt,
+    QueueRules,
+    Start,
+    Wait,
+    WaitingJob,
+    device_of,
+)
+from service.orchestrator.decisions.fair_share import fair_order
+from worker.contract.reasons import Reason
+
+RESERVATION_LIMIT = 500
+"""So many jobs of a device are promised a time; behind them nobody overtakes."""
+_PREEMPTION_TRIES = 20
+
+
+def admit(
+    waiting: Sequence[WaitingJob],
+    holders: Sequence[Holder],
+    *,
+    capacity: Capacity | None,
+    quotas: Mapping[str, int | None],
+    now: float,
+    rules: QueueRules = QueueRules(),
+    cluster_name: str = "",
+) -> list[Start | Wait | Preempt]:
+    """One Start or Wait a waiting job, the first in line first, and a Preempt for each that gives way to one.
+
+    Whole gangs only. Jobs held back by a pause, and those too large for their quota or for the cluster, hold
+    nobody up; one held back by its quota only its own queue. `cluster_name` is what messages put behind "cluster",
+    where there are several.
+    """
+    line = _AdmissionRound(holders, capacity, quotas, now, rules, cluster_name)
+    unable = {job.id: wait for job in waiting if (wait := line.unable(job)) is not None}
+    jobs = fair_order(
+        waiting,
+        holders,
+        device_of=line.device_of,
+        now=now,
+        patience_s=rules.patience_s,
+        out_of_line=unable.keys(),
+    )
+    smallest = _smallest_behind([job for job in jobs if job.id not in unable], line.device_of)
+    answers = list[Start | Wait | Preempt]()
+    for job in jobs:
+        if job.id in unable:
+            answers.append(unable[job.id])
+        else:
+            answers += line.answer(job, smallest[job.id])
+    return answers
+
+
+def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob], str]) -> dict[str, int]:
+    """Of each job the smallest gang from it on that wants the same device."""
+    smallest, least = dict[str, int](), dict[str, int]()
+    for job in reversed(jobs):
+        device = device_of(job)
+        least[device] = min(job.accelerators, least.get(device, job.accelerators))
+        smallest[job.id] = least[device]
+    return smallest
+
+
+@dataclass
+class _ResourcePool:
+    """Accelerators of one device, or the quota of one queue: who holds some, and what is promised of the rest."""
+
+    room: AvailabilityProfile
+    users: list[Holder] = field(default_factory=list)
+    first: str | None = None
+    """The first job in line that waits for some."""
+    reserved: int = 0
+    closed: bool = False
+    """No further job may start: it would come before one that could be promised no time."""
+    used: int = 0
+    _usage_text: str | None = None
+
+    def fits(self, job: WaitingJob) -> bool:
+        return not self.closed and self.room.fits_now(job.accelerators, job.longest_s)
+
+    def use(self, holder: Holder, now: float) -> None:
+        self.users.append(holder)
+        self.used += holder.accelerators
+        self.room.take(holder.accelerators, now, holder.until)
+        self._usage_text = None
+
+    def used_by(self) -> str:
+        if self._usage_text is None:
+            self._usage_text = _usage_message(self.users)
+        return self._usage_text
+
+
+class _AdmissionRound:
+    """The rooms of one round, as one job after the other is answered."""
+
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        capacity: Capacity | None,
+        quotas: Mapping[str, int | None],
+        now: float,
+        rules: QueueRules,
+        cluster_name: str,
+    ) -> None:
+        self._cluster_name = cluster_name
+        self._capacity, self._quotas, self._now, self._rules = capacity, quotas, now, rules
+        total = {} if capacity is None else capacity.total
+        others = {} if capacity is None else capacity.others
+        self._devices = {
+            device: _make_pool(
+                total.get(device, 0) - others.get(device, 0), [h for h in holders if h.device == device], now
+            )
+            for device in RAY_RESOURCES
+        }
+        self._queues = {
+            queue: _make_pool(quota, [h for h in holders if h.queue == queue], now)
+            for queue, quota in quotas.items()
+            if quota is not None
+        }
+        self._preemptible = [holder for holder in holders if not holder.stopping] if rules.preempts else []
+        self._preemptible.sort(key=lambda holder: (holder.priority, -holder.since, holder.job_id))
+        self._preemptions_tried = 0
+
+    def device_of(self, job: WaitingJob) -> str:
+        return (
+            job.device if self._capacity is None else device_of(job.device, job.accelerators, self._capacity)
+        )
+
+    def unable(self, job: WaitingJob) -> Wait | None:
+        """Why a job cannot start whoever else waits or ends; None where it can."""
+        if job.not_before is not None and self._now < job.not_before:
+            return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
+        quota = self._quotas.get(job.queue)
+        if quota is not None and job.accelerators > quota:
+            message = (
+                f"needs {job.accelerators} accelerators; the quota of queue {job.queue} is {quota}: "
+                "raise it in SLOTLINE_QUEUES, or submit to another queue or with fewer resources.meshes"
+            )
+            return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+        if self._capacity is None:
+            if message := self._quota_is_short(job):
+                return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+            message = f"waits for the Ray cluster{self._cluster_name}, which does not answer"
+            return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
+        device = self.device_of(job)
+        if job.accelerators > (total := self._capacity.total.get(device, 0)):
+            return Wait(
+                job.id, Reason.CLUSTER_TOO_SMALL, _too_small_message(job, device, total, self._cluster_name)
+            )
+        return None
+
+    def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
+        """What becomes of the next job in line; `smallest` is the least that it or any behind it wants."""
+        device_name = self.device_of(job)
+        device, queue = self._devices[device_name], self._queues.get(job.queue)
+        if device.fits(job) and (queue is None or queue.fits(job)):
+            until = self._now + job.longest_s
+            started = Holder(
+                job.id, job.queue, job.accelerators, device_name, job.owner, job.priority, self._now, until
+            )
+            for pool in self._pools_of(started):
+                pool.use(started, self._now)
+            return [Start(job.id, "cuda" if device_name == "cuda" else "cpu")]
+        wait = self._wait(job, device_name, device, queue)
+        if not device.fits(job):
+            device.first = device.first or job.id
+        if queue is not None:
+            queue.first = queue.first or job.id
+        return [wait, *self._reserve(job, device_name, device, queue, smallest)]
+
+    def _reserve(
+        self,
+        job: WaitingJob,
+        device_name: str,
+        device: _ResourcePool,
+        queue: _ResourcePool | None,
+        smallest: int,
+    ) -> list[Preempt]:
+        """Keep room for a job that must wait, by preemption where that helps."""
+        if queue is not None and queue.closed:
+            return []
+        lower = [] if device.closed else [one for one in self._preemptible if one.priority < job.priority]
+        if not lower and device.room.free < smallest:
+            device.closed = True  # nobody behind could start anyhow: no promise is needed to keep them away
+        gives_way = self._choose_preemptions(job, device_name, device, queue, lower) if lower else []
+        if queue is not None and not queue.fits(job) and not gives_way:
+            self._reserve_quota(job, queue)
+            return []
+        begin = None if device.closed else self._first_fit(job, device, queue)
+        if begin is None or device.reserved >= RESERVATION_LIMIT:
+            device.closed = True
+            if queue is not None:
+                queue.room.take(job.accelerators, self._now, math.inf)
+            return gives_way
+        device.reserved += 1
+        for pool in (device, queue):
+            if pool is not None:
+                pool.room.take(job.accelerators, begin, begin + job.longest_s)
+        return gives_way
+
+    def _reserve_quota(self, job: WaitingJob, queue: _ResourcePool) -> None:
+        """Keep a quota for a job that waits for it; it stands in no other queue's way."""
+        begin = queue.room.first_fit(job.accelerators, job.longest_s)
+        if begin is None or queue.reserved >= RESERVATION_LIMIT:
+            queue.closed = True
+        else:
+            queue.reserved += 1
+            queue.room.take(job.accelerators, begin, begin + job.longest_s)
+
+    def _first_fit(self, job: WaitingJob, device: _ResourcePool, queue: _ResourcePool | None) -> float | None:
+        """The first time at which accelerators and quota are both there for the whole of the job."""
+        begin = device.room.first_fit(job.accelerators, job.longest_s)
+        while begin is not None and queue is not None:
+            later = queue.room.first_fit(job.accelerators, job.longest_s, begin)
+            if later is None or later == begin:
+                return later
+            begin = device.room.first_fit(job.accelerators, job.longest_s, later)
+        return begin
+
+    def _choose_preemptions(
+        self,
+        job: WaitingJob,
+        device_name: str,
+        device: _ResourcePool,
+        queue: _ResourcePool | None,
+        lower: Sequence[Holder],
+    ) -> list[Preempt]:
+        """Who of `lower` must end for the job to start within the grace: the lowest priority first, then the last
+        that started; nobody where that is not enough, or not needed."""
+        short_of_quota = queue is not None and queue.room.free < job.accelerators
+        helpful = [
+            holder
+            for holder in lower
+            if holder.device == device_name or (short_of_quota and holder.queue == job.queue)
+        ]
+        if not helpful or self._preemptions_tried >= _PREEMPTION_TRIES:
+            return []
+        within = self._now + self._rules.grace_s
+        if self._starts_within(job, device, queue, (), within):
+            return []
+        self._preemptions_tried += 1
+        chosen = list[Holder]()
+        for holder in helpful:
+            chosen.append(holder)
+            if self._starts_within(job, device, queue, chosen, within):
+                break
+        else:
+            return []
+        for holder in reversed(chosen[:-1]):
+            fewer = [one for one in chosen if one is not holder]
+            if self._starts_within(job, device, queue, fewer, within):
+                chosen = fewer
+        for holder in chosen:
+            self._preemptible.remove(holder)
+            for pool in self._pools_of(holder):
+                if within < holder.until:
+                    pool.room.take(-holder.accelerators, within, holder.until)
+        message = f"gives way to job {job.id}, whose priority {job.priority} is above "
+        return [Preempt(one.job_id, job.id, f"{message}{one.priority}") for one in chosen]
+
+    def _starts_within(
+        self,
+        job: WaitingJob,
+        device: _ResourcePool,
+        queue: _ResourcePool | None,
+        ending: Sequence[Holder],
+        within: float,
+    ) -> bool:
+        """Whether the job could start by `within` if `ending` end then."""
+        rooms = []
+        for pool in (device, queue):
+            if pool is None:
+                continue
+            room = pool.room.copy()
+            for holder in ending:
+                if pool in self._pools_of(holder) and within < holder.until:
+                    room.take(-holder.accelerators, within, holder.until)
+            rooms.append(room)
+        return all(
+            (begin := room.first_fit(job.accelerators, job.longest_s, within)) is not None and begin <= within
+            for room in rooms
+        )
+
+    def _pools_of(self, holder: Holder) -> list[_ResourcePool]:
+        pools = [self._devices.get(holder.device), self._queues.get(holder.queue)]
+        return [pool for pool in pools if pool is not None]
+
+    def _wait(
+        self, job: WaitingJob, device_name: str, device: _ResourcePool, queue: _ResourcePool | None
+    ) -> Wait:
+        if message := self._quota_is_short(job):
+            return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+        assert self._capacity is not None
+        total, others = self._capacity.total[device_name], self._capacity.others.get(device_name, 0)
+        free = total - others - device.used
+        where = f" on cluster{self._cluster_name}" if self._cluster_name else ""
+        wanted = f"waits for {job.accelerators} accelerators of {RAY_RESOURCES[device_name]}{where}; "
+        wanted += f"{max(free, 0)} of {total} free"
+        if free < job.accelerators:
+            taken = f"; others than Slotline's running jobs hold {others}" if others else ""
+            return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + device.used_by() + taken)
+        first = queue.first if queue is not None and not queue.fits(job) else device.first
+        kept = f", kept for job {first}, which is before it"
+        if job.longest_s == math.inf:
+            kept += "; with max_duration it could start where it ends in time"
+        return Wait(job.id, Reason.WAITS_BEHIND, wanted + kept)
+
+    def _quota_is_short(self, job: WaitingJob) -> str | None:
+        pool, quota = self._queues.get(job.queue), self._quotas.get(job.queue)
+        if pool is None or quota is None:
+            return None
+        if pool.used + job.accelerators <= quota:
+            return None
+        return (
+            f"waits for {job.accelerators} accelerators of queue {job.queue}; "
+            f"{quota - pool.used} of its quota of {quota} free{pool.used_by()}"
+        )
+
+
+def _make_pool(total: int, users: list[Holder], now: float) -> _ResourcePool:
+    room = AvailabilityProfile(total, now, [(user.accelerators, user.until) for user in users])
+    return _ResourcePool(room, list(users), used=sum(user.accelerators for user in users))
+
+
+def _too_small_message(job: WaitingJob, device: str, total: int, cluster: str) -> str:
+    resource = RAY_RESOURCES[device]
+    if job.began:
+        return (
+            f"waits for {job.accelerators} accelerators of {resource}, the cluster{cluster} has {total}; it began on "
+            f"{device} and goes on only there: add nodes, or submit it anew for another device"
+        )
+    return (
+        f"needs {job.accelerators} accelerators of {resource}; the cluster{cluster} has {total}: add nodes, "
+        f"or submit with {'fewer resources.meshes' if total else 'another resources.device'}"
+    )
+
+
+def _usage_message(users: Sequence[Holder]) -> str:
+    if not users:
+        return ""
+    named = ", ".join(f"job {user.job_id} uses {user.accelerators}" for user in users[:3])
+    more = f", {len(users) - 3} more jobs use {sum(user.accelerators for user in users[3:])}"
+    return f" ({named}{more if len(users) > 3 else ''})"

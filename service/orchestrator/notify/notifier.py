@@ -1,0 +1,151 @@
+"""Notifier: claims due webhook deliveries from the store and sends them, with retries and exponential backoff.
+
+Shares nothing with the orchestrator's rounds but the database: a receiver that hangs takes a slot here and no time
+there.
+With several control planes a delivery is claimed by one at a time; what a process leaves behind is due again when
+its claim ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from datetime import timedelta
+
+from service.orchestrator.notify.webhook import WebhookResponse, WebhookSender, signature_headers
+from service.settings.settings import Settings
+from service.store.database import DATABASE_UNAVAILABLE, Database, utc_now
+from service.store.notifications import (
+    OPERATOR_WEBHOOK_KEY,
+    OperatorWebhook,
+    claim_due_deliveries,
+    has_due_deliveries,
+    record_delivery_try,
+)
+from service.store.secrets import MissingSecretError, NoSecretsKeyError, SecretBox, open_secrets
+from service.store.tables import Delivery, DeliveryState
+
+logger = logging.getLogger(__name__)
+_DELIVERY_POLL_S = 1.0
+_CONCURRENT_DELIVERIES = 64
+_CONCURRENT_PER_HOST = 4
+_BACKOFF_LIMIT_S = 3600.0
+
+
+class Notifier:
+    """Sends until `close`; of a database with several control planes each delivery is one's at a time."""
+
+    def __init__(self, settings: Settings, database: Database) -> None:
+        self._settings, self._database = settings, database
+        self._sender = WebhookSender(limit_s=settings.webhook_timeout_s)
+        self._task: asyncio.Task[None] | None = None
+        self._sending: dict[asyncio.Task[None], str] = {}
+        """What is on its way, and to which host."""
+        if settings.webhook_url is not None:
+            database.session_info[OPERATOR_WEBHOOK_KEY] = OperatorWebhook(
+                settings.webhook_url, settings.webhook_states
+            )
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """What is on its way is given up, and sent again by whoever comes next."""
+        tasks = [*self._sending, *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._sender.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except DATABASE_UNAVAILABLE as error:
+                self._database.outage.away(error)
+            except Exception:
+                logger.exception("notifications were not looked at; the next look tries again")
+            await asyncio.sleep(_DELIVERY_POLL_S)
+
+    async def look(self) -> None:
+        """Begin to send what is due, as far as there are places."""
+        places, now = _CONCURRENT_DELIVERIES - len(self._sending), utc_now()
+        busy = Counter(self._sending.values())
+        async with self._database.read() as session:
+            if places <= 0 or not await has_due_deliveries(session, at=now):
+                return
+        until = now + timedelta(seconds=2 * self._settings.webhook_timeout_s + 30)
+        async with self._database.write() as session:
+            claimed = await claim_due_deliveries(
+                session, at=now, until=until, for_host=_CONCURRENT_PER_HOST, busy=busy, limit=places
+            )
+        for delivery, owner in claimed:
+            task = asyncio.create_task(self._deliver(delivery, owner))
+            self._sending[task] = delivery.host
+            task.add_done_callback(lambda done: self._sending.pop(done, None))
+
+    async def settle(self) -> None:
+        """Wait for what is on its way (tests)."""
+        while self._sending:
+            await asyncio.gather(*self._sending, return_exceptions=True)
+
+    async def _deliver(self, delivery: Delivery, owner: str) -> None:
+        try:
+            answer = await self._answer(delivery, owner)
+            await self._record(delivery, answer)
+        except DATABASE_UNAVAILABLE as error:
+            self._database.outage.away(error)  # it is due again when its claim ends
+        except Exception:
+            logger.exception("a notification of job %s was not sent; it is tried again", delivery.job_id)
+
+    async def _answer(self, delivery: Delivery, owner: str) -> WebhookResponse:
+        try:
+            secret = await self._secret(delivery, owner)
+        except (MissingSecretError, NoSecretsKeyError) as error:
+            return WebhookResponse(None, str(error))
+        body = delivery.body.encode()
+        return await self._sender.send(
+            delivery.url,
+            body,
+            signature_headers(secret, delivery.id, int(time.time()), body),
+            anywhere=self._settings.webhooks_anywhere or delivery.secret is None,
+        )
+
+    async def _secret(self, delivery: Delivery, owner: str) -> str:
+        if delivery.secret is None:
+            secret = self._settings.webhook_secret
+            if secret is None:
+                raise MissingSecretError("SLOTLINE_WEBHOOK_SECRET is not set any more")
+            return secret.get_secret_value()
+        async with self._database.read() as session:
+            found = await open_secrets(session, SecretBox.of(self._settings), owner, [delivery.secret])
+        return found[delivery.secret]
+
+    async def _record(self, delivery: Delivery, answer: WebhookResponse) -> None:
+        now, tries = utc_now(), delivery.tries + 1
+        state = DeliveryState.DELIVERED if answer.delivered else DeliveryState.PENDING
+        if not answer.delivered and (answer.permanent or tries >= self._settings.webhook_tries):
+            state = DeliveryState.GIVEN_UP
+        pause_s = min(self._settings.webhook_backoff_s * 3.0 ** (tries - 1), _BACKOFF_LIMIT_S)
+        async with self._database.write() as session:
+            await record_delivery_try(
+                session,
+                delivery.id,
+                state=state,
+                at=now,
+                next_at=now + timedelta(seconds=pause_s * random.uniform(1.0, 1.2)),
+                status=answer.status,
+                error=answer.error,
+            )
+        if state is DeliveryState.GIVEN_UP:
+            logger.warning(
+                "job %s: %s was not told of %s after %d tries: %s",
+                delivery.job_id,
+                delivery.host,
+                delivery.job_state,
+                tries,
+                answer.error,
+            )

@@ -1,0 +1,149 @@
+"""Functions that planning processes run beside plain planning: explain a stored step, fit a saved plan to a job.
+
+Only inside these functions is the scheduler imported: the module itself is imported by the control plane. They
+return JSON text; ValueError is a refusal that the user sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.scheduler.why.changes import JobLayers
+    from service.scheduler.why.explain import PlannedStep
+    from service.store.measurements import SlotRecord
+
+
+EXPLAIN_LIMIT_S = 20.0
+"""So long changes are tried; those that are left are named."""
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """What is stored of a job and one of its steps.
+
+    `job` is its JobSpec's JSON, `plan` the text of its plan, `slots` the measured ones (none: nothing was measured
+    under this plan), `step_s` the step's length, `costs` all that was measured of such jobs, where it is still kept.
+    """
+
+    job: Mapping[str, Any]
+    plan: str
+    slots: Sequence[SlotRecord]
+    step_s: float | None
+    costs: Mapping[str, Any] | None
+    notes: tuple[str, ...] = ()
+
+
+def explain_step(expired: Callable[[], bool], stored: StoredStep) -> str:
+    """The Explanation as JSON; raises ValueError where the plan was made by a Slotline of another time."""
+    from service.scheduler.why.explain import explain
+
+    until = time.monotonic() + EXPLAIN_LIMIT_S
+    plan, begins = _read_planned_step(json.loads(stored.plan))
+    found = explain(
+        plan,
+        stored.slots,
+        step_s=stored.step_s,
+        layers=_known_layers(stored, begins),
+        expired=lambda: expired() or time.monotonic() > until,
+    )
+    found = replace(found, notes=(*stored.notes, *found.notes))
+    return json.dumps(asdict(found), allow_nan=False)
+
+
+def _read_planned_step(body: Mapping[str, Any]) -> tuple[PlannedStep, Sequence[str]]:
+    from pydantic import ValidationError
+
+    from service.scheduler.problem.spec import PipelineSpec
+    from service.scheduler.programs.plan import Slot
+    from service.scheduler.why.explain import PlannedStep
+
+    plan = body["plan"]
+    try:
+        spec = PipelineSpec.model_validate(body["spec"])
+        slots = [Slot(**slot) for slot in plan["slots"]]
+    except (ValidationError, TypeError):
+        raise ValueError(
+            "the job was planned by a Slotline of another version, whose plan can be shown, but not explained: "
+            "`slotline retry` plans it anew"
+        ) from None
+    found = PlannedStep(
+        spec=spec,
+        slots=slots,
+        programs=plan["programs"],
+        makespan_s=plan["makespan_s"],
+        lower_bound_s=plan["lower_bound_s"],
+        update_s=body.get("update_s") or 0.0,
+        recomputed=[stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]],
+    )
+    return found, body.get("begins") or ()
+
+
+def _known_layers(stored: StoredStep, begins: Sequence[str]) -> JobLayers:
+    """What is known of the job's layers; as much as fits together."""
+    from service.scheduler.job.plan_job import JobCosts, job_optimizer_state, measured_profile
+    from service.scheduler.why.changes import JobLayers
+    from worker.contract.job import Job, microbatch_counts
+
+    job = Job.from_json(stored.job)
+    training = {**stored.job["training"], "microbatches": "auto"}
+    try:
+        counts = microbatch_counts(Job.from_json({**stored.job, "training": training}))
+    except ValueError:
+        counts = ()
+    if stored.costs is None:
+        return JobLayers({}, counts)
+    try:
+        costs = JobCosts.from_json(stored.costs, job)
+    except ValueError:  # measured by a Slotline of another time
+        return JobLayers({}, counts)
+    profiles = {}
+    for count in costs.profiles:
+        with contextlib.suppress(ValueError):  # not of each mesh
+            profiles[count] = measured_profile(job, costs, count)
+    recompute = job.pipeline.recompute
+    return JobLayers(
+        profiles=profiles,
+        counts=counts,
+        stage_starts=begins,
+        optimizer=job_optimizer_state(job, costs),
+        recompute=recompute if isinstance(recompute, str) else list(recompute),
+        action_s=costs.action_s,
+    )
+
+
+@dataclass(frozen=True)
+class SavedPlanInput:
+    """A plan that a job was submitted with: `named` is JSON of a NamedPlanRef, `body` as `plan_job` made it, `made_for`
+    JSON of its MadeFor."""
+
+    named: Mapping[str, Any]
+    body: str
+    made_for: str
+
+
+def plan_from_saved(
+    expired: Callable[[], bool], job: Mapping[str, Any], costs: Mapping[str, Any], given: SavedPlanInput
+) -> str:
+    """That plan for a job with these costs. Raises ValueError where it does not fit."""
+    from service.scheduler.job.saved_plan import PlanKey, saved_plan_answer
+    from worker.contract.job import Job
+
+    made_for = PlanKey.from_json(json.loads(given.made_for))
+    answer = saved_plan_answer(given.named["name"], given.body, made_for, Job.from_json(job), costs)
+    return json.dumps({**answer, "named": dict(given.named)}, allow_nan=False)
+
+
+def plan_key_json(
+    expired: Callable[[], bool], job: Mapping[str, Any], costs: Mapping[str, Any], body: str
+) -> str:
+    """JSON of what the plan `body` of a job with these costs was made for."""
+    from service.scheduler.job.saved_plan import PlanKey
+
+    microbatches = json.loads(body)["spec"]["microbatches"]
+    return json.dumps(PlanKey.of(job, costs, microbatches).to_json())

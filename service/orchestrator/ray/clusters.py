@@ -1,0 +1,282 @@
+"""The Ray clusters by name: client, watched nodes and capacity, and the settings that drivers get.
+
+Each cluster is polled by itself, so that one that is away holds up no other's jobs; nobody else asks Ray for its
+nodes. A name that the settings dropped while an attempt still has it is a cluster whose every call fails with the
+reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from service.orchestrator.decisions.decide import RAY_RESOURCES, Capacity, RayJob
+from service.orchestrator.ray.jobs_api import (
+    Cluster,
+    ClusterError,
+    ClusterUnreachableError,
+    RayCluster,
+    RayJobSubmission,
+    RayNode,
+    ResourceUse,
+)
+from service.settings.clusters import DEFAULT_CLUSTER, ClusterAndQueueSettings
+from worker.contract.job import placement_group_name
+
+logger = logging.getLogger(__name__)
+_RETRY_INTERVAL_S = 0.5
+_SHARE_ROUNDING = 0.01  # a third of a GPU is 0.3333 for Ray
+
+
+@dataclass(frozen=True)
+class ClusterSnapshot:
+    """What was last seen of the cluster; `error` says why `nodes` is empty or old."""
+
+    nodes: tuple[RayNode, ...] = ()
+    held: tuple[ResourceUse, ...] = ()
+    seen_at: float | None = None
+    error: str | None = "not asked yet"
+
+    @property
+    def available(self) -> bool:
+        return self.error is None
+
+
+class ClusterWatcher:
+    """Renews `snapshot` every `refresh_s` between `start` and `stop`, sooner while the cluster is away."""
+
+    def __init__(self, cluster: Cluster, *, refresh_s: float, workers_per_gpu: int) -> None:
+        self.snapshot = ClusterSnapshot()
+        self._cluster, self._refresh_s, self._workers_per_gpu = cluster, refresh_s, workers_per_gpu
+        self._listeners: list[Callable[[], None]] = []
+        self._refreshing: asyncio.Task[None] | None = None
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """Accelerators by device; None while the cluster does not answer."""
+        if not self.snapshot.available:
+            return None
+        shares = self._shares
+        total = {
+            device: sum(int(node.resources.get(name, 0) * shares[device]) for node in self.snapshot.nodes)
+            for device, name in RAY_RESOURCES.items()
+        }
+        return Capacity(total)
+
+    def others(self, attempts: Collection[str]) -> dict[str, int]:
+        """Accelerators by device that somebody else holds than these attempts: other programs on the same Ray, and
+        attempts that are over but have not let go of theirs."""
+        ours = {placement_group_name(attempt) for attempt in attempts}
+        held = [one.resources for one in self.snapshot.held if one.name not in ours]
+        return {
+            device: sum(math.ceil(one.get(name, 0) * self._shares[device] - _SHARE_ROUNDING) for one in held)
+            for device, name in RAY_RESOURCES.items()
+        }
+
+    @property
+    def _shares(self) -> dict[str, int]:
+        return {"cpu": 1, "cuda": self._workers_per_gpu}
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when nodes came or went, and when a cluster that was away is back."""
+        self._listeners.append(listener)
+
+    def start(self) -> None:
+        self._refreshing = asyncio.create_task(self._refresh_for_ever())
+
+    async def stop(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Look at the cluster's nodes."""
+        try:
+            nodes, held = await self._cluster.nodes(), await self._cluster.held()
+        except ClusterError as error:
+            if self.snapshot.error != str(error):
+                logger.warning("%s", error)
+            self.snapshot = replace(self.snapshot, error=str(error))
+            return
+        before, self.snapshot = self.snapshot, ClusterSnapshot(tuple(nodes), tuple(held), time.time(), None)
+        if not before.available or self.snapshot.nodes != before.nodes:
+            for listener in self._listeners:
+                listener()
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            try:
+                await self.refresh()
+            except Exception:
+                logger.exception("the cluster's answer was not understood")
+            await asyncio.sleep(self._refresh_s if self.snapshot.available else _RETRY_INTERVAL_S)
+
+
+CLUSTER_REFRESH_S = 2.0
+
+
+@dataclass(frozen=True)
+class DriverSettings:
+    """What drivers of a cluster are given: their Python, where they join Ray, where they report (None: where all do)."""
+
+    python: str = "python"
+    ray_address: str | None = None
+    url: str | None = None
+    workers_per_gpu: int = 1
+
+
+@dataclass(frozen=True)
+class NamedCluster:
+    """A cluster, what was last seen of it, and what its drivers are given."""
+
+    name: str
+    ray: Cluster
+    watcher: ClusterWatcher
+    drivers: DriverSettings = DriverSettings()
+
+
+class Clusters:
+    """All clusters of the settings, the default one first; `of` also answers for names that are not among them."""
+
+    def __init__(self, known: Sequence[NamedCluster]) -> None:
+        self._known = {one.name: one for one in known}
+
+    def __iter__(self) -> Iterator[NamedCluster]:
+        return iter(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._known)
+
+    def of(self, name: str) -> NamedCluster:
+        """The cluster of this name. One that is not there is away, and every call says why."""
+        found = self._known.get(name)
+        if found is not None:
+            return found
+        missing = _MissingCluster(name, self.names)
+        watcher = ClusterWatcher(missing, refresh_s=CLUSTER_REFRESH_S, workers_per_gpu=1)
+        watcher.snapshot = replace(watcher.snapshot, error=missing.why)
+        return NamedCluster(name, missing, watcher)
+
+    def capacities(self, attempts: Mapping[str, Collection[str]]) -> dict[str, Capacity | None]:
+        """The accelerators of each cluster, where others than `attempts` (by cluster, those that hold some) hold
+        some; None for one that does not answer."""
+        found = dict[str, Capacity | None]()
+        for one in self:
+            capacity = one.watcher.capacity
+            others = one.watcher.others(attempts.get(one.name, ()))
+            found[one.name] = None if capacity is None else replace(capacity, others=others)
+        return found
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        for one in self:
+            one.watcher.on_change(listener)
+
+    def start(self) -> None:
+        """Look at all of them from now on."""
+        for one in self:
+            one.watcher.start()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(one.watcher.stop() for one in self))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.ray.close() for one in self))
+
+    async def refresh(self) -> None:
+        """Look at all of them once, beside each other."""
+        await asyncio.gather(*(one.watcher.refresh() for one in self))
+
+
+def ray_cluster(settings: ClusterAndQueueSettings, name: str) -> RayCluster:
+    """How the cluster of this name in the settings is called."""
+    if name == DEFAULT_CLUSTER:
+        assert settings.ray_address is not None, "a local Ray has an address of its own"
+        return RayCluster(settings.ray_address, timeout_s=settings.ray_timeout_s, token=settings.ray_token)
+    given = settings.clusters[name]
+    return RayCluster(
+        given.address,
+        timeout_s=given.timeout_s,
+        token=given.ray_token,
+        token_setting=f"the token of {name} in SLOTLINE_CLUSTERS",
+    )
+
+
+def driver_settings(
+    settings: ClusterAndQueueSettings, name: str, *, python: str = "python"
+) -> DriverSettings:
+    """What drivers of the cluster of this name are given; `python` where the default cluster's has no setting."""
+    if name == DEFAULT_CLUSTER:
+        return DriverSettings(
+            python=settings.driver_python or python,
+            ray_address=settings.driver_ray_address,
+            workers_per_gpu=settings.workers_per_gpu,
+        )
+    given = settings.clusters[name]
+    return DriverSettings(
+        python=given.driver_python,
+        ray_address=given.driver_ray_address,
+        url=given.driver_url,
+        workers_per_gpu=given.workers_per_gpu,
+    )
+
+
+def build_clusters(
+    settings: ClusterAndQueueSettings,
+    clusters: Mapping[str, Cluster],
+    *,
+    refresh_s: float,
+    python: str = "python",
+) -> Clusters:
+    """These clusters as the settings have them; `python` runs drivers of the default one, unless that is set."""
+    known = []
+    for name, ray in clusters.items():
+        drivers = driver_settings(settings, name, python=python)
+        watcher = ClusterWatcher(ray, refresh_s=refresh_s, workers_per_gpu=drivers.workers_per_gpu)
+        known.append(NamedCluster(name, ray, watcher, drivers))
+    return Clusters(known)
+
+
+class _MissingCluster:
+    """Answers nothing, and says why."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        self.why = (
+            f"there is no cluster {name} any more (SLOTLINE_CLUSTERS; there are: {', '.join(known)}): "
+            "name it there again, with its address"
+        )
+
+    async def submit(self, submission: RayJobSubmission) -> None:
+        raise ClusterUnreachableError(self.why)
+
+    async def job(self, submission_id: str) -> RayJob:
+        raise ClusterUnreachableError(self.why)
+
+    async def stop(self, submission_id: str) -> None:
+        raise ClusterUnreachableError(self.why)
+
+    async def log(self, submission_id: str) -> str:
+        raise ClusterUnreachableError(self.why)
+
+    async def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+        raise ClusterUnreachableError(self.why)
+        yield b""  # an iterator that ends before it begins
+
+    async def nodes(self) -> list[RayNode]:
+        raise ClusterUnreachableError(self.why)
+
+    async def held(self) -> list[ResourceUse]:
+        raise ClusterUnreachableError(self.why)
+
+    async def upload_package(self, name: str, content: bytes) -> str:
+        raise ClusterUnreachableError(self.why)
+
+    async def close(self) -> None:
+        pass

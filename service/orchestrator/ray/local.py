@@ -1,0 +1,264 @@
+"""LocalRay: runs a single-node Ray as a child process, for `slotline serve` without a cluster.
+
+The child (`python -m` of this module) holds `ray start --block` and ends it when its standard input closes, so Ray
+goes with us however we end. The control plane never imports Ray; its secrets are not in Ray's environment. All ports
+are free ones, from below the ranges that operating systems give to outgoing connections, so that other Rays do no
+harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+
+from service.orchestrator.decisions.decide import RAY_RESOURCES
+from service.settings.settings import Settings
+
+# Below what Linux, macOS and Windows give to outgoing connections, beside Ray's workers (10002 to 19999)
+# and Kubernetes' node ports (from 30000): a port that the system itself chose ("bind to 0") is soon given
+# to somebody's outgoing connection, and the server that was to have it cannot start.
+_PORT_RANGE = range(20000, 30000)
+_PORT_TRIES = 1000
+
+
+def free_ports(number: int) -> list[int]:
+    """`number` different ports that nobody on this machine listens at, on any IPv4 address.
+
+    Where the system's range for outgoing connections is the default one, none of those takes them later; but
+    another server may: who starts one still has to be ready for that. Raises OSError when none can be found.
+    """
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in random.SystemRandom().sample(_PORT_RANGE, _PORT_TRIES):
+            if len(found) == number:
+                break
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                found.append(port)
+    if len(found) < number:
+        raise OSError(
+            f"no {number} free ports between {_PORT_RANGE.start} and {_PORT_RANGE.stop - 1} on this machine"
+        )
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+_START_LIMIT_S = 180.0
+_START_TRIES = 3
+_STOP_LIMIT_S = 20.0
+_RESTART_PAUSE_S = 1.0
+_RESTART_PAUSE_LIMIT_S = 60.0
+_STABLE_AFTER_S = 120.0
+"""A Ray that lived so long did not end because of how it was started."""
+_CONTROL_PLANE_VARIABLES = (
+    "SLOTLINE_API_TOKEN",
+    "SLOTLINE_METRICS_TOKEN",
+    "SLOTLINE_DATABASE_URL",
+    "SLOTLINE_SECRETS_KEY",
+    "SLOTLINE_WEBHOOK_SECRET",
+    "SLOTLINE_CLUSTERS",
+)
+
+
+class LocalRay:
+    """Start and stop it; `address` and `token` are those of its Jobs API.
+
+    `gcs_address` is where its drivers join it: Ray itself looks for "the" cluster of a machine and
+    takes another one where several run. Both addresses hold once it has started.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.token = secrets.token_hex(32)
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._choose_ports()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the child that holds it, and of the session of all its processes; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def _choose_ports(self) -> None:
+        dashboard, self._gcs_port, self._client_port = free_ports(3)
+        self._dashboard_port = self._settings.local_ray_port or dashboard
+        self.address = f"http://127.0.0.1:{self._dashboard_port}"
+        self.gcs_address = f"127.0.0.1:{self._gcs_port}"
+
+    def _options(self) -> list[str]:
+        settings = self._settings
+        return [
+            "--head",
+            "--block",
+            f"--port={self._gcs_port}",
+            "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={self._dashboard_port}",
+            "--dashboard-agent-listen-port=0",
+            f"--ray-client-server-port={self._client_port}",
+            "--metrics-export-port=0",
+            f"--object-store-memory={settings.local_object_store_bytes}",
+            f"--resources={json.dumps({RAY_RESOURCES['cpu']: settings.local_workers})}",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+            "--no-monitor",  # no autoscaler: this is one machine
+        ]
+
+    async def start(self) -> None:
+        """Returns when the Jobs API serves. Raises RuntimeError when that does not come, OSError without ports.
+
+        A Ray that ends while it starts is followed by another on other ports: ours may have been taken, and
+        Ray gives up by itself where a machine that is busy or cold needs longer than it waits for its parts.
+        """
+        try:
+            async with asyncio.timeout(_START_LIMIT_S):
+                for tries_left in reversed(range(_START_TRIES)):
+                    code = await self._started()
+                    if code is None:
+                        break
+                    if not tries_left:
+                        raise RuntimeError(
+                            f"the local Ray ended with code {code}, {_START_TRIES} times (its messages are above): "
+                            "set RAY_ADDRESS to a cluster that runs, or mend what it says"
+                        )
+                    logger.warning(
+                        "the local Ray ended with code %d while it started (its messages are above); once more",
+                        code,
+                    )
+                    await self.stop()
+                    self._choose_ports()
+        except TimeoutError:
+            await self.stop()
+            raise RuntimeError(
+                f"the local Ray did not serve within {_START_LIMIT_S:g} s: free memory or CPU, "
+                "or set RAY_ADDRESS to a cluster that runs"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+        logger.info("local Ray at %s", self.address)
+
+    async def keep(self) -> None:
+        """Start a Ray that ends again, at the same addresses and with the same token, until this is cancelled.
+
+        The pause before each start doubles, so that one that cannot live does not keep the machine busy.
+        """
+        pause_s = _RESTART_PAUSE_S
+        while True:
+            begun_at = time.monotonic()
+            code = None if self._process is None else await self._process.wait()
+            await self.stop()  # what is left of it
+            if time.monotonic() - begun_at > _STABLE_AFTER_S:
+                pause_s = _RESTART_PAUSE_S
+            why = "did not serve" if code is None else f"ended with code {code}"
+            logger.error("the local Ray %s (its messages are above): once more in %g s", why, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RESTART_PAUSE_LIMIT_S)
+            try:
+                async with asyncio.timeout(_START_LIMIT_S):
+                    if await self._started() is None:
+                        logger.info("local Ray at %s again", self.address)
+            except TimeoutError:
+                await self.stop()
+            except OSError as error:  # no memory for a process, no file left
+                logger.error("the local Ray could not be started: %s", error)
+
+    async def _started(self) -> int | None:
+        """One try: None when the Jobs API serves, the exit code when Ray ended before that."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "service.orchestrator.ray.local",
+            *self._options(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            env=self._environment(),
+            start_new_session=True,  # Ctrl-C in the terminal is ours; we end Ray in order
+        )
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
+            while process.returncode is None:
+                with contextlib.suppress(httpx.HTTPError):
+                    if await self._has_node(client):
+                        return None
+                await asyncio.sleep(0.1)
+        return process.returncode
+
+    async def stop(self) -> None:
+        """End Ray and everything that runs in it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                await process.wait()
+        # whatever is left of its session: all of it when it did not end, and what a Ray that failed left behind
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    async def _has_node(self, client: httpx.AsyncClient) -> bool:
+        """The Jobs API serves before its node is there."""
+        response = await client.get(f"{self.address}/api/v0/nodes")
+        return response.is_success and response.json()["data"]["result"]["total"] > 0
+
+    def _environment(self) -> dict[str, str]:
+        environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing moves elsewhere: end at once
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        # users' code runs in it: what opens the control plane and its database is none of its business
+        of_clusters = [one.token_variable for one in self._settings.clusters.values() if one.token_variable]
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_CONTROL_PLANE_VARIABLES, *of_clusters):
+            environment.pop(name, None)
+        return environment
+
+
+# In the child process
+
+
+def _run_ray_until_stdin_ends(options: list[str]) -> int:
+    """Run Ray until our standard input ends or Ray does; Ray's exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ray = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
+    )
+    signal.signal(signal.SIGCHLD, lambda *_: os._exit(ray.wait()))
+    if ray.poll() is None:
+        sys.stdin.buffer.read()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ray.terminate()  # `ray start --block` then ends all its processes
+    return ray.wait()
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(_run_ray_until_stdin_ends(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""Driver logs: read from the store or streamed from Ray, windowed to their last lines, and stored after the end.
+
+Of a log only the last `limit_bytes` are held and shown, in whole lines under their numbers. However many clients
+follow an attempt, one reader asks Ray for it; it ends when nobody asks. Logs of ended drivers are stored before Ray
+forgets them, each cluster by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import NamedTuple
+
+from service.orchestrator.ray.clusters import Clusters
+from service.orchestrator.ray.jobs_api import Cluster, ClusterError
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.store.attempts import LogLocation, attempts_without_log, find_attempt, stored_log
+from service.store.database import Database, Sessions, utc_now
+from service.store.tables import Attempt
+
+
+class LogWindow:
+    """The last `limit_bytes` of a log, in whole lines; what is longer is cut off at its beginning."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.read_bytes = 0
+        self.first_line = 1
+        self._limit_bytes = limit_bytes
+        self._lines: deque[bytes] = deque()
+        self._kept_bytes = 0
+        self._partial_line = b""
+
+    @property
+    def next_line(self) -> int:
+        """The number of the line that is not complete yet."""
+        return self.first_line + len(self._lines)
+
+    def add(self, piece: bytes) -> None:
+        """What comes next in the log."""
+        self.read_bytes += len(piece)
+        *whole, rest = (
+            (self._partial_line + piece).split(b"\n") if b"\n" in piece else (self._partial_line + piece,)
+        )
+        self._partial_line = rest[-self._limit_bytes :]
+        self._lines.extend(whole)
+        self._kept_bytes += sum(map(len, whole)) + len(whole)
+        while self._kept_bytes > self._limit_bytes and self._lines:
+            self._kept_bytes -= len(self._lines.popleft()) + 1
+            self.first_line += 1
+
+    def lines(self, after: int, *, ended: bool) -> Iterator[tuple[int, str]]:
+        """Number and text of the lines behind number `after`; the last one only when complete or `ended`."""
+        skip = max(after + 1 - self.first_line, 0)
+        for number, line in enumerate(islice(self._lines, skip, None), self.first_line + skip):
+            yield number, _decode_line(line)
+        if ended and self._partial_line and after < self.next_line:
+            yield self.next_line, _decode_line(self._partial_line)
+
+    def text(self) -> str:
+        """All that is kept, from line `first_line` on."""
+        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + _decode_line(self._partial_line)
+
+
+def _decode_line(line: bytes) -> str:
+    return line.replace(b"\x00", b"").decode("utf-8", "replace")
+
+
+DEFAULT_LOG_LIMIT_BYTES = 1 << 20
+_LOG_SETTLES_S = 2.0
+_LOG_GIVEN_UP_S = 600.0
+_WINDOW_FRESH_S = 0.3
+_FOLLOW_UNUSED_S = 30.0
+_READER_LIMIT = 64
+
+
+class DriverLog(NamedTuple):
+    """A log from its line number `first_line` (from 1) on; earlier lines were cut off."""
+
+    first_line: int
+    text: str
+
+
+class LogReader:
+    """Reads the lines of any attempt's log, whether it runs or is over."""
+
+    def __init__(
+        self, database: Database, clusters: Clusters, *, limit_bytes: int = DEFAULT_LOG_LIMIT_BYTES
+    ) -> None:
+        self._database, self._clusters, self._limit_bytes = database, clusters, limit_bytes
+        self._readers: dict[str, _AttemptLogReader] = {}
+
+    async def lines(
+        self, place: LogLocation, after: int, *, follow: bool = False
+    ) -> Iterator[tuple[int, str]]:
+        """Number and text of the lines behind number `after`, complete ones only while the attempt goes on.
+
+        From the store where it keeps them, else from Ray; with `follow` a reader stays for the next call.
+        Raises ClusterError when Ray is needed and away.
+        """
+        if place.stored:
+            async with self._database.read() as session:
+                first, text = await stored_log(session, place.attempt_id)
+            window = LogWindow(len(text.encode()) + 1)
+            window.add(text.encode())
+            window.first_line = first
+            return window.lines(after, ended=True)
+        if not place.submitted:
+            return iter(())
+        window = await self._reader(place.attempt_id, place.cluster).window(follow=follow)
+        return window.lines(after, ended=place.ended)
+
+    async def close(self) -> None:
+        readers = list(self._readers.values())
+        self._readers.clear()
+        for reader in readers:
+            reader.stop()
+
+    def _reader(self, attempt_id: str, cluster: str) -> _AttemptLogReader:
+        """The one of this attempt, as the last used; the one that was not used for longest goes where there are many."""
+        reader = self._readers.pop(attempt_id, None)
+        if reader is None:
+            reader = _AttemptLogReader(self._clusters.of(cluster).ray, attempt_id, self._limit_bytes)
+        self._readers[attempt_id] = reader
+        while len(self._readers) > _READER_LIMIT:
+            self._readers.pop(next(iter(self._readers))).stop()
+        return reader
+
+
+class _AttemptLogReader:
+    """Reads one attempt's log for all who ask: once whole, then, while somebody follows, what is added."""
+
+    def __init__(self, cluster: Cluster, attempt_id: str, limit_bytes: int) -> None:
+        self._cluster, self._attempt_id, self._limit_bytes = cluster, attempt_id, limit_bytes
+        self._window = LogWindow(limit_bytes)
+        self._read_at = -_WINDOW_FRESH_S
+        self._lock = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+        self._follow_timeout: asyncio.Timeout | None = None
+
+    async def window(self, *, follow: bool) -> LogWindow:
+        """The log as it is now. Raises ClusterError."""
+        async with self._lock:
+            if self._following is not None and not self._following.done():
+                if follow and self._follow_timeout is not None and not self._follow_timeout.expired():
+                    self._follow_timeout.reschedule(asyncio.get_running_loop().time() + _FOLLOW_UNUSED_S)
+                return self._window
+            if time.monotonic() - self._read_at >= _WINDOW_FRESH_S:
+                window = LogWindow(self._limit_bytes)
+                async for piece in self._cluster.read_log(self._attempt_id):
+                    window.add(piece)
+                    await asyncio.sleep(0)  # a long log is many pieces: others have their turn
+                self._window, self._read_at = window, time.monotonic()
+            if follow:
+                self._following = asyncio.create_task(self._follow())
+            return self._window
+
+    def stop(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _follow(self) -> None:
+        """Add what comes to the window until nobody asks any more; what goes wrong the next one who asks sees."""
+        known = self._window.read_bytes
+        try:
+            async with asyncio.timeout(_FOLLOW_UNUSED_S) as self._follow_timeout:
+                async for piece in self._cluster.read_log(self._attempt_id, follow=True):
+                    new = piece[known:]
+                    known = max(0, known - len(piece))
+                    if new:
+                        self._window.add(new)
+                    await asyncio.sleep(0)
+        except (TimeoutError, ClusterError):
+            pass
+        finally:
+            self._follow_timeout = None
+
+
+class LogKeeper:
+    """Keeps the logs of drivers that have ended, their last `limit_bytes`."""
+
+    def __init__(self, database: Sessions, clusters: Clusters, *, limit_bytes: int) -> None:
+        self._database, self._clusters = database, clusters
+        self._limit_bytes = limit_bytes
+        self._busy, self._looked_at = set[str](), -_LOG_SETTLES_S
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for `keep_logs` again."""
+        return time.monotonic() - self._looked_at >= _LOG_SETTLES_S
+
+    async def keep_logs(self) -> None:
+        """Keep the logs of drivers that reported their own end, before Ray forgets them; of each cluster by itself, so
+        that one that hangs keeps no other's waiting."""
+        self._looked_at = time.monotonic()
+        before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
+        async with self._database.read() as session:
+            ended = await attempts_without_log(session, ended_before=before)
+        self._looked_at = time.monotonic()
+        by_cluster = defaultdict[str, list[Attempt]](list)
+        for attempt in ended:
+            by_cluster[attempt.cluster].append(attempt)
+        free = [name for name in by_cluster if name not in self._busy]
+        keeping = [self._keep_logs_of(name, by_cluster[name]) for name in free]
+        for result in await asyncio.gather(*keeping, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _keep_logs_of(self, cluster: str, attempts: Sequence[Attempt]) -> None:
+        """Those of one cluster, one after the other."""
+        there = self._clusters.of(cluster)
+        self._busy.add(cluster)
+        try:
+            for attempt in attempts:
+                if there.watcher.snapshot.available or cluster not in self._clusters.names:
+                    await self._keep_log(attempt)
+        finally:
+            self._busy.discard(cluster)
+
+    async def last_log(self, attempt_id: str, cluster: str = DEFAULT_CLUSTER) -> DriverLog | None:
+        """The log of a driver as Ray has it now, clipped for the store; None when Ray does not give it out."""
+        window = LogWindow(self._limit_bytes)
+        try:
+            async for piece in self._clusters.of(cluster).ray.read_log(attempt_id):
+                window.add(piece)
+                await asyncio.sleep(0)
+        except ClusterError:
+            return None
+        return DriverLog(window.first_line, window.text())
+
+    async def _keep_log(self, attempt: Attempt) -> None:
+        """One log; one that Ray does not give out (its node is gone) is given up after a while."""
+        log = await self.last_log(attempt.id, attempt.cluster)
+        ended_at = 0.0 if attempt.finished_at is None else attempt.finished_at.timestamp()
+        if log is None and time.time() - ended_at < _LOG_GIVEN_UP_S:
+            return
+        async with self._database.write() as session:
+            if fresh := await find_attempt(session, attempt.id):
+                fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")

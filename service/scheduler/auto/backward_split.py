@@ -1,0 +1,66 @@
+"""Chooses per stage between a whole backward (B) and one split into input and weight gradients (I, W).
+
+Split backwards leave the schedule more freedom and cost more: the two parts walk the autograd graph twice and
+launch more kernels. Where the spec says how long B lasts, that price is known and the choice is searched like
+recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.scheduler.auto.recomputation import StageChoice
+from service.scheduler.kernels import OPS, TOLERANCE
+from service.scheduler.problem.problem import Problem, build_problem
+from service.scheduler.problem.spec import PipelineSpec
+
+
+def may_split_backward(spec: PipelineSpec) -> bool:
+    """Whether `auto` may split backwards at all: as the spec says, else where there is a W to move, or I is all of it and
+    shorter than B."""
+    if spec.split_backward is not None:
+        return spec.split_backward
+    return any(
+        stage.backward_weight_s > 0 or stage.whole_backward_s > stage.backward_input_s * (1 + TOLERANCE)
+        for stage in spec.stages
+    )
+
+
+def faster_whole_stages(spec: PipelineSpec) -> list[str]:
+    """The stages whose B is shorter than I and W together; the others lose nothing by being split."""
+    if spec.split_backward is not None or not may_split_backward(spec):
+        return []
+    return [
+        stage.name
+        for stage in spec.stages
+        if stage.whole_backward_s < (stage.backward_input_s + stage.backward_weight_s) * (1 - TOLERANCE)
+    ]
+
+
+def problem_with_whole_backwards(spec: PipelineSpec, whole: StageChoice = frozenset()) -> Problem:
+    """The problem that `auto` solves when these stages run whole backwards and all others may be split."""
+    problem = build_problem(spec, split=may_split_backward(spec), inference=False)
+    if not whole:
+        return problem
+    chosen = np.array([stage.name in whole for stage in spec.stages])
+    return problem.with_fused(problem.fused | chosen[:, None])
+
+
+def backward_relaxation(spec: PipelineSpec) -> Problem:
+    """A problem that no choice of whole backwards beats: all are split, and together as short as the shorter way."""
+    names = frozenset(faster_whole_stages(spec))
+    problem = problem_with_whole_backwards(spec, names)
+    return problem.all_split() if names else problem
+
+
+def busiest_meshes_first(names: Sequence[str], problem: Problem) -> list[str]:
+    """The stages in the order in which whole backwards are likely to pay: those of the busiest meshes first."""
+    work = np.zeros(problem.meshes)
+    np.add.at(
+        work, np.repeat(problem.mesh_of_stage, OPS), problem.duration[: problem.compute_kinds].sum(axis=1)
+    )
+    load = work[problem.mesh_of_stage]
+    rank = {stage.name: float(-seconds) for stage, seconds in zip(problem.spec.stages, load, strict=True)}
+    return sorted(names, key=rank.__getitem__)

@@ -1,0 +1,203 @@
+"""Chooses the stages that recompute: they drop their activations and run their forward again for the backward.
+
+A stage that recomputes keeps less from its forward on and takes longer; during its backward all activations are
+there again. With few open stages every choice is searched. With many: none, all, and the best by constructive
+plans, which starts from the stages shortest of memory and improves by single changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from service.scheduler.problem.problem import Problem
+from service.scheduler.problem.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
+
+_MAX_EXHAUSTIVE_STAGES = 4  # stages up to which all choices are searched
+_MAX_ESTIMATES = 200  # choices that may be judged,
+_MAX_ESTIMATED_TASKS = 300_000  # and tasks of all of them together, where each plan is a named one
+
+StageChoice = frozenset[str]
+
+
+def may_recompute(spec: PipelineSpec) -> list[str]:
+    """The stages for which the choice is open and can matter: those on meshes whose limit some plan could reach."""
+    activations, everything = _max_bytes_in_flight(spec)
+    limited = {
+        mesh.name
+        for mesh in spec.meshes
+        if _limit_is_below(mesh.activation_limit_bytes, activations[mesh.name])
+        or _limit_is_below(mesh.memory_bytes, everything[mesh.name])
+    }
+    return [
+        stage.name
+        for stage in spec.stages
+        if stage.recompute is not None and not stage.recompute.required and stage.mesh in limited
+    ]
+
+
+def _limit_is_below(limit: int | None, most: int) -> bool:
+    return limit is not None and limit < most
+
+
+def _max_bytes_in_flight(spec: PipelineSpec) -> tuple[dict[str, int], dict[str, int]]:
+    """What each mesh holds at the very most with all microbatches in flight: activations, and everything."""
+    activations = dict.fromkeys((mesh.name for mesh in spec.meshes), 0)
+    everything = dict(activations)
+    mesh_of = {stage.name: stage.mesh for stage in spec.stages}
+    for stage in spec.stages:
+        held = spec.microbatches * stage.activation_bytes + stage.rematerialised_bytes
+        activations[stage.mesh] += held
+        everything[stage.mesh] += held + stage.static_bytes
+    for edge in spec.edges:
+        for mesh in {mesh_of[edge.source], mesh_of[edge.target]}:
+            held = edge.held_bytes or 0
+            carried = (edge.forward_bytes or held) + (edge.backward_bytes or held)
+            everything[mesh] += spec.microbatches * carried
+    return activations, everything
+
+
+def tightest_memory_first(names: Sequence[str], problem: Problem) -> list[str]:
+    """The stages in the order in which recomputing is likely to pay.
+
+    First those whose mesh holds the fewest microbatches beside what a full pipeline has in flight there: one for each
+    stage from there to the end of the path.
+    """
+    whole = np.zeros(problem.meshes)
+    np.add.at(whole, problem.mesh_of_stage, problem.activation)
+    room = np.where(problem.activation_capacity < 0, np.inf, problem.activation_capacity)
+    held = (room / np.maximum(whole, 1))[problem.mesh_of_stage] / problem.depth
+    rank = {stage.name: float(ratio) for stage, ratio in zip(problem.spec.stages, held, strict=True)}
+    return sorted(names, key=rank.__getitem__)
+
+
+def must_recompute(spec: PipelineSpec) -> frozenset[str]:
+    """The stages that recompute under every choice."""
+    return frozenset(
+        stage.name for stage in spec.stages if stage.recompute is not None and stage.recompute.required
+    )
+
+
+def with_recomputation(spec: PipelineSpec, recomputed: Iterable[str]) -> PipelineSpec:
+    """The spec in which these stages recompute, and those that must, and no other: costs and memory as they are then."""
+    chosen = must_recompute(spec).union(recomputed)
+    return spec.model_copy(
+        update={"stages": [_decide_stage(stage, stage.name in chosen) for stage in spec.stages]}
+    )
+
+
+def recompute_relaxation(spec: PipelineSpec) -> PipelineSpec:
+    """A spec that no choice can beat: every stage keeps the least and none takes longer."""
+    decided = []
+    for stage in spec.stages:
+        kept = stage.activation_bytes
+        if stage.recompute is not None:
+            kept = min(kept, stage.recompute.activation_bytes)
+        decided.append(
+            stage.model_copy(
+                update={
+                    "activation_bytes": kept,
+                    "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
+                    "rematerialised_bytes": 0,
+                    "recompute": None,
+                }
+            )
+        )
+    return spec.model_copy(update={"stages": decided})
+
+
+def _decide_stage(stage: StageSpec, recomputes: bool) -> StageSpec:
+    if stage.recompute is None or not recomputes:
+        return stage.model_copy(update={"recompute": None})
+    return stage.model_copy(
+        update={
+            "activation_bytes": stage.recompute.activation_bytes,
+            "rematerialised_bytes": rematerialised_bytes(stage),
+            "backward_input_s": stage.backward_input_s + stage.recompute.extra_s,
+            "backward_s": None if stage.backward_s is None else stage.backward_s + stage.recompute.extra_s,
+            "recompute": None,
+        }
+    )
+
+
+def fuse_costly_splits(problem: Problem) -> Problem:
+    """The same problem with one B for every stage whose I would leave more for W than the stage keeps from F on.
+
+    Splitting it would undo what recomputing saves; and a search that makes room for forwards alone could not tell.
+    Where its mesh has no limit there is no room to make.
+    """
+    limited = problem.activation_capacity[problem.mesh_of_stage] >= 0
+    whole = (problem.whole_stash > problem.activation) & limited
+    return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
+
+
+def candidate_choices(
+    names: Sequence[str],
+    judge: Callable[[StageChoice], float],
+    exhausted: Callable[[], bool] = lambda: False,
+    *,
+    doubt: float = 0.0,
+) -> list[StageChoice]:
+    """Choices worth a search, best first by `judge` (seconds, infinite where no plan fits).
+
+    All of them where they are few; else the best that was judged, none, and all. Judged are the first so many of
+    `names`, which come in the order in which choosing them is likely to pay, and then single changes of the best,
+    until none is better, all allowed are judged, or the work for it is `exhausted`. A judgement is right to this
+    share of it, the `doubt`: another choice has to be better by more.
+    """
+    if len(names) <= _MAX_EXHAUSTIVE_STAGES:
+        choices = [frozenset(some) for count in range(len(names) + 1) for some in combinations(names, count)]
+        return sorted(choices, key=judge)
+    seen: dict[StageChoice, float] = {}
+
+    def better(choice: StageChoice, than: StageChoice) -> bool:
+        if choice not in seen and not exhausted() and len(seen) < _MAX_ESTIMATES:
+            seen[choice] = judge(choice)
+        return seen.get(choice, math.inf) < seen[than] * (1 - doubt)
+
+    nothing: StageChoice = frozenset()
+    seen[nothing] = judge(nothing)
+    count = len(names) if better(frozenset(names), nothing) else 0
+    step = 2 ** (len(names) - 1).bit_length() // 2
+    while step:
+        for other in (count + step, count - step):
+            if 0 < other < len(names) and better(frozenset(names[:other]), frozenset(names[:count])):
+                count = other
+                break
+        step //= 2
+    best = frozenset(names[:count])
+    near = sorted(range(len(names)), key=lambda i: abs(i + 0.5 - count))
+    improved = True
+    while improved:
+        improved = False
+        for i in near:
+            other = best ^ {names[i]}
+            if better(other, best):
+                best, improved = other, True
+    return list(dict.fromkeys([best, nothing, frozenset(names)]))
+
+
+def cheapest_choice(
+    names: Sequence[str], makespan: Callable[[StageChoice], float], tasks: int
+) -> StageChoice:
+    """None where that fits (nothing is faster than keeping all), else the best of `candidates`.
+
+    `makespan` raises SpecError for a choice that does not fit; its plan has so many `tasks`.
+    """
+    judged = 0
+
+    def judge(choice: StageChoice) -> float:
+        nonlocal judged
+        judged += tasks
+        try:
+            return makespan(choice)
+        except SpecError:
+            return math.inf
+
+    nothing: StageChoice = frozenset()
+    if not names or math.isfinite(judge(nothing)):
+        return nothing
+    return candidate_choices(names, judge, lambda: judged >= _MAX_ESTIMATED_TASKS)[0]

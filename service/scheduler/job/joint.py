@@ -1,0 +1,422 @@
+"""Searches stages, microbatches, placement and cut together for the shortest planned step.
+
+A formula cannot see a schedule: the cut by formula, an even and a balanced one are estimated by constructive
+schedules, their borders moved one by one, and the full search goes to the winners. On small models every cut is
+estimated and every one that its lower bound does not rule out is searched, so that nothing is missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, takewhile
+from typing import Literal
+
+import numpy as np
+
+from service.scheduler.auto.auto import constructive_makespan
+from service.scheduler.auto.backward_split import faster_whole_stages
+from service.scheduler.auto.bounds import makespan_lower_bound_s
+from service.scheduler.auto.named import named_timeline
+from service.scheduler.auto.recomputation import may_recompute, with_recomputation
+from service.scheduler.job.cores import SharedCores, core_bound_step_s, processor_seconds, with_slower_actions
+from service.scheduler.job.cut import balanced_cut, equal_layers_cut, layer_ranges, neighbour_cuts
+from service.scheduler.job.heterogeneous import profile_of_mesh
+from service.scheduler.job.network import CrossMeshAllReduce
+from service.scheduler.job.partition import PartitionResult, partition
+from service.scheduler.job.recompute import Recompute
+from service.scheduler.kernels import TOLERANCE
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
+from service.scheduler.programs.plan import Plan
+from service.scheduler.schedules.registry import AUTO
+from worker.contract.costs import MeshUpdate, UpdateCosts, mesh_update
+from worker.contract.profile import LayerProfile, OptimizerState, check_stage_count
+
+
+def estimated_makespan(spec: PipelineSpec, window: int) -> float:
+    """Of more than twice `window` microbatches by so many and half of them, since what repeats takes as long each time."""
+    if spec.microbatches <= 2 * window:
+        return _constructive_estimate(spec)
+    whole, half = (
+        _constructive_estimate(spec.model_copy(update={"microbatches": count}))
+        for count in (window, window // 2)
+    )
+    if not math.isfinite(whole) or not math.isfinite(half):
+        return math.inf
+    return whole + (spec.microbatches - window) * (whole - half) / (window - window // 2)
+
+
+def _constructive_estimate(spec: PipelineSpec) -> float:
+    names = may_recompute(spec)
+    if spec.schedule != AUTO:
+        try:
+            return named_timeline(with_recomputation(spec, ()), spec.schedule).makespan
+        except SpecError:
+            if not names:
+                raise
+            return named_timeline(with_recomputation(spec, names), spec.schedule).makespan
+    return constructive_makespan(spec)
+
+
+_EXHAUSTIVE_CUTS_PER_SECOND = (
+    30  # cuts of one shape, for each second of the budget, up to which all are judged
+)
+_ESTIMATED_TASKS_PER_SECOND = (
+    5_000_000  # tasks judged by constructive schedules in a second of the budget, with all rules
+)
+_ESTIMATE_SHARE = 0.3  # of the budget
+_SHARED_CORES_BUDGET_SHARES = (0.2, 0.3, 0.5)  # of a plan's budget, until costs and makespan agree
+_SLOWDOWN_TOLERANCE = 1.001  # how well they must
+_UNSHARED_WEIGHT = 0.1  # of the makespan with cores for all, where the cores decide: cuts would be all alike
+_WINDOW_PER_MESH = 4  # microbatches a mesh by which cuts of more than twice as many are judged
+_MAX_MOVED_SHAPES = 4  # shapes whose borders are moved, where all cuts are too many
+_MAX_SEARCHED_CUTS = 3  # searched with the rest of the budget, where the model is large
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What was chosen: the layers that begin the stages, the planning problem, its plan, and of each mesh what
+    REDUCE and STEP take behind the makespan.
+
+    `score_s` is what it was chosen by; `slowdown` says how many times as long as alone actions take in it, where
+    workers share cores.
+    """
+
+    partition: PartitionResult
+    plan: Plan
+    update: tuple[MeshUpdate, ...]
+    score_s: float
+    slowdown: float = 1.0
+    update_s: float | None = None  # behind the makespan, where sums of gradients do not all come behind it
+
+    @property
+    def step_s(self) -> float:
+        """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
+        return self.plan.makespan_s + (
+            longest_update_s(self.update) if self.update_s is None else self.update_s
+        )
+
+
+@dataclass(frozen=True)
+class _PipelineShape:
+    """Everything but the cut."""
+
+    microbatches: int
+    placement: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _CutCandidate:
+    shape: _PipelineShape
+    stage_starts: tuple[int, ...]
+    step_s: float  # by constructive schedules
+
+
+def plan_jointly(
+    profiles: Mapping[int, LayerProfile],
+    *,
+    stages: Sequence[int],
+    meshes: Sequence[MeshSpec],
+    cut: Literal["auto"] | Sequence[str] = "auto",
+    network: NetworkSpec,
+    schedule: str = AUTO,
+    overlap: bool = True,
+    budget_s: float = 10.0,
+    expired: Callable[[], bool] | None = None,
+    optimizer: OptimizerState | None = None,
+    shared: Sequence[SharedCores] = (),
+    recompute: Recompute = "none",
+    update: UpdateCosts | None = None,
+    across: CrossMeshAllReduce | None = None,
+    action_s: float = 0.0,
+) -> JobPlan:
+    """The shortest planned step over microbatches, numbers of stages, placements and cuts.
+
+    A step is the makespan and the longest REDUCE and STEP behind it, which `update` tells, and `across` of what meshes sum
+    together (nothing where None).
+    `profiles` holds the layers' costs at each number of microbatches that may be chosen (of one global batch);
+    `stages` the numbers of stages that may be. Names in `cut` fix it; `optimizer` says what its state adds to static
+    bytes, `shared` which workers share processor cores, `recompute` and `action_s` are those of `partition`. Raises
+    CutError for more stages than layers, SpecError where nothing fits.
+    """
+    for profile in profiles.values():
+        check_stage_count([layer.name for layer in profile.layers], min(stages))
+    choice = _JointSearch(
+        profiles,
+        meshes,
+        network,
+        schedule,
+        overlap,
+        budget_s,
+        expired,
+        optimizer,
+        update,
+        across,
+        shared,
+        recompute,
+        action_s,
+    )
+    shapes = [
+        _PipelineShape(microbatches, placement)
+        for microbatches in profiles
+        for count in stages
+        for placement in placements(count, len(meshes), schedule)
+    ]
+    if not shapes:
+        raise SpecError(
+            f"stages {list(stages)} cannot fill {len(meshes)} meshes: ask for at least one stage a mesh"
+        )
+    if cut != "auto":
+        return choice.best_plan(choice.fixed_cut_candidates(shapes, cut))
+    choice.estimate_cuts(shapes)
+    return choice.best_plan(choice.estimated_candidates())
+
+
+def placements(stages: int, meshes: int, schedule: str) -> list[tuple[int, ...]]:
+    """The mesh of every stage, in each way that the schedule can run: in order, in rounds, as a V."""
+    if stages < meshes or meshes < 1:
+        return []
+    looped = tuple(stage % meshes for stage in range(stages))
+    folded = tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    if stages == meshes:
+        return [looped]
+    if stages == 2 * meshes and schedule == AUTO:
+        return [folded, looped]
+    return [folded if schedule == "zb-v" and stages == 2 * meshes else looped]
+
+
+class _JointSearch:
+    def __init__(
+        self,
+        profiles: Mapping[int, LayerProfile],
+        meshes: Sequence[MeshSpec],
+        network: NetworkSpec,
+        schedule: str,
+        overlap: bool,
+        budget_s: float,
+        expired: Callable[[], bool] | None,
+        optimizer: OptimizerState | None,
+        update: UpdateCosts | None,
+        across: CrossMeshAllReduce | None,
+        shared: Sequence[SharedCores],
+        recompute: Recompute,
+        action_s: float,
+    ) -> None:
+        self._profiles, self._meshes, self._network = profiles, list(meshes), network
+        self._schedule, self._overlap = schedule, overlap
+        self._budget_s, self._expired = budget_s, expired
+        self._every_cut = int(_EXHAUSTIVE_CUTS_PER_SECOND * budget_s)
+        self._optimizer, self._costs, self._across = optimizer, update or UpdateCosts(), across
+        self._shared, self._recompute, self._action_s = shared, recompute, action_s
+        self._estimates: dict[tuple[_PipelineShape, tuple[int, ...]], float] = {}
+        self._last_error: SpecError | None = None
+
+    def fixed_cut_candidates(
+        self, shapes: Sequence[_PipelineShape], cut: Sequence[str]
+    ) -> list[_CutCandidate]:
+        """A cut by hand for every shape, all to be searched, the one that is judged best first; raises CutError or
+        SpecError where it does not fit."""
+        found = []
+        for shape in shapes:
+            names = [layer.name for layer in self._profiles[shape.microbatches].layers]
+            begins = tuple(names.index(name) for name in self._partition(shape, cut).stage_starts)
+            step_s = self._estimate(shape, begins) if len(shapes) > 1 else 0.0
+            found.append(_CutCandidate(shape, begins, step_s))
+        return sorted(found, key=lambda candidate: candidate.step_s)
+
+    def estimate_cuts(self, shapes: Sequence[_PipelineShape]) -> None:
+        """Judge cuts of every shape: all of them where they are few, else what borders moved one by one reach from
+        the best start. Of many shapes only those whose starts look best deserve moves."""
+        large, first = [], {}
+        for shape in shapes:
+            layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
+            if stages > layers:
+                continue
+            if math.comb(layers - 1, stages - 1) * len(shapes) > self._every_cut:
+                large.append(shape)
+                continue
+            self._estimate(
+                shape, self._by_formula(shape)
+            )  # where time ends, a good one is among those judged
+            cuts = combinations(range(1, layers), stages - 1)
+            for borders in takewhile(
+                lambda _: not (self._deadline_passed() and self.estimated_candidates()), cuts
+            ):
+                self._estimate(shape, (0, *borders))
+        for shape in large:
+            if not first or not self._deadline_passed():
+                first[shape] = self._estimate(shape, self._by_formula(shape))
+        starts = {
+            shape: min(self._starts(shape), key=lambda begins: self._estimate(shape, begins))
+            for shape in sorted(first, key=first.__getitem__)[: 2 * _MAX_MOVED_SHAPES]
+        }
+        promising = sorted(starts, key=lambda shape: self._estimate(shape, starts[shape]))[:_MAX_MOVED_SHAPES]
+        for shape in promising:
+            self._move_borders(shape, starts[shape], 1.0 / len(promising))
+
+    def _move_borders(self, shape: _PipelineShape, best: tuple[int, ...], share: float) -> None:
+        layers, stages = len(self._profiles[shape.microbatches].layers), len(shape.placement)
+        judged = min(shape.microbatches, 2 * _WINDOW_PER_MESH * len(self._meshes))
+        tasks = judged * (3 * stages + 2 * len(self._profiles[shape.microbatches].edges))
+        moves = max(
+            10, int(share * self._budget_s * _ESTIMATE_SHARE * _ESTIMATED_TASKS_PER_SECOND / (40 * tasks))
+        )
+        while moves > 0 and not self._deadline_passed():
+            for other in neighbour_cuts(best, layers):
+                moves -= (shape, other) not in self._estimates
+                if self._estimate(shape, other) < self._estimate(shape, best) * (1 - TOLERANCE):
+                    best = other
+                    break
+                if moves <= 0:
+                    break
+            else:
+                return
+
+    def estimated_candidates(self) -> list[_CutCandidate]:
+        """What was judged, best first."""
+        found = [_CutCandidate(shape, begins, step_s) for (shape, begins), step_s in self._estimates.items()]
+        return sorted((c for c in found if math.isfinite(c.step_s)), key=lambda c: (c.step_s, c.stage_starts))
+
+    def best_plan(self, candidates: Sequence[_CutCandidate]) -> JobPlan:
+        """Search the candidates that can still win, best first; few of them where the model is large."""
+        if not candidates:
+            raise self._last_error or SpecError(
+                "no cut of this model fits the meshes: raise their memory, or use more"
+            )
+        tried = candidates if len(self._estimates) <= self._every_cut else candidates[:_MAX_SEARCHED_CUTS]
+        # the first deserve most; where all are tried, the last ones have little left to show
+        shares = np.arange(1, len(tried) + 1) ** -1.5
+        shares *= self._budget_s * (1 - _ESTIMATE_SHARE) / shares.sum()
+        best: JobPlan | None = None
+        for candidate, share in zip(tried, shares.tolist(), strict=True):
+            result = self._cut(candidate.shape, candidate.stage_starts)
+            update = self._update(candidate.shape, candidate.stage_starts)
+            if best is not None and (
+                self._deadline_passed()
+                or self._lower_bound_score(result.spec, update) >= best.score_s * (1 - TOLERANCE)
+            ):
+                continue
+            try:
+                planned = self._plan(result, update, share)
+            except SpecError as error:
+                self._last_error = error
+                continue
+            if best is None or planned.score_s < best.score_s * (1 - TOLERANCE):
+                best = planned
+        if best is None:
+            raise self._last_error or SpecError("no cut of this model could be planned: raise memory_bytes")
+        return best
+
+    def _plan(self, cut: PartitionResult, update: tuple[MeshUpdate, ...], budget_s: float) -> JobPlan:
+        """The plan of a cut; where workers share cores, with costs as they are when all of them compute."""
+        if not self._shared:
+            plan = make_plan(cut.spec, budget_s=budget_s, expired=self._expired)
+            return JobPlan(cut, plan, update, score_s=plan.makespan_s + longest_update_s(update))
+        found = self._plan_shared(cut, update, budget_s / 2)
+        if found.slowdown > 1.0 and cut.spec.split_backward is None and faster_whole_stages(cut.spec):
+            # where the cores decide, what takes less of them is shorter, however well it fills the pipeline
+            whole = replace(cut, spec=cut.spec.model_copy(update={"split_backward": False}))
+            with contextlib.suppress(SpecError):
+                found = min(
+                    found, self._plan_shared(whole, update, budget_s / 2), key=lambda one: one.score_s
+                )
+        return found
+
+    def _plan_shared(self, cut: PartitionResult, update: tuple[MeshUpdate, ...], budget_s: float) -> JobPlan:
+        factor, score_s = 1.0, 0.0
+        for share in _SHARED_CORES_BUDGET_SHARES:
+            spec = with_slower_actions(cut.spec, factor)
+            plan = make_plan(spec, budget_s=share * budget_s, expired=self._expired)
+            processor_s = {mesh.name: mesh.compute_s / factor for mesh in plan.meshes}
+            score_s = score_s or self._score(plan.makespan_s, processor_s, update)
+            short = core_bound_step_s(processor_s, self._shared) / plan.makespan_s
+            if short <= _SLOWDOWN_TOLERANCE:
+                break
+            factor *= short  # transfers are not slowed, so that once is not always enough
+        return JobPlan(replace(cut, spec=spec), plan, update, score_s=score_s, slowdown=factor)
+
+    def _lower_bound_score(self, spec: PipelineSpec, update: tuple[MeshUpdate, ...]) -> float:
+        return self._score(makespan_lower_bound_s(spec), processor_seconds(spec), update)
+
+    def _score(
+        self, alone_s: float, processor_s: Mapping[str, float], update: tuple[MeshUpdate, ...]
+    ) -> float:
+        """What candidates are compared by: the step; where cores are shared, also how far from idle they are."""
+        if not self._shared:
+            return alone_s + longest_update_s(update)
+        shared_s = max(alone_s, core_bound_step_s(processor_s, self._shared))
+        return shared_s + _UNSHARED_WEIGHT * alone_s + longest_update_s(update)
+
+    def _by_formula(self, shape: _PipelineShape) -> tuple[int, ...]:
+        """The cut by formula; the balanced one where the formula finds none that fits."""
+        profile = self._profiles[shape.microbatches]
+        names = [layer.name for layer in profile.layers]
+        try:
+            return tuple(names.index(name) for name in self._partition(shape, "auto").stage_starts)
+        except SpecError as error:
+            self._last_error = error
+            return balanced_cut(profile, len(shape.placement))
+
+    def _starts(self, shape: _PipelineShape) -> list[tuple[int, ...]]:
+        profile = self._profiles[shape.microbatches]
+        layers, stages = len(profile.layers), len(shape.placement)
+        return [self._by_formula(shape), equal_layers_cut(layers, stages), balanced_cut(profile, stages)]
+
+    def _estimate(self, shape: _PipelineShape, begins: tuple[int, ...]) -> float:
+        key = (shape, begins)
+        if key not in self._estimates:
+            try:
+                spec = self._cut(shape, begins).spec
+                update = self._update(shape, begins)
+                self._estimates[key] = self._score(
+                    estimated_makespan(spec, _WINDOW_PER_MESH * len(spec.meshes)),
+                    processor_seconds(spec),
+                    update,
+                )
+            except SpecError as error:
+                self._last_error = error
+                self._estimates[key] = math.inf
+        return self._estimates[key]
+
+    def _cut(self, shape: _PipelineShape, begins: Sequence[int]) -> PartitionResult:
+        names = [layer.name for layer in self._profiles[shape.microbatches].layers]
+        return self._partition(shape, [names[begin] for begin in begins])
+
+    def _partition(self, shape: _PipelineShape, cut: Literal["auto"] | Sequence[str]) -> PartitionResult:
+        return partition(
+            self._profiles[shape.microbatches],
+            stages=len(shape.placement),
+            meshes=self._meshes,
+            cut=cut,
+            microbatches=shape.microbatches,
+            network=self._network,
+            schedule=self._schedule,
+            overlap=self._overlap,
+            placement=shape.placement,
+            optimizer=self._optimizer,
+            recompute=self._recompute,
+            action_s=self._action_s,
+        )
+
+    def _update(self, shape: _PipelineShape, begins: Sequence[int]) -> tuple[MeshUpdate, ...]:
+        profile = self._profiles[shape.microbatches]
+        layers_of: list[list[int]] = [[] for _ in self._meshes]
+        ranges = layer_ranges(begins, len(profile.layers))
+        for mesh, (first, end) in zip(shape.placement, ranges, strict=True):
+            layers_of[mesh].extend(range(first, end))
+        found = tuple(
+            mesh_update(mesh.name, layers, profile_of_mesh(profile, index), self._costs)
+            for index, (mesh, layers) in enumerate(zip(self._meshes, layers_of, strict=True))
+        )
+        return found if self._across is None else self._across.with_all_reduces(found, profile, layers_of)
+
+    def _deadline_passed(self) -> bool:
+        return self._expired is not None and self._expired()
+
+
+def longest_update_s(update: Sequence[MeshUpdate]) -> float:
+    """Seconds of the longest REDUCE and STEP of a mesh: what a step takes behind its makespan."""
+    return max((one.total_s for one in update), default=0.0)

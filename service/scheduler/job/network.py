@@ -1,0 +1,144 @@
+"""The network as a job's workers see it: cards shared by pairs of workers, and all-reduces that span meshes.
+
+Links are measured between the first workers of two meshes while all others are idle; in a step all workers of a
+node send at once and share its card. Across meshes, gradient norms and tied parameters are summed behind the
+last backward, as part of REDUCE: small sums by trees, large ones in rings, where each of k workers sends and
+receives 2 (k - 1) / k of the bytes (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from service.scheduler.job.heterogeneous import (
+    HeterogeneousProfile,
+    MeshParallelism,
+    card_bandwidth,
+    profile_of_mesh,
+)
+from service.scheduler.problem.spec import LinkSpec, NetworkSpec, link_costs
+from worker.contract.costs import MeshUpdate
+from worker.contract.profile import LayerProfile
+
+
+@dataclass(frozen=True)
+class CrossMeshAllReduce:
+    """Where meshes are `alike` equal workers of all of them sum, over the network of a pair; else all `workers` of each."""
+
+    network: NetworkSpec
+    workers: Mapping[str, int]
+    alike: bool
+    _links: dict[tuple[str, ...], tuple[float | None, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def with_all_reduces(
+        self, update: Sequence[MeshUpdate], profile: LayerProfile, layers: Sequence[Collection[int]]
+    ) -> tuple[MeshUpdate, ...]:
+        """`update` of all meshes, each of which holds `layers`, with what they sum together in their REDUCE."""
+        names = [one.mesh for one in update]
+        if len(names) < 2:
+            return tuple(update)
+        more = dict.fromkeys(names, self._all_reduce_s(names, 0))
+        for holders, size_bytes in self._tied_parameters(profile, layers):
+            tied_s = self._all_reduce_s([names[index] for index in holders], size_bytes)
+            for index in holders:
+                more[names[index]] += tied_s
+        return tuple(replace(one, reduce_s=one.reduce_s + more[one.mesh]) for one in update)
+
+    def _all_reduce_s(self, meshes: Sequence[str], size_bytes: int) -> float:
+        if (key := tuple(meshes)) not in self._links:  # the same for every cut that is judged
+            self._links[key] = _worst_link(self.network, key)
+        return _link_all_reduce_s(self._links[key], key, size_bytes, self.workers, alike=self.alike)
+
+    def _tied_parameters(
+        self, profile: LayerProfile, layers: Sequence[Collection[int]]
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Of each trained parameter that several meshes hold these, by number, and the bytes that a worker sums: what it
+        has, or the whole where meshes are unlike."""
+        holders: dict[str, list[int]] = {}
+        for mesh, held in enumerate(layers):
+            for name in {name for index in held for name in profile.layers[index].parameters}:
+                holders.setdefault(name, []).append(mesh)
+        return [
+            (
+                tuple(held),
+                max(_parameter_bytes_on(profile, mesh, name, whole=not self.alike) for mesh in held),
+            )
+            for name, held in sorted(holders.items())
+            if len(held) > 1 and name not in profile.frozen_parameters
+        ]
+
+
+def cross_mesh_all_reduce_s(
+    network: NetworkSpec, meshes: Collection[str], size_bytes: int, workers: Mapping[str, int], *, alike: bool
+) -> float:
+    """Seconds of one sum of so many bytes over these meshes; a link of unknown bandwidth takes its latency alone."""
+    return _link_all_reduce_s(_worst_link(network, meshes), meshes, size_bytes, workers, alike=alike)
+
+
+def _worst_link(network: NetworkSpec, meshes: Collection[str]) -> tuple[float | None, float]:
+    """The least bandwidth that is known, and the most latency, of all links between these."""
+    of_pair = link_costs(network)
+    costs = [of_pair(*pair) for pair in itertools.permutations(meshes, 2)]
+    slowest = min((bandwidth for bandwidth, _ in costs if bandwidth is not None), default=None)
+    return slowest, max(latency_s for _, latency_s in costs)
+
+
+def _link_all_reduce_s(
+    link: tuple[float | None, float],
+    meshes: Collection[str],
+    size_bytes: int,
+    workers: Mapping[str, int],
+    *,
+    alike: bool,
+) -> float:
+    slowest, latency_s = link
+    count = len(meshes) if alike else sum(workers[mesh] for mesh in meshes)
+    moving_s = 0.0 if slowest is None else 2 * (count - 1) / count * size_bytes / slowest
+    return 2 * math.ceil(math.log2(count)) * latency_s + moving_s
+
+
+def _parameter_bytes_on(profile: LayerProfile, mesh: int, parameter: str, *, whole: bool) -> int:
+    own = profile_of_mesh(profile, mesh)
+    parts = 1
+    if whole and isinstance(profile, HeterogeneousProfile) and parameter in own.split_parameters:
+        parts = profile.parallelism[mesh].tensor
+    return own.parameter_sizes[parameter] * parts
+
+
+def network_per_worker_pair(
+    network: NetworkSpec, shares: Sequence[MeshParallelism], *, sums: bool = False
+) -> NetworkSpec:
+    """The network in which the bandwidth between two meshes is that of one pair of workers, where their tensors go in pairs;
+    for `sums`, in which workers go in pairs too, between all. What is resharded shares the cards by its own plan."""
+    ways = list(itertools.permutations(shares, 2))
+    resharded = [not sums and not one.transfers_in_pairs(other) for one, other in ways]
+    of_pair, links, same = link_costs(network), [], True
+    for (one, other), by_plan in zip(ways, resharded, strict=True):
+        before, latency_s = of_pair(one.name, other.name)
+        bandwidth = before if by_plan else _pair_bandwidth(network, one, other)
+        same = same and bandwidth == before
+        links.append(
+            LinkSpec(source=one.name, target=other.name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+        )
+    if same:
+        return network
+    rest = network.bandwidth_bytes_per_s
+    if not any(resharded):
+        rest = min((link.bandwidth_bytes_per_s for link in links if link.bandwidth_bytes_per_s), default=None)
+    return network.model_copy(update={"bandwidth_bytes_per_s": rest, "links": links})
+
+
+def _pair_bandwidth(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> float | None:
+    """Bytes a second of the worst pair: of those on two nodes, most begin or end on the fullest."""
+    away = [(here, there) for here, there in zip(one.nodes, other.nodes, strict=False) if here != there]
+    if not away:
+        return link_costs(network)(one.name, other.name)[0]
+    card = card_bandwidth(network, one, other)
+    fullest = max(count for side in zip(*away, strict=True) for count in Counter(side).values())
+    return None if card is None else card / fullest

@@ -1,0 +1,178 @@
+"""Checks that a saved plan still fits a job as measured now (PlanKey), and proves it again with today's memory.
+
+Pure. Nothing is chosen anew: cut, orders, programs, times and recomputation stay. Only the bytes that stages
+hold are counted again from the new measurements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from service.scheduler.auto.recomputation import with_recomputation
+from service.scheduler.job.partition import partition
+from service.scheduler.job.plan_job import JobCosts, job_optimizer_state, job_recompute, measured_profile
+from service.scheduler.problem.memory import peak_activation, peak_memory
+from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, StageSpec
+from service.scheduler.programs.decode import PlanError
+from service.scheduler.programs.verify import verify
+from worker.contract.buckets import with_buckets
+from worker.contract.job import Job
+from worker.contract.model_signature import ModelSignature
+from worker.contract.program import program_from_json
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What a plan was made for: the job (JSON of a JobSpec), the form of its model on a mesh of so many workers, and
+    the device (None: nobody said)."""
+
+    job: Mapping[str, Any]
+    signatures: Mapping[int, ModelSignature] = field(default_factory=dict)
+    device: str | None = None
+
+    @classmethod
+    def of(cls, job: Mapping[str, Any], costs: Mapping[str, Any], microbatches: int) -> PlanKey:
+        """By the costs (JSON of a driver's request) with which the plan of so many microbatches was made."""
+        read = Job.from_json(job)
+        devices = {one.get("device") for one in costs.get("workers") or ()} - {None}
+        return cls(
+            job,
+            _model_signatures(read, JobCosts.from_json(costs, read), microbatches),
+            devices.pop() if len(devices) == 1 else None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `from_json` is its inverse."""
+        forms = {str(workers): form.to_json() for workers, form in self.signatures.items()}
+        return {"job": self.job, "forms": forms, "device": self.device}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PlanKey:
+        """Inverse of `to_json`."""
+        forms = {int(workers): ModelSignature.from_json(form) for workers, form in data["forms"].items()}
+        return cls(data["job"], forms, data["device"])
+
+
+def saved_plan_answer(
+    name: str, body: str, made_for: PlanKey, job: Job, costs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The plan `name` (JSON as `answer_json` makes it) for a job with these costs, its memory as it is now.
+
+    Raises SpecError, which says what differs, where the layers or the device are not those that it was made for, and
+    where it does not fit into memory.
+    """
+    answer = json.loads(body)
+    count = answer["spec"]["microbatches"]
+    now = PlanKey.of(made_for.job, costs, count)
+    if made_for.device is not None and now.device not in (None, made_for.device):
+        raise SpecError(
+            _refusal_message(name, f"it was made for {made_for.device}, and the workers are on {now.device}")
+        )
+    for workers, form in made_for.signatures.items():
+        if workers not in now.signatures:
+            raise SpecError(_refusal_message(name, f"nothing was measured with its {count} microbatches"))
+        if (different := now.signatures[workers].difference(form)) is not None:
+            raise SpecError(_refusal_message(name, f"it was made for other layers: {different}"))
+    return {**answer, **_proven_again(name, answer, made_for, job, JobCosts.from_json(costs, job))}
+
+
+def _model_signatures(job: Job, costs: JobCosts, count: int) -> dict[int, ModelSignature]:
+    """Of what was measured, by how many workers a microbatch is dealt among; of whole layers where there are some."""
+    kinds = sorted({*zip(job.mesh_sizes, job.tensors, strict=True)}, key=lambda kind: kind[1], reverse=True)
+    found = {}
+    for workers, tensor in kinds:
+        profile = (
+            costs.mesh_profiles.get((count, workers, tensor)) if job.unlike else costs.profiles.get(count)
+        )
+        if profile is not None:
+            found[workers // tensor] = ModelSignature.of_profile(profile, whole=tensor == 1)
+    return dict(sorted(found.items()))
+
+
+def _proven_again(
+    name: str, answer: Mapping[str, Any], made_for: PlanKey, job: Job, costs: JobCosts
+) -> dict[str, Any]:
+    """The spec with what stages and meshes hold now, and the plan with the peaks that this makes."""
+    before, plan = PipelineSpec.model_validate(answer["spec"]), dict(answer["plan"])
+    names = [mesh.name for mesh in before.meshes]
+    given = job.resources.memory_per_worker
+    limit = given if isinstance(given, int) else None
+    meshes = [
+        mesh.model_copy(update={"memory_bytes": costs.memory_bytes.get(mesh.name, limit)})
+        for mesh in before.meshes
+    ]
+    stages = _stages_with_measured_bytes(before, answer["begins"], made_for, job, costs, meshes)
+    spec = before.model_copy(update={"meshes": meshes, "stages": stages})
+    programs = {mesh: with_buckets(program_from_json(p), ()).program for mesh, p in plan["programs"].items()}
+    recomputed = [one["name"] for one in plan["stages"] if one["recomputed"]]
+    try:
+        played = verify(with_recomputation(spec, recomputed), programs)
+    except PlanError as error:
+        raise SpecError(_refusal_message(name, f"it no longer fits: {error}")) from None
+    memory = dict(zip(names, peak_memory(played.timeline).tolist(), strict=True))
+    lanes = dict(zip(names, played.timeline.lanes, strict=True))
+    plan["meshes"] = [
+        {
+            **mesh,
+            "peak_memory_bytes": memory[mesh["name"]],
+            "peak_activation_bytes": _peak_activation_bytes(played.timeline.problem, lanes[mesh["name"]]),
+        }
+        for mesh in plan["meshes"]
+    ]
+    return {"spec": spec.model_dump(mode="json"), "plan": plan}
+
+
+def _peak_activation_bytes(problem: Any, lane: np.ndarray) -> int:
+    return peak_activation(problem, lane)[0]
+
+
+def _stages_with_measured_bytes(
+    before: PipelineSpec,
+    begins: list[str],
+    made_for: PlanKey,
+    job: Job,
+    costs: JobCosts,
+    meshes: list[MeshSpec],
+) -> list[StageSpec]:
+    """The stages with their own times, and the bytes that were measured now."""
+    place = {mesh.name: index for index, mesh in enumerate(before.meshes)}
+    now = partition(
+        measured_profile(job, costs, before.microbatches),
+        stages=len(before.stages),
+        meshes=meshes,
+        cut=begins,
+        microbatches=before.microbatches,
+        network=costs.network,
+        schedule=before.schedule,
+        overlap=before.overlap,
+        placement=[place[stage.mesh] for stage in before.stages],
+        optimizer=job_optimizer_state(job, costs),
+        recompute=job_recompute(Job.from_json(made_for.job)),
+        action_s=costs.action_s,
+    ).spec.stages
+    sizes = ("activation_bytes", "weight_stash_bytes", "static_bytes")
+    return [
+        stage.model_copy(
+            update={name: getattr(measured, name) for name in sizes}
+            | {
+                "recompute": stage.recompute
+                if stage.recompute is None or measured.recompute is None
+                else measured.recompute.model_copy(
+                    update={"extra_s": stage.recompute.extra_s, "required": stage.recompute.required}
+                )
+            }
+        )
+        for stage, measured in zip(before.stages, now, strict=True)
+    ]
+
+
+def _refusal_message(name: str, why: str) -> str:
+    return (
+        f"the plan {name!r} cannot be used: {why}; make it anew (slotline plan job.yaml --name ...), or submit the job "
+        "without one"
+    )

@@ -1,0 +1,583 @@
+"""Problem: a checked spec as flat arrays of tasks, their costs, dependencies, resources and memory.
+
+The one form on which timeline, search, bounds and verification compute. A kind is (stage, F / backward / W) or
+(transfer, direction); a task is a kind and a microbatch (kernels/base.py numbers both). Limits are −1 where there
+is none. There is one transfer for each edge between meshes; a tensor that several stages share goes once per
+using mesh. `local_actions` is the one table of what each mesh does of a kind (op, lane, peer): slots, programs
+and their decoder all read it. The order of transfers is not decided here but by the timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from service.scheduler.kernels import BACKWARD, FORWARD, OPS, WEIGHT, Rows, Tasks
+from service.scheduler.problem.spec import PipelineSpec, check_spec, edge_costs, topological_order
+from worker.contract.program import COMPUTE_LANE, receive_lane, send_lane
+
+
+class MemoryArrays:
+    """Sizes and limits in bytes, −1 where there is no limit."""
+
+    spec: PipelineSpec
+    inference: bool
+    mesh_of_stage: np.ndarray
+
+    @cached_property
+    def activation(self) -> np.ndarray:
+        return np.array([stage.activation_bytes for stage in self.spec.stages], dtype=np.int64)
+
+    @cached_property
+    def stash(self) -> np.ndarray:
+        """int[stages]: of what is held from F on, the part that is held until W."""
+        return np.minimum(self.whole_stash, self.activation)
+
+    @cached_property
+    def whole_stash(self) -> np.ndarray:
+        """int[stages]: what is held from I to W; of a stage that recomputes it may be more than it keeps from F on."""
+        return np.array([stage.weight_stash_bytes for stage in self.spec.stages], dtype=np.int64)
+
+    @cached_property
+    def rematerialised(self) -> np.ndarray:
+        """int[stages]: held besides while B or I runs."""
+        if self.inference:
+            return np.zeros(len(self.spec.stages), dtype=np.int64)
+        return np.array([stage.rematerialised_bytes for stage in self.spec.stages], dtype=np.int64)
+
+    @cached_property
+    def workspace(self) -> np.ndarray:
+        """int[meshes]: the most that comes back for one backward; a mesh runs one at a time."""
+        most = np.zeros(len(self.spec.meshes), dtype=np.int64)
+        np.maximum.at(most, self.mesh_of_stage, self.rematerialised)
+        return most
+
+    @cached_property
+    def relaxed_activation_limit(self) -> np.ndarray:
+        """int[meshes], −1 where there is none: what forwards fill at most in any plan, for bounds.
+
+        The workspace counts where a mesh has one stage: see `exact_room`.
+        """
+        shared = np.bincount(self.mesh_of_stage, minlength=len(self.spec.meshes)) > 1
+        return np.where(shared, self.activation_capacity, self.activation_limit)
+
+    @property
+    def activation_limit_is_exact(self) -> bool:
+        """Whether `activation_limit` rules out nothing that fits: it keeps the workspace free all the time.
+
+        With one stage a mesh it does: after the forward that holds the most comes a backward, which needs all of it.
+        """
+        shared = np.bincount(self.mesh_of_stage, minlength=len(self.spec.meshes)) > 1
+        return not bool((self.workspace[shared] > 0).any())
+
+    @cached_property
+    def static_bytes(self) -> np.ndarray:
+        """int[meshes]: what the stages of a mesh hold always."""
+        held = np.zeros(len(self.spec.meshes), dtype=np.int64)
+        np.add.at(held, self.mesh_of_stage, [stage.static_bytes for stage in self.spec.stages])
+        return held
+
+    @cached_property
+    def memory_limit(self) -> np.ndarray:
+        """int[meshes]: bytes for everything, −1 where there is no limit."""
+        return _optional_limits([mesh.memory_bytes for mesh in self.spec.meshes])
+
+    @cached_property
+    def activation_limit(self) -> np.ndarray:
+        """int[meshes], −1 where there is none: what forwards may fill, `activation_room` less `workspace`."""
+        room = self.activation_capacity
+        return np.where(room < 0, room, np.maximum(room - self.workspace, 0))
+
+    @cached_property
+    def activation_capacity(self) -> np.ndarray:
+        """int[meshes], −1 where there is none: never more than memory_bytes leave beside what is static."""
+        limit = _optional_limits([mesh.activation_limit_bytes for mesh in self.spec.meshes])
+        left = self.memory_limit - self.static_bytes
+        both = np.where(limit < 0, left, np.minimum(limit, left))
+        return np.where(self.memory_limit < 0, limit, np.maximum(both, 0))
+
+    @cached_property
+    def receive_limit(self) -> np.ndarray:
+        """int[meshes], −1 where there is none."""
+        return _optional_limits([mesh.receive_buffer_limit for mesh in self.spec.meshes])
+
+
+def _optional_limits(values: Sequence[int | None]) -> np.ndarray:
+    return np.array([-1 if value is None else value for value in values], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that one stage sends to another mesh; its gradient comes back the same way.
+
+    `edges` are the merged edges, first the one that names the transfer; `targets` are their
+    target stages, all on `target_mesh`. Stages and meshes are indices, times are seconds.
+    """
+
+    source: int
+    source_mesh: int
+    target_mesh: int
+    edges: tuple[int, ...]
+    targets: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    forward_bytes: int  # 0 where the edge is given in seconds only
+    backward_bytes: int
+
+    @property
+    def edge(self) -> int:
+        """The edge whose index stands in slots and instructions."""
+        return self.edges[0]
+
+
+def find_transfers(spec: PipelineSpec) -> tuple[Transfer, ...]:
+    """All transfers of one microbatch, in the order of their first edges."""
+    stages = {stage.name: i for i, stage in enumerate(spec.stages)}
+    meshes = {mesh.name: i for i, mesh in enumerate(spec.meshes)}
+    seconds = edge_costs(spec)
+    groups: dict[tuple, list[int]] = {}
+    for index, edge in enumerate(spec.edges):
+        here, there = spec.stages[stages[edge.source]].mesh, spec.stages[stages[edge.target]].mesh
+        if here == there:
+            continue
+        key = (index,) if edge.tensor is None else (edge.source, edge.tensor, there)
+        groups.setdefault(key, []).append(index)
+    found = []
+    for edges in groups.values():
+        first = spec.edges[edges[0]]
+        source = stages[first.source]
+        targets = tuple(stages[spec.edges[edge].target] for edge in edges)
+        forward_s, backward_s = seconds(edges[0])
+        found.append(
+            Transfer(
+                source=source,
+                source_mesh=meshes[spec.stages[source].mesh],
+                target_mesh=meshes[spec.stages[targets[0]].mesh],
+                edges=tuple(edges),
+                targets=targets,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                forward_bytes=first.forward_bytes or first.held_bytes or 0,
+                backward_bytes=first.backward_bytes or (first.held_bytes or 0 if backward_s else 0),
+            )
+        )
+    return tuple(found)
+
+
+__all__ = ["BACKWARD", "FORWARD", "OPS", "WEIGHT", "Problem", "build_problem", "to_rows"]
+
+Index = TypeVar("Index", int, np.ndarray)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem(MemoryArrays):
+    """One planning problem. `fused[s, m]` says that the backward of (s, m) is one B, not I and W."""
+
+    spec: PipelineSpec
+    inference: bool
+    fused: np.ndarray
+    transfers: tuple[Transfer, ...]
+    mesh_of_stage: np.ndarray
+    depth: np.ndarray  # stages on the longest path from a stage to a sink
+    stage_order: tuple[int, ...]  # topological
+    sources: tuple[tuple[int, ...], ...]  # stages that feed a stage
+    targets: tuple[tuple[int, ...], ...]  # stages that a stage feeds
+    microbatches: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "microbatches", self.spec.microbatches)
+
+    @property
+    def stages(self) -> int:
+        return len(self.spec.stages)
+
+    @property
+    def meshes(self) -> int:
+        return len(self.spec.meshes)
+
+    @property
+    def compute_kinds(self) -> int:
+        """Kinds from this number on are transfers."""
+        return OPS * self.stages
+
+    @property
+    def kinds(self) -> int:
+        return self.compute_kinds + 2 * len(self.transfers)
+
+    @property
+    def tasks(self) -> int:
+        return self.kinds * self.microbatches
+
+    @property
+    def compute_tasks(self) -> int:
+        return self.compute_kinds * self.microbatches
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward is two actions."""
+        return not self.inference and not bool(self.fused.all())
+
+    def kind(self, stage: Index, op: int) -> Index:
+        """The kind of an operation of a stage (or of each stage of an array)."""
+        return OPS * stage + op
+
+    def transfer_kind(self, transfer: int, backward: int) -> int:
+        return self.compute_kinds + 2 * transfer + backward
+
+    def task(self, stage: int, op: int, microbatch: int) -> int:
+        return self.kind(stage, op) * self.microbatches + microbatch
+
+    def stage_and_op(self, kind: Index) -> tuple[Index, Index]:
+        """(stage, FORWARD, BACKWARD or WEIGHT) of a compute kind (or of each kind of an array)."""
+        return kind // OPS, kind % OPS
+
+    def transfer_and_direction(self, kind: int) -> tuple[int, int]:
+        """(transfer, whether it is its gradient: 0 or 1) of a transfer's kind."""
+        return divmod(kind - self.compute_kinds, 2)
+
+    @cached_property
+    def exists(self) -> np.ndarray:
+        """bool[kinds, microbatches]."""
+        exists = np.ones((self.kinds, self.microbatches), dtype=bool)
+        compute = exists[: self.compute_kinds].reshape(self.stages, OPS, self.microbatches)
+        if self.inference:
+            compute[:, BACKWARD:] = False
+            exists[self.compute_kinds + 1 :: 2] = False
+        else:
+            compute[:, WEIGHT] = ~self.fused
+        return exists
+
+    @cached_property
+    def duration(self) -> np.ndarray:
+        """float[kinds, microbatches], seconds."""
+        duration = np.zeros((self.kinds, self.microbatches))
+        for index, stage in enumerate(self.spec.stages):
+            duration[self.kind(index, FORWARD)] = stage.forward_s
+            duration[self.kind(index, BACKWARD)] = np.where(
+                self.fused[index], stage.whole_backward_s, stage.backward_input_s
+            )
+            duration[self.kind(index, WEIGHT)] = stage.backward_weight_s
+        for index, transfer in enumerate(self.transfers):
+            duration[self.transfer_kind(index, 0)] = transfer.forward_s
+            duration[self.transfer_kind(index, 1)] = transfer.backward_s
+        return np.where(self.exists, duration, 0.0)
+
+    @cached_property
+    def shortest_s(self) -> float:
+        """The shortest action or transfer that takes any time; 0 where none does."""
+        lasting = self.duration[self.duration > 0]
+        return float(lasting.min()) if len(lasting) else 0.0
+
+    @cached_property
+    def dependencies(self) -> list[list[int]]:
+        """For each kind the kinds that must end before it, microbatch by microbatch."""
+        needs: list[list[int]] = [[] for _ in range(self.kinds)]
+        arrival: dict[tuple[int, int], int] = {}
+        departure: dict[tuple[int, int], int] = {}
+        for index, transfer in enumerate(self.transfers):
+            forward, backward = self.transfer_kind(index, 0), self.transfer_kind(index, 1)
+            needs[forward].append(self.kind(transfer.source, FORWARD))
+            for edge, target in zip(transfer.edges, transfer.targets, strict=True):
+                arrival[edge, target] = forward
+                departure[edge, transfer.source] = backward
+                if not self.inference and self.kind(target, BACKWARD) not in needs[backward]:
+                    needs[backward].append(self.kind(target, BACKWARD))
+        stage_index = {stage.name: i for i, stage in enumerate(self.spec.stages)}
+        for index, edge in enumerate(self.spec.edges):
+            source, target = stage_index[edge.source], stage_index[edge.target]
+            incoming = arrival.get((index, target), self.kind(source, FORWARD))
+            outgoing = departure.get((index, source), self.kind(target, BACKWARD))
+            if incoming not in needs[self.kind(target, FORWARD)]:
+                needs[self.kind(target, FORWARD)].append(incoming)
+            if not self.inference and outgoing not in needs[self.kind(source, BACKWARD)]:
+                needs[self.kind(source, BACKWARD)].append(outgoing)
+        if not self.inference:
+            for stage in range(self.stages):
+                needs[self.kind(stage, BACKWARD)].append(self.kind(stage, FORWARD))
+                needs[self.kind(stage, WEIGHT)].append(self.kind(stage, BACKWARD))
+        return needs
+
+    @cached_property
+    def dependency_edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(causes, effects): every dependency between tasks that exist."""
+        column = np.arange(self.microbatches, dtype=np.int64)
+        causes, effects = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for kind, needs in enumerate(self.dependencies):
+            for need in needs:
+                both = self.exists[kind] & self.exists[need]
+                causes.append((need * self.microbatches + column)[both])
+                effects.append((kind * self.microbatches + column)[both])
+        return np.concatenate(causes), np.concatenate(effects)
+
+    @cached_property
+    def missing(self) -> np.ndarray:
+        """int32[tasks]: how many tasks each one waits for."""
+        return np.bincount(self.dependency_edges[1], minlength=self.tasks).astype(np.int32)
+
+    @cached_property
+    def kind_rank(self) -> np.ndarray:
+        """A topological number for each kind: it is larger than those of the kinds it waits for."""
+        rank = np.full(self.kinds, -1, dtype=np.int64)
+        remaining = [len(needs) for needs in self.dependencies]
+        dependents = self.dependents
+        ready = [kind for kind, count in enumerate(remaining) if not count]
+        for number in range(self.kinds):
+            kind = ready.pop()
+            rank[kind] = number
+            for after in dependents[kind]:
+                remaining[after] -= 1
+                if not remaining[after]:
+                    ready.append(after)
+        return rank
+
+    @cached_property
+    def precedes(self) -> np.ndarray:
+        """bool[kinds, kinds]: whether microbatch by microbatch the first must end before the second starts."""
+        precedes = np.eye(self.kinds, dtype=bool)
+        for kind in np.argsort(self.kind_rank).tolist():
+            for need in self.dependencies[kind]:
+                precedes[:, kind] |= precedes[:, need]
+        return precedes
+
+    @cached_property
+    def dependents(self) -> list[list[int]]:
+        """For each kind the kinds that wait for it."""
+        after: list[list[int]] = [[] for _ in range(self.kinds)]
+        for kind, needs in enumerate(self.dependencies):
+            for need in needs:
+                after[need].append(kind)
+        return after
+
+    @cached_property
+    def dependency_rows(self) -> Rows:
+        """`dependencies` in compressed rows."""
+        return to_rows(self.dependencies)
+
+    @cached_property
+    def dependent_rows(self) -> Rows:
+        """`dependents` in compressed rows."""
+        return to_rows(self.dependents)
+
+    @cached_property
+    def resources(self) -> np.ndarray:
+        """int[kinds, 2]: what a kind occupies, −1 for nothing; resource p < meshes is the compute lane of p."""
+        occupied = np.full((self.kinds, 2), -1, dtype=np.int64)
+        for stage in range(self.stages):
+            occupied[self.kind(stage, FORWARD) : self.kind(stage + 1, FORWARD), 0] = self.mesh_of_stage[stage]
+        for index, transfer in enumerate(self.transfers):
+            here, there = transfer.source_mesh, transfer.target_mesh
+            occupied[self.transfer_kind(index, 0)] = self._transfer_resources(here, there)
+            occupied[self.transfer_kind(index, 1)] = self._transfer_resources(there, here)
+        return occupied
+
+    def _transfer_resources(self, sender: int, receiver: int) -> tuple[int, int]:
+        # with overlap off both compute lanes are taken, which implies every contention model
+        meshes, contention = self.meshes, self.spec.network.contention
+        if not self.spec.overlap:
+            return sender, receiver
+        if contention == "none":
+            return -1, -1
+        if contention == "link":
+            return meshes + sender * meshes + receiver, -1
+        if contention == "full-duplex":
+            return meshes + sender, 2 * meshes + receiver
+        return meshes + sender, meshes + receiver
+
+    @cached_property
+    def exclusive_resources(self) -> list[int]:
+        """The numbers of all resources that anything occupies."""
+        return np.unique(self.resources[self.resources >= 0]).tolist()
+
+    def kinds_on(self, resource: int) -> np.ndarray:
+        """bool[kinds]: what occupies a resource."""
+        return (self.resources == resource).any(axis=1)
+
+    @cached_property
+    def resource_count(self) -> int:
+        return int(self.resources.max(initial=self.meshes - 1)) + 1
+
+    @property
+    def contended(self) -> bool:
+        """Whether transfers occupy anything."""
+        return bool(self.transfers) and bool((self.resources[self.compute_kinds :] >= 0).any())
+
+    @cached_property
+    def sender_of_kind(self) -> np.ndarray:
+        """Mesh that runs a kind (a transfer: the sending mesh)."""
+        return self._ends[0]
+
+    @cached_property
+    def receiver_of_kind(self) -> np.ndarray:
+        """Mesh at which a transfer arrives; for compute kinds the mesh itself."""
+        return self._ends[1]
+
+    @cached_property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        sender, receiver = np.empty(self.kinds, dtype=np.int64), np.empty(self.kinds, dtype=np.int64)
+        sender[: self.compute_kinds] = receiver[: self.compute_kinds] = np.repeat(self.mesh_of_stage, OPS)
+        for index, transfer in enumerate(self.transfers):
+            pair = transfer.source_mesh, transfer.target_mesh
+            sender[self.transfer_kind(index, 0)], receiver[self.transfer_kind(index, 0)] = pair
+            receiver[self.transfer_kind(index, 1)], sender[self.transfer_kind(index, 1)] = pair
+        return sender, receiver
+
+    @cached_property
+    def arrays(self) -> Tasks:
+        """The problem as the kernels read it."""
+        kinds_of_mesh: list[list[int]] = [[] for _ in range(self.meshes)]
+        for stage, mesh in enumerate(self.mesh_of_stage.tolist()):
+            kinds_of_mesh[mesh] += [self.kind(stage, op) for op in (FORWARD, BACKWARD, WEIGHT)]
+        return Tasks(
+            microbatches=self.microbatches,
+            stages=self.stages,
+            meshes=self.meshes,
+            resource_count=self.resource_count,
+            exists=self.exists.reshape(-1),
+            duration=self.duration.reshape(-1),
+            missing=self.missing,
+            dependents=self.dependent_rows,
+            needs=self.dependency_rows,
+            resources=self.resources,
+            receiver=self.receiver_of_kind,
+            kinds_of_mesh=to_rows(kinds_of_mesh),
+        )
+
+    @cached_property
+    def size(self) -> np.ndarray:
+        """int[kinds]: bytes that a transfer carries, 0 for compute."""
+        size = np.zeros(self.kinds, dtype=np.int64)
+        for index, transfer in enumerate(self.transfers):
+            size[self.transfer_kind(index, 0)] = transfer.forward_bytes
+            size[self.transfer_kind(index, 1)] = transfer.backward_bytes
+        return size
+
+    def with_fused(self, fused: np.ndarray) -> Problem:
+        """The same problem with other backwards fused."""
+        return replace(self, fused=fused)
+
+    def all_split(self) -> Problem:
+        """The problem with every backward split that no plan of this one beats: as long in sum as B, where fused.
+
+        B of a length is I and W back to back that last as long together, so each plan of this problem is one of that.
+        """
+        stages = [
+            stage.shortest_split() if fused else stage
+            for stage, fused in zip(self.spec.stages, self.fused.any(axis=1), strict=True)
+        ]
+        spec = self.spec.model_copy(update={"stages": stages})
+        return replace(self, spec=spec, fused=np.zeros_like(self.fused))
+
+
+def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: bool | None = None) -> Problem:
+    """Check the spec and flatten it; `split` and `inference` override what the spec says."""
+    check_spec(spec)
+    split = bool(spec.split_backward) if split is None else split
+    inference = spec.schedule == "inference" if inference is None else inference
+    meshes = {mesh.name: i for i, mesh in enumerate(spec.meshes)}
+    index = {stage.name: i for i, stage in enumerate(spec.stages)}
+    stage_order = topological_order(spec)
+    sources: list[list[int]] = [[] for _ in spec.stages]
+    targets: list[list[int]] = [[] for _ in spec.stages]
+    for edge in spec.edges:
+        source, target = index[edge.source], index[edge.target]
+        if target not in targets[source]:
+            targets[source].append(target)
+            sources[target].append(source)
+    depth = [1] * len(stage_order)
+    for stage in reversed(stage_order):
+        depth[stage] = 1 + max((depth[target] for target in targets[stage]), default=0)
+    return Problem(
+        spec=spec,
+        inference=inference,
+        fused=np.full((len(stage_order), spec.microbatches), inference or not split),
+        transfers=find_transfers(spec),
+        mesh_of_stage=np.array([meshes[stage.mesh] for stage in spec.stages], dtype=np.int64),
+        depth=np.array(depth, dtype=np.int64),
+        stage_order=tuple(stage_order),
+        sources=tuple(tuple(sorted(s)) for s in sources),
+        targets=tuple(tuple(sorted(t)) for t in targets),
+    )
+
+
+def to_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> Rows:
+    """A list of lists in compressed form."""
+    pointer = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=pointer[1:])
+    parts = [np.asarray(row, dtype=np.int64) for row in rows]
+    return Rows(pointer, np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
+
+
+COMPUTE_RANK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAction:
+    """One kind as one mesh sees it; peer fields are None for compute.
+
+    `op` is an op of the programs; a backward is called I here, also where it is one B.
+    Stages, meshes and edges are indices. `stage` is the sender's or the receiver's own.
+    """
+
+    kind: int
+    mesh: int
+    op: str
+    stage: int
+    lane: str
+    lane_rank: int  # lanes of a mesh in order: compute, then by peer, sends before receives
+    receives: bool = False
+    edge: int | None = None
+    peer: int | None = None
+    peer_stage: int | None = None
+
+
+def local_actions(problem: Problem) -> list[LocalAction]:
+    """Every kind once for each mesh that takes part in it, by kind; of a transfer the sending mesh first."""
+    return [action for kind in range(problem.kinds) for action in _actions_of_kind(problem, kind)]
+
+
+def actions_of_mesh(problem: Problem, mesh: int) -> dict[int, LocalAction]:
+    """What one mesh does, by kind."""
+    return {action.kind: action for action in local_actions(problem) if action.mesh == mesh}
+
+
+def _actions_of_kind(problem: Problem, kind: int) -> list[LocalAction]:
+    if kind < problem.compute_kinds:
+        stage, op = problem.stage_and_op(kind)
+        mesh = int(problem.mesh_of_stage[stage])
+        return [LocalAction(kind, mesh, "FIW"[op], stage, COMPUTE_LANE, COMPUTE_RANK)]
+    index, backward = problem.transfer_and_direction(kind)
+    transfer = problem.transfers[index]
+    maker, user = transfer.source, transfer.targets[0]
+    sending, receiving = (user, maker) if backward else (maker, user)
+    sender, receiver = int(problem.sender_of_kind[kind]), int(problem.receiver_of_kind[kind])
+    names = [mesh.name for mesh in problem.spec.meshes]
+    suffix = "B" if backward else "F"
+    return [
+        LocalAction(
+            kind=kind,
+            mesh=sender,
+            op=f"SEND_{suffix}",
+            stage=sending,
+            lane=send_lane(names[receiver]),
+            lane_rank=2 * receiver,
+            edge=transfer.edge,
+            peer=receiver,
+            peer_stage=receiving,
+        ),
+        LocalAction(
+            kind=kind,
+            mesh=receiver,
+            op=f"RECV_{suffix}",
+            stage=receiving,
+            lane=receive_lane(names[sender]),
+            lane_rank=2 * sender + 1,
+            receives=True,
+            edge=transfer.edge,
+            peer=sender,
+            peer_stage=sending,
+        ),
+    ]

@@ -1,0 +1,231 @@
+"""Plan: the scheduler's answer (DESIGN section 4), with slots, programs, metrics and bounds of a timeline.
+
+Slots and programs are plain data; nothing here decides anything. Field names are JSON of stored plans and of
+REST: they stay, and fields that older plans lack are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, field_serializer
+
+from service.scheduler.problem.memory import peak_activation, peak_memory, peak_receive_buffers
+from service.scheduler.problem.metrics import TimelineMetrics, combine_metrics, mesh_metrics
+from service.scheduler.problem.problem import LocalAction, local_actions
+from service.scheduler.problem.timeline import Timeline
+from worker.contract.program import Instruction, Program, program_from_json
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operation on one lane of one mesh, in seconds from the start of the step."""
+
+    mesh: str
+    lane: str
+    action: str
+    stage: str
+    microbatch: int | None  # None: the sum of a bucket of gradients
+    start_s: float
+    end_s: float
+    peer_stage: str | None = None
+    peer_mesh: str | None = None
+    edge: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of DESIGN section 4; compute slots have no peer fields."""
+        out: dict[str, Any] = {
+            "mesh": self.mesh,
+            "lane": self.lane,
+            "action": self.action,
+            "stage": self.stage,
+        }
+        if self.edge is not None:
+            out |= {"peer_stage": self.peer_stage, "peer_mesh": self.peer_mesh, "edge": self.edge}
+        return out | {"microbatch": self.microbatch, "start_s": self.start_s, "end_s": self.end_s}
+
+
+class MeshPlan(BaseModel):
+    """What the plan asks of one mesh."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    peak_activation_bytes: int
+    compute_s: float
+    exposed_transfer_s: float
+    peak_receive_buffers: int
+    peak_memory_bytes: int | None = (
+        None  # static, activations, stashes and buffers; None in plans of the past
+    )
+
+
+class StagePlan(BaseModel):
+    """What the plan asks of one stage."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    recomputed: bool
+
+
+class PlanOrigin(BaseModel):
+    """What a plan depends on beside its spec: with the same of these, the same spec gives the same plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget_s: float
+    seeds: dict[str, int]
+    versions: dict[str, str]
+
+
+class Plan(BaseModel):
+    """A timed, proven schedule with the programs that run it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: str
+    chosen: str
+    makespan_s: float
+    span_s: float
+    lower_bound_s: float
+    proven_optimal: bool
+    truncated: bool = False
+    programs_makespan_s: float | None = None  # what the programs reach: more only with contention none
+    made_with: PlanOrigin | None = None  # None in plans of the past
+    notes: list[str] = []  # what went wrong while planning, and what was done instead
+    bubble_ratio: float
+    overlap_ratio: float
+    meshes: list[MeshPlan]
+    stages: list[StagePlan] = []
+    slots: list[Slot]
+    programs: dict[str, list[dict[str, Any]]]
+
+    @field_serializer("slots")
+    def _slots_json(self, slots: list[Slot]) -> list[dict[str, Any]]:
+        return [slot.to_json() for slot in slots]
+
+    def program(self, mesh: str) -> Program:
+        """The instructions of one mesh."""
+        return program_from_json(self.programs[mesh])
+
+
+def build_plan(
+    timeline: Timeline,
+    *,
+    chosen: str,
+    lower_bound_s: float,
+    proven_optimal: bool,
+    programs_makespan_s: float,
+    truncated: bool,
+    notes: Sequence[str],
+    recomputed: Sequence[str] = (),
+    made_with: PlanOrigin | None = None,
+    programs: dict[str, list[Instruction]],
+) -> Plan:
+    """The plan of a timeline and its programs."""
+    problem = timeline.problem
+    metrics = plan_metrics(timeline)
+    buffers, memory = peak_receive_buffers(timeline), peak_memory(timeline)
+    lanes = timeline.lanes
+    meshes = []
+    for index, mesh in enumerate(problem.spec.meshes):
+        of_mesh = metrics.meshes[mesh.name]
+        meshes.append(
+            MeshPlan(
+                name=mesh.name,
+                peak_activation_bytes=peak_activation(problem, lanes[index])[0],
+                compute_s=of_mesh.compute_s,
+                exposed_transfer_s=of_mesh.exposed_transfer_s,
+                peak_receive_buffers=buffers[index],
+                peak_memory_bytes=int(memory[index]),
+            )
+        )
+    return Plan.model_construct(
+        schedule=problem.spec.schedule,
+        chosen=chosen,
+        makespan_s=timeline.makespan,
+        programs_makespan_s=max(programs_makespan_s, timeline.makespan),
+        span_s=metrics.span_s,
+        lower_bound_s=lower_bound_s,
+        proven_optimal=proven_optimal,
+        truncated=truncated,
+        made_with=made_with,
+        notes=list(notes),
+        bubble_ratio=metrics.bubble_ratio,
+        overlap_ratio=metrics.overlap_ratio,
+        meshes=meshes,
+        stages=[StagePlan(name=s.name, recomputed=s.name in recomputed) for s in problem.spec.stages],
+        slots=make_slots(timeline),
+        programs={name: [_instruction_json(ins) for ins in program] for name, program in programs.items()},
+    )
+
+
+def _instruction_json(ins: Instruction) -> dict[str, Any]:
+    # the same as Instruction.to_json, which is slow for hundreds of thousands of instructions
+    return {
+        "op": ins.op,
+        "lane": ins.lane,
+        "stage": ins.stage,
+        "microbatch": ins.microbatch,
+        "edge": ins.edge,
+        "peer": ins.peer,
+        "wait": list(ins.wait),
+        "record": ins.record,
+    }
+
+
+def plan_metrics(timeline: Timeline) -> TimelineMetrics:
+    """The metrics of a planned timeline, mesh by mesh."""
+    problem = timeline.problem
+    moves = timeline.transfers
+    kinds = moves // problem.microbatches
+    result = {}
+    for index, (mesh, lane) in enumerate(zip(problem.spec.meshes, timeline.lanes, strict=True)):
+        here = moves[(problem.sender_of_kind[kinds] == index) | (problem.receiver_of_kind[kinds] == index)]
+        result[mesh.name] = mesh_metrics(_intervals(timeline, lane), _intervals(timeline, here))
+    return combine_metrics(result, timeline.makespan)
+
+
+def _intervals(timeline: Timeline, tasks: np.ndarray) -> np.ndarray:
+    return np.column_stack((timeline.start[tasks], timeline.end[tasks]))
+
+
+def make_slots(timeline: Timeline) -> list[Slot]:
+    """All slots by mesh and lane (compute first, then by peer, sends before receives), each lane by start."""
+    problem = timeline.problem
+    spec, microbatches, fused = problem.spec, problem.microbatches, problem.fused.tolist()
+    meshes, stages = [mesh.name for mesh in spec.meshes], [stage.name for stage in spec.stages]
+    lanes: dict[tuple[int, int], dict[int, LocalAction]] = {}
+    for action in local_actions(problem):
+        lanes.setdefault((action.mesh, action.lane_rank), {})[action.kind] = action
+    kinds = timeline.sequence // microbatches
+    slots: list[Slot] = []
+    for key in sorted(lanes):
+        actions = lanes[key]
+        chosen = np.zeros(problem.kinds, dtype=bool)
+        chosen[list(actions)] = True
+        tasks = timeline.sequence[chosen[kinds]]
+        starts, ends = timeline.start[tasks].tolist(), timeline.end[tasks].tolist()
+        for task, start, end in zip(tasks.tolist(), starts, ends, strict=True):
+            kind, microbatch = divmod(task, microbatches)
+            action = actions[kind]
+            op = "B" if action.op == "I" and fused[action.stage][microbatch] else action.op
+            slots.append(
+                Slot(
+                    meshes[action.mesh],
+                    action.lane,
+                    op,
+                    stages[action.stage],
+                    microbatch,
+                    start,
+                    end,
+                    None if action.peer_stage is None else stages[action.peer_stage],
+                    None if action.peer is None else meshes[action.peer],
+                    action.edge,
+                )
+            )
+    return slots

@@ -1,0 +1,547 @@
+"""JobSpec: the job specification (job.yaml) as pydantic models, with defaults, limits and checks across fields.
+
+Values only: no database, no HTTP, no Ray, no torch. Unknown fields are refused. Field names are the public format
+of job.yaml and of the REST API. `stored_*` read fields of specifications in the store, which an older or newer
+version may have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+
+from service.spec.resources import (
+    Resources,
+    check_batch_divides,
+    check_optimizer_sharding,
+    check_tensor_parallel_optimizer,
+)
+from service.spec.values import (
+    Duration,
+    Environment,
+    FiniteJson,
+    Labels,
+    Notifications,
+    ParameterGroup,
+    Patterns,
+    SecretNames,
+    Text,
+    check_storable,
+)
+from service.spec.values import SpecPart as _Part
+
+_TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class Loader(BaseModel):
+    """Processes of torch's DataLoader that read a worker's samples."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    workers: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=0, description="Processes; 0 reads on a thread of the worker. A stream is read by one at most"
+    )
+    prefetch: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=2, description="Microbatches that each process reads ahead"
+    )
+    pin_memory: bool = Field(
+        default=True, description="On CUDA: copy samples to the device from pinned memory"
+    )
+    timeout_s: _TimeoutSeconds = Field(
+        default=120.0,
+        description="For how long a process may be silent before the attempt ends with its name",
+    )
+
+
+class DataOptions(BaseModel):
+    """All but the factory and what puts samples together."""
+
+    prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=2,
+        description="Steps whose samples are read while an earlier one runs; 0 reads them when they are needed "
+        "(streams and loader processes: 1)",
+    )
+    split: Text | None = Field(
+        default=None, description="Which of several data sets by name the factory's result has"
+    )
+    columns: list[Text] | dict[Text, Text] | None = Field(
+        default=None,
+        description="Of samples that are dicts: which fields are taken, or {name in the model: field}; null: all",
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="A new order every epoch; false: the data set's own. A stream has its own order in any case",
+    )
+    at_end: Literal["repeat", "stop"] = Field(
+        default="repeat",
+        description="What the end of the data does: it begins again, or the job ends with the last whole batch",
+    )
+    skip_limit_s: _TimeoutSeconds = Field(
+        default=600.0,
+        description="For how long a resume may pass over samples of a stream that cannot go to a place by itself",
+    )
+    loader: Loader = Loader()
+
+    @model_validator(mode="after")
+    def _columns_name_something(self) -> Self:
+        if self.columns is not None and not self.columns:
+            raise ValueError("columns names no field: name those that the model takes, or leave it out")
+        return self
+
+
+METRIC_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$"
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class EvaluationPolicy(BaseModel):
+    """All but the data."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        default=100, description="Evaluate after every so many steps, and after the last"
+    )
+    steps: Count | None = Field(
+        default=None, description="Batches of training.global_batch samples; null: all of the data"
+    )
+    at_start: bool = Field(default=False, description="Also before the first step")
+    metric: Annotated[str, Field(pattern=METRIC_PATTERN)] = Field(
+        default="loss",
+        description="What keep_best and patience go by: loss, or a metric that the loss returns",
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="Whether less or more of the metric is better; null: less of the loss"
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Keep the best checkpoint beside the newest; it is taken when it is found, due or not",
+    )
+    patience: Count | None = Field(
+        default=None, description="End the job when so many evaluations one after the other are no better"
+    )
+
+    @model_validator(mode="after")
+    def _better_is_known(self) -> Self:
+        if self.metric != "loss" and self.mode is None and (self.keep_best or self.patience is not None):
+            raise ValueError(
+                f"evaluation.metric is {self.metric!r}, and nothing says whether less or more of it is better: "
+                "set evaluation.mode to min or max"
+            )
+        return self
+
+
+class LossScaling(BaseModel):
+    """How losses are scaled in fp16, in the words of torch.amp.GradScaler."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    init_scale: Annotated[float, Field(gt=0, le=2.0**100, allow_inf_nan=False)] = 2.0**16
+    growth_factor: Annotated[float, Field(gt=1, le=2.0**16, allow_inf_nan=False)] = 2.0
+    backoff_factor: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.5
+    growth_interval: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        default=2000, description="Steps without overflow after which the scale grows"
+    )
+    max_skipped_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=24, description="After so many steps in a row that overflow the job fails"
+    )
+
+
+class Precision(BaseModel):
+    """A part of `training`."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="fp32: each module in its own type; bf16, fp16: by autocast, fp16 with loss scaling",
+    )
+    loss_scaling: LossScaling | None = Field(
+        default=None, description="Of precision fp16; null: as torch.amp.GradScaler scales by default"
+    )
+    sync_batch_norm: bool = Field(
+        default=False,
+        description="BatchNorm normalises by the rows of all workers of a mesh, not by each worker's own",
+    )
+    tf32: bool | None = Field(
+        default=None,
+        description="Whether products of fp32 numbers may round to TF32 on CUDA; null: as torch does by default (matrix "
+        "products do not, cuDNN's convolutions do)",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Every stage's forward and backward by torch.compile, before the first step; a stage that cannot be "
+        "compiled runs as traced, and an event says why",
+    )
+    compile_limit_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        default=300.0,
+        description="What a worker takes for compiling at most, in seconds: once for the layers that it measures, and "
+        "once for its stages; what is left then runs as traced",
+    )
+
+    @model_validator(mode="after")
+    def _only_fp16_scales(self) -> Self:
+        if self.loss_scaling is not None and self.precision != "fp16":
+            raise ValueError(
+                f"training.loss_scaling is given and training.precision is {self.precision}, which scales no loss: "
+                "leave it out, or set precision to fp16"
+            )
+        return self
+
+
+JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
+IDEMPOTENCY_KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
+FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+MAX_ARGUMENTS = 1000
+PACKAGE_PREFIX = "package:"
+REMOTE_CODE_PREFIXES = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
+TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+
+
+def _check_argument_count(value: object) -> object:
+    """Before each is looked at: thousands of wrong ones would be thousands of errors to write down."""
+    if isinstance(value, dict) and len(value) > MAX_ARGUMENTS:
+        raise ValueError(f"holds {len(value)} values, the limit is {MAX_ARGUMENTS}: put them in a list")
+    return value
+
+
+def _check_argument_names(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    for key in value:
+        check_storable(key)
+    return value
+
+
+Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_check_argument_names)]
+LimitedArguments = Annotated[Arguments, BeforeValidator(_check_argument_count)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
+
+
+def _auto_or_count(most: int) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
+            return value
+        raise ValueError(f"is {value!r}: write auto, or a whole number from 1 to {most}")
+
+    return BeforeValidator(check)
+
+
+AutoCount = Annotated[Literal["auto"] | Count, _auto_or_count(1_000_000)]
+AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or_count(1024)]
+
+
+class Factory(_Part):
+    """An import path `module:attribute` and the arguments it is called with."""
+
+    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
+    args: LimitedArguments = {}  # noqa: RUF012 (pydantic copies it)
+
+
+class Model(Factory):
+    """A model, and what of its result is used."""
+
+    output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
+        default=None,
+        description="What the loss takes of the model's result, e.g. logits, or 0.hidden, or * for all of it as it is; "
+        "null: the only tensor, or of several all as they are; without a loss the model's own",
+    )
+    weights: Text | None = Field(
+        default=None,
+        description="Weights to start from, at an absolute path that every worker sees: safetensors (a file, an index, a "
+        "folder) or a torch checkpoint; null: as the factory makes them",
+    )
+    freeze: Patterns = Field(
+        default=[],
+        description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
+        "expression",
+    )
+
+
+class Data(Factory, DataOptions):
+    """A data set or a stream, how its samples are put together (`collate`, called with a list of them), and read."""
+
+    collate: Factory | None = None
+
+
+class Optimizer(Factory):
+    """An optimizer, and what changes its learning rate after every step."""
+
+    schedule: Factory | None = Field(
+        default=None,
+        description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
+    )
+    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
+        default=[],
+        description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
+        "the first group that matches it",
+    )
+
+
+class Training(_Part, Precision):
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
+    global_batch: Count = 32
+    microbatches: AutoCount = Field(
+        default=8, description="auto: planning chooses a divisor of the batch, for the shortest planned step"
+    )
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    transfers: Literal["auto", "bf16"] = Field(
+        default="auto",
+        description="How tensors travel between meshes: auto as they are, bf16 rounds fp32 ones to half their bytes",
+    )
+    clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="What a loss or gradient norm does that is NaN or infinite: skip leaves out the step",
+    )
+    loss_reduction: Literal["mean", "tokens"] = Field(
+        default="mean",
+        description="How microbatches count: all alike, or by how many of their targets the loss does not ignore "
+        "(ignore_index in loss.args, -100 where it is not there), as if the batch were one",
+    )
+    check_trace: bool = Field(
+        default=True,
+        description="Before the first step, compare the traced model with the model itself on one microbatch: output, "
+        "loss, buffers, every gradient",
+    )
+
+    @model_validator(mode="after")
+    def _microbatches_divide_the_batch(self) -> Self:
+        if self.microbatches != "auto" and self.global_batch % self.microbatches:
+            near = next(n for n in range(self.microbatches, 0, -1) if self.global_batch % n == 0)
+            raise ValueError(
+                f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}: "
+                f"set microbatches to {near}, or global_batch to a multiple of {self.microbatches}"
+            )
+        return self
+
+
+class Pipeline(_Part):
+    stages: AutoStages = Field(
+        default=1,
+        description="auto: planning chooses a multiple of resources.meshes, or as many as `cut` names",
+    )
+    cut: Literal["auto"] | Texts = "auto"
+    schedule: str = "auto"
+    recompute: Literal["auto", "none", "all"] | Annotated[Texts, Field(min_length=1)] = Field(
+        default="auto",
+        description="Stages (s0, s1, …) or modules that keep their inputs only and compute their forward again in "
+        "the backward; all; none; auto: where memory asks for it, and where the model itself checkpoints",
+    )
+    overlap: bool = True
+
+    @model_validator(mode="after")
+    def _schedule_trains_and_cut_fits(self) -> Self:
+        if self.schedule not in TRAINING_SCHEDULES:
+            raise ValueError(
+                f"schedule {self.schedule!r} cannot train a job: use one of {', '.join(TRAINING_SCHEDULES)}"
+            )
+        if self.cut == []:
+            raise ValueError("cut names no module: name the module that begins each stage, or write auto")
+        if self.cut != "auto" and self.stages != "auto" and len(self.cut) != self.stages:
+            raise ValueError(
+                f"cut names {len(self.cut)} modules for {self.stages} stages: "
+                "name the module that begins each stage, the first one too, or write auto"
+            )
+        return self
+
+
+class Checkpoint(_Part):
+    uri: Text
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 50
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    asynchronous: bool = Field(
+        True,
+        description="Training goes on while a checkpoint is written from a copy of the state, where the memory of each "
+        "worker has room for that beside its plan; false: training waits",
+    )
+    keep_every: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Checkpoints of every so-many-th step stay, beside the newest `keep`; a multiple of every_steps",
+    )
+
+    @model_validator(mode="after")
+    def _kept_ones_are_saved(self) -> Self:
+        if self.keep_every is not None and self.keep_every % self.every_steps:
+            near = max(1, round(self.keep_every / self.every_steps)) * self.every_steps
+            raise ValueError(
+                f"checkpoint.keep_every {self.keep_every} is no multiple of every_steps {self.every_steps}, and other steps "
+                f"have no checkpoint: set it to {near}"
+            )
+        return self
+
+
+class Evaluation(_Part, EvaluationPolicy):
+    """On what data a job is evaluated between its steps, how often, and what follows."""
+
+    data: Data
+
+
+class Retry(_Part):
+    """How often an attempt that failed is followed by another, by cause; -1 is without end."""
+
+    infrastructure: Annotated[int, Field(ge=-1, le=1_000_000)] = 3
+    user: Annotated[int, Field(ge=-1, le=1_000_000)] = 0
+    preemption: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
+
+
+class Code(_Part):
+    working_dir: Text | None = None
+    pip: Texts = []  # noqa: RUF012 (pydantic copies it)
+
+    @model_validator(mode="after")
+    def _server_can_read_the_code(self) -> Self:
+        place = self.working_dir
+        if place is not None and not place.startswith((PACKAGE_PREFIX, *REMOTE_CODE_PREFIXES)):
+            raise ValueError(
+                f"working_dir {place!r} is a folder that the server cannot read: submit with "
+                "`slotline submit`, which uploads it, or POST a zip to /api/v1/packages and give the uri it answers"
+            )
+        return self
+
+
+class JobSpec(_Part):
+    """What a user submits (DESIGN section 11). Unknown fields are refused."""
+
+    name: Name = "job"
+    model: Model
+    data: Data
+    loss: Factory | None = Field(default=None, description="null: the model returns its own")
+    optimizer: Optimizer = Optimizer(factory="torch.optim:AdamW")
+    training: Training = Training()
+    pipeline: Pipeline = Pipeline()
+    resources: Resources = Resources()
+    checkpoint: Checkpoint | None = None
+    evaluation: Evaluation | None = None
+    retry: Retry = Retry()
+    code: Code = Code()
+    env: Environment = Field(default={}, description="Environment variables of the driver and the workers")
+    secrets: SecretNames = Field(
+        default=[],
+        description="Secrets of the job's owner, by name: variables too, whose values nothing shows",
+    )
+    queue: Name = "default"
+    priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
+    max_duration: Duration | None = Field(
+        default=None,
+        description="Seconds (or 90m, 12h, 2d) for which it may hold accelerators, all attempts together: it saves a "
+        "checkpoint and ends then; a job with such a limit may overtake others that wait",
+    )
+    labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
+    notifications: Notifications = Field(default=[], description="URLs that are told of the job's states")
+    plan: Name | None = Field(
+        default=None, description="Train with exactly this plan of the submitter's, kept under its name"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_mesh_a_stage_by_default(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        resources, pipeline = data.get("resources", {}), data.get("pipeline", {})
+        if (
+            not isinstance(resources, dict)
+            or not isinstance(pipeline, dict)
+            or resources.get("meshes") is not None
+        ):
+            return data
+        stages = pipeline.get("stages", 1)
+        if not isinstance(stages, int) or stages < 1:
+            return data  # refused where it stands, once
+        return {**data, "resources": {**resources, "meshes": stages}}
+
+    @model_validator(mode="after")
+    def _every_database_stores_it(self) -> Self:
+        """Whatever the fields look for themselves: PostgreSQL takes a NUL in JSON, and fails whatever reads it later."""
+        check_storable(self.model_dump())
+        return self
+
+    @model_validator(mode="after")
+    def _each_variable_once(self) -> Self:
+        if both := sorted(set(self.env) & set(self.secrets)):
+            raise ValueError(f"{', '.join(both)} in env and in secrets: leave out one")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_can_be_counted(self) -> Self:
+        if self.training.loss_reduction == "tokens":
+            if self.loss is None:
+                raise ValueError(
+                    "training.loss_reduction is tokens, and the model's own loss tells no targets to count: give `loss`"
+                )
+            if self.loss.args.get("reduction", "mean") != "mean":
+                raise ValueError(
+                    f"training.loss_reduction is tokens, which weighs means of microbatches, and loss.args.reduction is "
+                    f"{self.loss.args['reduction']!r}: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_runs_and_its_best_has_a_place(self) -> Self:
+        if self.evaluation is not None and self.evaluation.keep_best and self.checkpoint is None:
+            raise ValueError(
+                "evaluation.keep_best keeps a checkpoint, and the job has none: give checkpoint.uri"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _meshes_and_workers_fit(self) -> Self:
+        if self.resources.meshes is None and self.pipeline.stages == "auto":
+            raise ValueError(
+                "pipeline.stages is auto and resources.meshes is not given: say how many meshes the job may have, "
+                "their stages are chosen"
+            )
+        meshes = self.resources.meshes or 1
+        stages, what = self.pipeline.stages, "pipeline.stages"
+        if stages == "auto" and self.pipeline.cut != "auto":
+            stages, what = len(self.pipeline.cut), "the modules named in pipeline.cut,"
+        if stages != "auto" and meshes > stages:
+            raise ValueError(
+                f"resources.meshes {meshes} is more than {what} {stages}: "
+                f"a mesh would hold no stage; set resources.meshes to {stages} or raise pipeline.stages"
+            )
+        if self.training.sync_batch_norm and self.resources.tensor > 1:
+            raise ValueError(
+                f"training.sync_batch_norm sums over the workers of a mesh, of which resources.tensor "
+                f"{self.resources.tensor} have the same rows: set tensor to 1, or leave sync_batch_norm out"
+            )
+        check_optimizer_sharding(self.resources.shard, self.resources.meshes, self.optimizer.factory)
+        check_tensor_parallel_optimizer(self.resources.tensor, self.optimizer.factory)
+        count = self.training.microbatches
+        shares = [
+            size // tensor for size, tensor in zip(self.mesh_sizes, self.resources.mesh_tensors, strict=True)
+        ]
+        check_batch_divides(self.training.global_batch, None if count == "auto" else count, shares)
+        return self
+
+    @property
+    def mesh_sizes(self) -> list[int]:
+        """The number of workers of each mesh."""
+        return self.resources.mesh_sizes
+
+    @property
+    def accelerators(self) -> int:
+        """How many accelerators the whole gang needs."""
+        return sum(self.mesh_sizes)
+
+
+def stored_field(spec: Mapping[str, Any], section: str, field: str, default: Any) -> Any:
+    """A field of a specification in the store, where an older or newer Slotline may have put something else.
+
+    `default` where the field is missing or of another type than `default` is.
+    """
+    part = spec.get(section)
+    value = part.get(field, default) if isinstance(part, Mapping) else default
+    return value if isinstance(value, type(default)) else default
+
+
+def stored_retry(spec: Mapping[str, Any]) -> Retry:
+    """How often a stored job wants to be tried again."""
+    names = Retry.model_fields
+    return Retry.model_construct(
+        **{name: stored_field(spec, "retry", name, names[name].default) for name in names}
+    )
+
+
+def stored_plan_name(spec: Mapping[str, Any]) -> str:
+    """The plan that a stored job was submitted with."""
+    name = spec.get("plan")
+    return name if isinstance(name, str) else ""

@@ -1,0 +1,304 @@
+"""`resources` of a job: number and sizes of meshes, data and tensor parallelism, ZeRO-1, device, memory.
+
+Workers of a mesh are data parallel or tensor parallel (DESIGN section 12). `meshes` as a list has one entry a mesh;
+it is normalized to numbers: uniform meshes to the short form, heterogeneous ones to `workers` and `tensors` lists.
+What cannot run together is refused by name, with the values that fit. Values only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from service.spec.values import Pattern, SpecPart
+
+MAX_MESHES = 1024
+NON_ELEMENTWISE_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+MeshCount = Annotated[int, Field(ge=1, le=MAX_MESHES)]
+
+
+ShardMode = Literal["none", "optimizer"]
+
+
+class _MeshPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Parallel(_MeshPart):
+    """data times tensor is the workers of the mesh; `data` is what tensor leaves where it is not given."""
+
+    data: MeshCount | None = None
+    tensor: MeshCount = 1
+
+
+class MeshEntry(_MeshPart):
+    """One mesh: so many workers, how they share, and whether they share the state of the optimizer too."""
+
+    workers: MeshCount = 1
+    parallel: Parallel = Parallel()
+    shard: ShardMode = "none"
+
+
+def normalize_meshes(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """`resources` with meshes and workers_per_mesh as numbers; raises ValueError for a list that cannot run (yet)."""
+    listed = resources["meshes"]
+    for field in ("workers_per_mesh", "workers", "tensor", "tensors"):
+        if resources.get(field) is not None:
+            raise ValueError(
+                f"meshes is a list and {field} is given too: each entry says its own, leave it out"
+            )
+    if not 1 <= len(listed) <= MAX_MESHES:
+        raise ValueError(f"meshes lists {len(listed)} meshes: list 1 to {MAX_MESHES}")
+    entries = [_parse_entry(f"meshes.{k}", one) for k, one in enumerate(listed)]
+    for k, entry in enumerate(entries):
+        _check_entry_sizes(f"meshes.{k}", entry)
+    shards = [entry.shard for entry in entries]
+    if resources.get("shard") is not None and any("shard" in one for one in listed):
+        raise ValueError("shard is given in entries of meshes and beside them: leave it out beside them")
+    if {*shards} != {"none"}:
+        resources = {**resources, "shard": shards[0] if len({*shards}) == 1 else shards}
+    return {
+        **resources,
+        "meshes": len(entries),
+        **tensor_fields([entry.parallel.tensor for entry in entries]),
+        **worker_fields([entry.workers for entry in entries]),
+    }
+
+
+def tensor_fields(tensors: Sequence[int]) -> dict[str, Any]:
+    """The fields of resources that say among how many workers each mesh shares its matrices."""
+    return {"tensor": max(tensors), "tensors": list(tensors) if len({*tensors}) > 1 else None}
+
+
+def worker_fields(workers: Sequence[int]) -> dict[str, Any]:
+    """The fields of resources that say how many workers each mesh has."""
+    unlike = len({*workers}) > 1
+    return {"workers_per_mesh": max(workers), "workers": list(workers) if unlike else None}
+
+
+def check_optimizer_sharding(shard: str | Sequence[str], meshes: int | None, optimizer: str) -> None:
+    """Raise ValueError unless `shard` is one for all meshes or for each, and the optimizer (its factory) may be shared;
+    one of a user's own is tried by the workers."""
+    if not isinstance(shard, str) and len(shard) != meshes:
+        raise ValueError(
+            f"resources.shard lists {len(shard)} meshes and there are {meshes}: write none or optimizer for all, or "
+            "meshes as a list, one entry {workers: N, shard: optimizer} a mesh"
+        )
+    if "optimizer" in (shard, *shard) and (name := _non_elementwise_name(optimizer)):
+        raise ValueError(
+            f"resources.shard is optimizer, and {name} does not update each element by itself: its state cannot be shared "
+            "over the workers of a mesh; set shard to none, or choose another optimizer (torch.optim:AdamW, ...)"
+        )
+
+
+def check_tensor_parallel_optimizer(tensor: int, optimizer: str) -> None:
+    """Raise ValueError unless the optimizer may update what each of `tensor` workers has of a matrix; one of a user's own
+    is tried by the workers."""
+    if tensor > 1 and (name := _non_elementwise_name(optimizer)):
+        raise ValueError(
+            f"resources.tensor is {tensor}, and {name} does not update each element by itself: of a part of a matrix it "
+            "would make something else than of the whole; set tensor to 1, or choose another optimizer "
+            "(torch.optim:AdamW, ...)"
+        )
+
+
+def _non_elementwise_name(optimizer: str) -> str | None:
+    """The name of one of torch's own (by its factory) that looks at more of a parameter than the element it updates."""
+    name = optimizer.rpartition(":")[2].rpartition(".")[2]
+    return name if optimizer.startswith("torch.") and name in NON_ELEMENTWISE_OPTIMIZERS else None
+
+
+def check_worker_list(meshes: int | None, largest: int, workers: Sequence[int]) -> None:
+    """Raise ValueError unless `workers` are one number for each mesh, not all alike, the largest of them `largest`."""
+    if meshes != len(workers) or worker_fields(workers) != {
+        "workers_per_mesh": largest,
+        "workers": list(workers),
+    }:
+        raise ValueError(
+            f"workers {list(workers)} does not say how many workers each of {meshes} meshes has, with workers_per_mesh "
+            f"{largest}: write meshes as a list, one entry {{workers: N}} a mesh, and leave both out"
+        )
+
+
+def check_tensor_list(tensors: Sequence[int], meshes: int | None, largest: int) -> None:
+    """Raise ValueError unless `tensors` are one number for each mesh, not all alike, the largest of them `largest`."""
+    if meshes != len(tensors) or tensor_fields(tensors) != {"tensor": largest, "tensors": list(tensors)}:
+        raise ValueError(
+            f"tensors {list(tensors)} does not say among how many workers each of {meshes} meshes shares its matrices, with "
+            f"tensor {largest}: write meshes as a list, one entry {{workers: N, parallel: {{tensor: N}}}} a mesh, and leave "
+            "both out"
+        )
+
+
+def check_tensor_parallel(
+    workers: Sequence[int], tensors: Sequence[int], plan: Mapping[str, str] | None
+) -> None:
+    """Raise ValueError unless meshes of so many workers can share their matrices among `tensors` of them."""
+    tensor = max(tensors)
+    if tensor == 1:
+        if plan is not None:
+            raise ValueError(
+                "tensor_plan says how matrices are shared, and tensor is 1: set tensor, or leave the plan out"
+            )
+        return
+    if plan is not None and {*plan.values()} <= {"replicate"}:
+        raise ValueError(
+            f"tensor_plan shares no matrix and tensor is {tensor}: say which are colwise, rowwise or vocab, leave the plan "
+            "out for that of the known model families, or set tensor to 1"
+        )
+    for size, among in zip(workers, tensors, strict=True):
+        if size % among:
+            raise ValueError(
+                f"tensor {among} does not divide workers_per_mesh {size}: use one of {_divisors_text(size)}, or a multiple of "
+                f"{among} workers"
+            )
+
+
+def check_batch_divides(batch: int, microbatches: int | None, sizes: Sequence[int]) -> None:
+    """Raise ValueError unless the workers of every mesh can have equally many samples of a microbatch, naming what fits;
+    `microbatches` None: their number is still to be chosen."""
+    step = math.lcm(*sizes)
+    unlike = len({*sizes}) > 1
+    whom = f"meshes of {list(sizes)} workers" if unlike else f"resources.workers_per_mesh {step}"
+    if microbatches is None:
+        if batch % step:
+            raise ValueError(
+                f"training.global_batch {batch} cannot be shared by {whom}, "
+                f"whatever training.microbatches is: set global_batch to a multiple of {step}"
+            )
+        return
+    size = batch // microbatches
+    if size % step == 0:
+        return
+    if unlike:
+        raise ValueError(
+            f"a microbatch of {size} samples cannot be shared by {whom}, each mesh among its own: give microbatches of a "
+            f"multiple of {step} samples, with training.global_batch {-(-size // step) * step * microbatches}, or give "
+            f"each mesh a divisor of {size}: {_divisors_text(size)}"
+        )
+    raise ValueError(
+        f"a microbatch of {size} samples cannot be shared by {whom}: "
+        f"choose a divisor of {size}, or raise training.global_batch"
+    )
+
+
+def _parse_entry(place: str, data: Any) -> MeshEntry:
+    try:
+        return MeshEntry.model_validate(data)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            where = ".".join([place, *map(str, item["loc"])])
+            if item["type"] == "extra_forbidden":
+                problems.append(
+                    f"{where} is not a field of a mesh: it has workers, parallel (data, tensor) and shard"
+                )
+            else:
+                problems.append(f"{where} is {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}")
+        raise ValueError("; ".join(problems)) from None
+
+
+def _check_entry_sizes(place: str, entry: MeshEntry) -> None:
+    """data times tensor is workers; else the sizes that fit are named."""
+    workers, tensor = entry.workers, entry.parallel.tensor
+    if workers % tensor:
+        raise ValueError(
+            f"{place}.parallel.tensor {tensor} does not divide {place}.workers {workers}: use one of {_divisors_text(workers)}, "
+            f"or a multiple of {tensor} workers"
+        )
+    data = workers // tensor if entry.parallel.data is None else entry.parallel.data
+    if data * tensor != workers:
+        raise ValueError(
+            f"{place}.parallel shares among data {data} x tensor {tensor} = {data * tensor} workers, "
+            f"and there are {workers}: "
+            f"set data to {workers // tensor}, or workers to {data * tensor}"
+        )
+
+
+def _divisors_text(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+MAX_JSON_INTEGER = 2**53  # what every reader of JSON takes as it is
+
+
+def _check_memory(value: object) -> object:
+    if value == "auto" or (
+        isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_JSON_INTEGER
+    ):
+        return value
+    raise ValueError(
+        f"memory_per_worker is {value!r}: write auto, or a whole number of bytes from 1 to {MAX_JSON_INTEGER}"
+    )
+
+
+MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_check_memory)]
+
+
+class Resources(SpecPart):
+    meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
+    )
+    workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
+    workers: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        default=None,
+        description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
+    )
+    shard: ShardMode | list[ShardMode] = Field(
+        default="none",
+        description="optimizer: the workers of a mesh share its state, each keeps and updates its part; also one a mesh",
+    )
+    tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1,
+        description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
+    )
+    tensors: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        default=None,
+        description="Of each mesh, where they are not alike; tensor is then the largest",
+    )
+    tensor_plan: dict[Pattern, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
+        default=None,
+        description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory_per_worker: MemoryPerWorker = Field(
+        default="auto",
+        description="Bytes that the plan of one worker may use; auto is what its accelerator has free, less a margin",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed_meshes(cls, data: object) -> object:
+        return (
+            normalize_meshes(data)
+            if isinstance(data, dict) and isinstance(data.get("meshes"), list)
+            else data
+        )
+
+    @model_validator(mode="after")
+    def _workers_of_each_mesh(self) -> Self:
+        if self.workers is not None:
+            check_worker_list(self.meshes, self.workers_per_mesh, self.workers)
+        if self.tensors is not None:
+            check_tensor_list(self.tensors, self.meshes, self.tensor)
+        check_tensor_parallel(self.mesh_sizes, self.mesh_tensors, self.tensor_plan)
+        return self
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether meshes have unlike numbers of workers, or share their matrices unlike."""
+        return self.workers is not None or self.tensors is not None
+
+    @property
+    def mesh_sizes(self) -> list[int]:
+        """The number of workers of each mesh."""
+        return self.workers or [self.workers_per_mesh] * (self.meshes or 1)
+
+    @property
+    def mesh_tensors(self) -> list[int]:
+        """Among how many of its workers each mesh shares its matrices."""
+        return self.tensors or [self.tensor] * (self.meshes or 1)

@@ -1,0 +1,370 @@
+"""Stored files: uploaded code packages, removal of checkpoints, retention of history, and bytes by owner.
+
+A package is a zip under its digest, stored once, with everyone who uploaded it. A removal is written to the store
+before it begins, so that no attempt resumes from what is being deleted, and its result is written after.
+Retention removes measured slots of ended jobs first, later steps, logs and plans; jobs, attempts and events stay.
+Each piece is a short transaction of its own, safe to stop and repeat; a job that was begun again meanwhile is left
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, delete, exists, func, literal, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.job import PACKAGE_PREFIX, stored_field
+from service.spec.states import ANONYMOUS, FINAL_STATES, principal_text
+from service.store.database import Sessions, upsert
+from service.store.events import add_audit
+from service.store.leases import (
+    StorageInUseError,
+    StorageUseKind,
+    begin_storage_use,
+    delete_old_heartbeats,
+    delete_old_tasks,
+    end_storage_use,
+)
+from service.store.plans import delete_unused_saved_plans
+from service.store.tables import (
+    Attempt,
+    Delivery,
+    Evaluation,
+    Job,
+    JobPlan,
+    Package,
+    PackageOwner,
+    PostMortem,
+    SavedPlan,
+    Slot,
+    Step,
+    Timeline,
+)
+from service.store.transitions import add_event, lock_job
+from worker.contract.checkpoint_files import step_folder_name, step_uri
+from worker.contract.tasks import RemovalRequest, RemovalResult
+
+
+async def find_package(session: AsyncSession, digest: str, *, owner: str | None = None) -> bool:
+    """Whether the package is stored, and was uploaded by `owner` where one is given; its content is not read."""
+    query = select(Package.digest).where(Package.digest == digest)
+    if owner is not None:
+        query = query.where(
+            exists().where(PackageOwner.digest == Package.digest, PackageOwner.owner == owner)
+        )
+    return (await session.execute(query)).first() is not None
+
+
+async def package_content(session: AsyncSession, digest: str) -> bytes | None:
+    query = select(Package.content).where(Package.digest == digest)
+    return (await session.execute(query)).scalar_one_or_none()
+
+
+async def store_package(
+    session: AsyncSession, digest: str, content: bytes, *, at: datetime, owner: str = ANONYMOUS
+) -> None:
+    """Keep a new package; IntegrityError where it is there already."""
+    session.add(Package(digest=digest, created_at=at, size_bytes=len(content), content=content))
+    await session.flush()
+    session.add(PackageOwner(digest=digest, owner=owner))
+
+
+async def renew_package(session: AsyncSession, digest: str, *, at: datetime, owner: str = ANONYMOUS) -> bool:
+    """Whether the package is stored; it counts as uploaded by `owner` at `at` then."""
+    query = update(Package).where(Package.digest == digest).values(created_at=at)
+    if (await session.execute(query)).rowcount == 0:
+        return False
+    await upsert(session, PackageOwner, [{"digest": digest, "owner": owner}])
+    return True
+
+
+_REMOVAL_BATCH_JOBS = 50
+
+
+@dataclass(frozen=True)
+class PendingRemoval:
+    """What a process of the cluster is to delete; `reported` is the checkpoint that the job went by until now."""
+
+    use_id: str
+    request: RemovalRequest
+    reported_step: int | None
+    by: str
+    cluster: str
+    days: float | None = None
+    """After so long it was removed without being asked for."""
+
+
+async def begin_removal(
+    session: AsyncSession,
+    job_id: str,
+    folders: Sequence[str] | None,
+    *,
+    at: datetime,
+    limit_s: float,
+    by: str,
+    days: float | None = None,
+) -> PendingRemoval:
+    """Begin to delete these folders of a job (None: all). Raises InUseError, also for what an attempt would go on from."""
+    job = await lock_job(session, job_id)
+    assert job is not None, job_id
+    in_use = not job.job_state.final
+    if in_use and (folders is None or resume_checkpoint_folder(job) in folders):
+        raise StorageInUseError(
+            f"job {job_id} is {job.state}, and would go on from its checkpoint after step {job.checkpoint_step}: that one "
+            "stays until the job has ended"
+        )
+    use_id = await begin_storage_use(
+        session, job_id, StorageUseKind.REMOVING, folders, at=at, limit_s=limit_s
+    )
+    reported = job.checkpoint_step
+    if folders is None or resume_checkpoint_folder(job) in folders:
+        job.checkpoint_step = job.checkpoint_uri = None  # a retry looks for what is there
+    what = "all" if folders is None else ", ".join(folders)
+    if days is None:
+        add_audit(session, by, "job.remove_files", job_id, at=at, detail=what)
+    uri = stored_field(job.spec, "checkpoint", "uri", "")
+    request = RemovalRequest(uri, job_id, None if folders is None else tuple(folders), in_use)
+    return PendingRemoval(use_id, request, reported, by, job.began_on or DEFAULT_CLUSTER, days)
+
+
+def resume_checkpoint_folder(job: Job) -> str | None:
+    """The folder of the checkpoint that an attempt would go on from, as far as its driver has said."""
+    return None if job.checkpoint_step is None else step_folder_name(job.checkpoint_step)
+
+
+async def end_removal(
+    session: AsyncSession, begun: PendingRemoval, found: RemovalResult | None, *, at: datetime
+) -> None:
+    """Have the job say what is left of its files; None for `found`: nobody knows."""
+    request = begun.request
+    job = await lock_job(session, request.job)
+    await end_storage_use(session, begun.use_id)
+    if job is None:
+        return
+    if found is None or found.failed is not None:
+        if job.checkpoint_step is None and begun.reported_step is not None:
+            _set_checkpoint(job, request.uri, begun.reported_step)
+        return
+    job.stored_bytes = found.left_bytes
+    if job.job_state.final and job.checkpoint_step not in found.left:
+        _set_checkpoint(job, request.uri, max(found.left, default=None))
+    best = (job.best_checkpoint or {}).get("step")
+    if best is not None and step_folder_name(best) in found.removed:
+        job.best_checkpoint = None
+    if begun.days is not None:  # what is refused, since it is none of ours, is refused the next time too
+        job.files_removed_at = at
+    if found.removed:
+        who = (
+            f"deleted by {principal_text(begun.by)}"
+            if begun.days is None
+            else f"deleted {begun.days:g} days after the end (SLOTLINE_KEEP_CHECKPOINTS_DAYS)"
+        )
+        message = f"{', '.join(found.removed)}: {found.freed_bytes:,} bytes {who}"
+        add_event(session, job, "removed", message, at=at, by=begun.by)
+
+
+def _set_checkpoint(job: Job, uri: str, step: int | None) -> None:
+    job.checkpoint_step = step
+    job.checkpoint_uri = None if step is None else step_uri(uri, job.id, step)
+
+
+async def jobs_with_expired_files(session: AsyncSession, *, days: float, at: datetime) -> list[str]:
+    """Jobs that ended so long ago, and of whose files nobody has said that they are gone."""
+    query = (
+        select(Job.id)
+        .where(
+            Job.state.in_(FINAL_STATES),
+            Job.finished_at < at - timedelta(days=days),
+            Job.files_removed_at.is_(None),
+            Job.spec["checkpoint"]["uri"].as_string().is_not(None),
+        )
+        .order_by(func.random())  # those that fail each time keep no others waiting
+        .limit(_REMOVAL_BATCH_JOBS)
+    )
+    return list((await session.execute(query)).scalars())
+
+
+FOR_EVER = -1
+_TIMELINES_PER_TRANSACTION = 20
+_RETENTION_BATCH_JOBS = 100
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """For how many days after a job's end, or after a package's last upload; FOR_EVER removes nothing.
+
+    Packages are those that no job names.
+    """
+
+    timelines_days: float
+    history_days: float
+    packages_days: float
+    plans_days: float = FOR_EVER
+
+
+async def apply_retention(database: Sessions, keep: RetentionPolicy, *, now: datetime) -> None:
+    """Remove what has been kept for longer than `keep` says."""
+    if keep.timelines_days != FOR_EVER:
+        await _remove_timelines(database, keep.timelines_days, now)
+    if keep.history_days != FOR_EVER:
+        await _remove_history(database, keep.history_days, now)
+    if keep.packages_days != FOR_EVER:
+        await _remove_packages(database, keep.packages_days, now)
+    async with database.write() as session:
+        await delete_old_heartbeats(session, at=now)
+        await delete_old_tasks(session)
+        await delete_unused_saved_plans(
+            session, unused_days=keep.plans_days, history_days=keep.history_days, at=now
+        )
+
+
+async def _remove_timelines(database: Sessions, days: float, now: datetime) -> None:
+    while jobs := await _ended_jobs(database, days, now, exists().where(Timeline.job_id == Job.id)):
+        for job_id in jobs:
+            while await _remove_some_timelines(database, job_id, days, now):
+                pass
+
+
+async def _remove_some_timelines(database: Sessions, job_id: str, days: float, now: datetime) -> bool:
+    """Whether the job may have more of them."""
+    async with database.write() as session:
+        job = await _lock_if_still_ended(session, job_id, days, now)
+        if job is None:
+            return False
+        query = select(Timeline.step).where(Timeline.job_id == job_id).limit(_TIMELINES_PER_TRANSACTION)
+        steps = (await session.execute(query)).scalars().all()
+        for table in (Slot, Timeline):
+            await session.execute(delete(table).where(table.job_id == job_id, table.step.in_(steps)))
+        if len(steps) == _TIMELINES_PER_TRANSACTION:
+            return True
+        _add_removal_event(session, job, "measured slots", days, "TIMELINES", now)
+        return False
+
+
+async def _remove_history(database: Sessions, days: float, now: datetime) -> None:
+    some = or_(
+        exists().where(Step.job_id == Job.id),
+        exists().where(JobPlan.job_id == Job.id),
+        exists().where(PostMortem.job_id == Job.id),
+        exists().where(Delivery.job_id == Job.id),
+        exists().where(Attempt.job_id == Job.id, Attempt.log != ""),
+    )
+    while jobs := await _ended_jobs(database, days, now, some):
+        for job_id in jobs:
+            async with database.write() as session:
+                if job := await _lock_if_still_ended(session, job_id, days, now):
+                    for table in (Step, Evaluation, JobPlan, PostMortem, Delivery):
+                        await session.execute(delete(table).where(table.job_id == job_id))
+                    # not NULL: Ray would be asked for the log again
+                    await session.execute(update(Attempt).where(Attempt.job_id == job_id).values(log=""))
+                    _add_removal_event(session, job, "steps, plan and logs", days, "HISTORY", now)
+
+
+async def _remove_packages(database: Sessions, days: float, now: datetime) -> None:
+    named = Job.spec["code"]["working_dir"].as_string() == literal(PACKAGE_PREFIX) + Package.digest
+    unused = delete(Package).where(Package.created_at < now - timedelta(days=days), ~exists().where(named))
+    async with database.write() as session:
+        await session.execute(unused)
+
+
+async def _ended_jobs(database: Sessions, days: float, now: datetime, some: ColumnElement[bool]) -> list[str]:
+    query = (
+        select(Job.id)
+        .where(Job.state.in_(FINAL_STATES), Job.finished_at < now - timedelta(days=days), some)
+        .limit(_RETENTION_BATCH_JOBS)
+    )
+    async with database.read() as session:
+        return list((await session.execute(query)).scalars())
+
+
+async def _lock_if_still_ended(session: AsyncSession, job_id: str, days: float, now: datetime) -> Job | None:
+    """The job, locked, unless somebody has begun it again."""
+    job = await lock_job(session, job_id)
+    if job is None or job.finished_at is None or not job.job_state.final:
+        return None
+    return job if job.finished_at < now - timedelta(days=days) else None
+
+
+def _add_removal_event(
+    session: AsyncSession, job: Job, what: str, days: float, setting: str, now: datetime
+) -> None:
+    message = f"{what} were removed {days:g} days after the end (SLOTLINE_KEEP_{setting}_DAYS)"
+    add_event(session, job, "removed", message, at=now)
+
+
+@dataclass
+class StorageUsage:
+    """Of one owner, in bytes; `jobs` have files in storage."""
+
+    owner: str
+    jobs: int = 0
+    storage_bytes: int = 0
+    plan_bytes: int = 0
+    package_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.storage_bytes + self.plan_bytes + self.package_bytes
+
+
+async def storage_usage_by_owner(session: AsyncSession, *, owner: str | None = None) -> list[StorageUsage]:
+    """Of every owner who has something, most first; only of one where `owner` is given."""
+    found: dict[str, StorageUsage] = {}
+    stored = select(Job.owner, func.count(), func.sum(Job.stored_bytes)).where(Job.stored_bytes > 0)
+    plans = select(SavedPlan.owner, func.sum(SavedPlan.size_bytes))
+    packages = select(PackageOwner.owner, func.sum(Package.size_bytes)).join(
+        Package, Package.digest == PackageOwner.digest
+    )
+    for query, column, names in (
+        (stored, Job.owner, ("jobs", "storage_bytes")),
+        (plans, SavedPlan.owner, ("plan_bytes",)),
+        (packages, PackageOwner.owner, ("package_bytes",)),
+    ):
+        wanted = query if owner is None else query.where(column == owner)
+        for whose, *sums in await session.execute(wanted.group_by(column)):
+            of_owner = found.setdefault(whose, StorageUsage(whose))
+            for name, value in zip(names, sums, strict=True):
+                setattr(of_owner, name, int(value))
+    return sorted(found.values(), key=lambda one: (-one.total_bytes, one.owner))
+
+
+@dataclass(frozen=True)
+class StoredArtifact:
+    """Something of a job in the database."""
+
+    kind: str
+    attempt: int | None
+    size_bytes: int | None
+    made_at: datetime | None
+    count: int = 1
+
+
+async def stored_artifacts_of(session: AsyncSession, job_id: str) -> Sequence[StoredArtifact]:
+    """What the database has of a job beside its rows: logs, post-mortems, its plan, measured steps."""
+    found = []
+    sizes = func.coalesce(func.length(PostMortem.plan), 0) + func.coalesce(func.length(PostMortem.slots), 0)
+    bundles = select(Attempt.number, sizes, PostMortem.at).join(Attempt, Attempt.id == PostMortem.attempt_id)
+    for number, size, at in await session.execute(bundles.where(PostMortem.job_id == job_id)):
+        found.append(StoredArtifact("postmortem", number, size, at))
+    logs = select(Attempt.number, func.length(Attempt.log), Attempt.finished_at)
+    for number, size, at in await session.execute(logs.where(Attempt.job_id == job_id, Attempt.log != "")):
+        found.append(StoredArtifact("log", number, size, at))
+    plan = select(JobPlan.attempt, func.length(JobPlan.body), JobPlan.created_at)
+    for number, size, at in await session.execute(plan.where(JobPlan.job_id == job_id)):
+        found.append(StoredArtifact("plan", number, size, at))
+    steps = select(func.count(), func.max(Timeline.attempt)).where(Timeline.job_id == job_id)
+    count, attempt = (await session.execute(steps)).one()
+    if count:
+        found.append(StoredArtifact("timelines", attempt, None, None, count))
+    return found
+
+
+async def package_size_and_time(session: AsyncSession, digest: str) -> tuple[int, datetime] | None:
+    """Size and time of a package."""
+    query = select(Package.size_bytes, Package.created_at).where(Package.digest == digest)
+    row = (await session.execute(query)).first()
+    return None if row is None else (row[0], row[1])

@@ -1,0 +1,330 @@
+"""Measured values: steps, evaluations, timelines with their slots, and layer profiles and costs for planning.
+
+The latest report of a step or evaluation wins: an attempt that resumes from a checkpoint repeats them, at lower
+steps than the attempt before it. Of each job the last timelines are kept; slots are inserted as plain driver tuples,
+as there are thousands a step.
+Profiles are keyed by owner, model, code and cluster: a driver runs user code, so what it measured is nothing to
+another job or owner. Only link costs are shared, by all who use the same nodes of one cluster. The newest of each
+kind are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.states import ANONYMOUS
+from service.store.database import upsert
+from service.store.tables import Attempt, Evaluation, Profile, Slot, Step, Timeline
+
+StepCursor = tuple[int, int]
+"""Number of the attempt, number of the step."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step as the driver saw it; `started_at` is Unix time in seconds."""
+
+    step: int
+    loss: float | None
+    step_s: float | None
+    makespan_s: float | None
+    bubble_ratio: float | None
+    exposed_transfer_s: float | None
+    overlap_ratio: float | None
+    grad_norm: float | None
+    started_at: float | None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[StepRecord]) -> None:
+    rows = [{"job_id": attempt.job_id, "attempt": attempt.number, **vars(step)} for step in steps]
+    await upsert(session, Step, rows)
+
+
+async def steps_of(
+    session: AsyncSession, job_id: str, *, after: int = -1, behind: StepCursor = (0, -1), limit: int = 1000
+) -> Sequence[Step]:
+    """Steps numbered above `after`, by attempt, then step; only those that come behind `behind` in this order.
+
+    An attempt that goes on from a checkpoint comes last, though an earlier one went further.
+    """
+    query = (
+        select(Step)
+        .where(Step.job_id == job_id, Step.step > after, tuple_(Step.attempt, Step.step) > behind)
+        .order_by(Step.attempt, Step.step)
+        .limit(limit)
+    )
+    return (await session.execute(query)).scalars().all()
+
+
+async def losses_at(session: AsyncSession, job_id: str, steps: Sequence[int]) -> dict[int, float]:
+    """The training losses of those of the steps that have one."""
+    query = select(Step.step, Step.loss).where(
+        Step.job_id == job_id, Step.step.in_(steps), Step.loss.is_not(None)
+    )
+    return {step: loss for step, loss in (await session.execute(query)).all()}
+
+
+async def find_step(session: AsyncSession, job_id: str, step: int) -> Step | None:
+    return await session.get(Step, (job_id, step))
+
+
+async def last_steps(session: AsyncSession, job_id: str, attempt: int, *, limit: int) -> list[Step]:
+    """The last steps that this attempt did and no later one repeated, in order."""
+    query = select(Step).where(Step.job_id == job_id, Step.attempt == attempt)
+    rows = await session.execute(query.order_by(Step.step.desc()).limit(limit))
+    return list(rows.scalars())[::-1]
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """What the evaluation after `step` (0: before the first) found; `started_at` is Unix time in seconds."""
+
+    step: int
+    loss: float | None
+    samples: int
+    evaluation_s: float | None
+    started_at: float | None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+async def record_evaluations(
+    session: AsyncSession, attempt: Attempt, evaluations: Iterable[EvaluationRecord]
+) -> None:
+    of_step = {one.step: one for one in evaluations}
+    rows = [{"job_id": attempt.job_id, "attempt": attempt.number, **vars(one)} for one in of_step.values()]
+    await upsert(session, Evaluation, rows)
+
+
+async def evaluations_of(
+    session: AsyncSession, job_id: str, *, behind: StepCursor = (0, -1), limit: int = 1000
+) -> Sequence[Evaluation]:
+    """By attempt, then step; only those that come behind `behind` in this order."""
+    query = (
+        select(Evaluation)
+        .where(Evaluation.job_id == job_id, tuple_(Evaluation.attempt, Evaluation.step) > behind)
+        .order_by(Evaluation.attempt, Evaluation.step)
+        .limit(limit)
+    )
+    return (await session.execute(query)).scalars().all()
+
+
+_LINKS_PREFIX = "links of "
+_LINKS_KEY = re.compile(r"links of (cpu|cuda) [0-9a-f]{64}")
+_PROFILES_PER_MODEL, _LINK_PROFILES_LIMIT = 64, 10_000
+
+
+def scoped_profile_key(
+    spec: Mapping[str, Any], key: str, *, owner: str = ANONYMOUS, cluster: str = DEFAULT_CLUSTER
+) -> str:
+    """Under which key the driver of an owner's job (JSON of a JobSpec) on a cluster finds and stores what it calls
+    `key`."""
+    if _LINKS_KEY.fullmatch(key):
+        return _cluster_links_prefix(cluster) + key.removeprefix(_LINKS_PREFIX)
+    return f"{_model_prefix(spec, owner, cluster)}{key}"
+
+
+def scoped_costs_digest(digest: str, owner: str, cluster: str = DEFAULT_CLUSTER) -> str:
+    """A digest of costs as the store has it: what one owner's drivers measured is not another's, nor another
+    cluster's."""
+    owned = f"{digest} of {hashlib.sha256(owner.encode()).hexdigest()}" if owner else digest
+    return owned if cluster == DEFAULT_CLUSTER else f"{owned} on {cluster}"
+
+
+def _cluster_links_prefix(cluster: str) -> str:
+    return _LINKS_PREFIX if cluster == DEFAULT_CLUSTER else f"links in cluster {cluster} of "
+
+
+def _model_prefix(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
+    given = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
+    given += [{"owner": owner}] if owner else []
+    given += [] if cluster == DEFAULT_CLUSTER else [{"cluster": cluster}]
+    parts = json.dumps(given, sort_keys=True, default=str)
+    return f"model {hashlib.sha256(parts.encode()).hexdigest()} "
+
+
+async def record_driver_profile(
+    session: AsyncSession,
+    spec: Mapping[str, Any],
+    key: str,
+    body: dict[str, Any],
+    *,
+    at: datetime,
+    owner: str = ANONYMOUS,
+    cluster: str = DEFAULT_CLUSTER,
+) -> None:
+    """Keep what the driver of a job measured; the oldest of its kind goes where there are too many."""
+    found = scoped_profile_key(spec, key, owner=owner, cluster=cluster)
+    await record_profile(session, found, body, at=at)
+    prefix, kept = _model_prefix(spec, owner, cluster), _PROFILES_PER_MODEL
+    if _LINKS_KEY.fullmatch(key):
+        prefix, kept = _cluster_links_prefix(cluster), _LINK_PROFILES_LIMIT
+    same = Profile.key.startswith(prefix, autoescape=True)
+    newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(kept)
+    await session.execute(delete(Profile).where(same, Profile.key.not_in(newest)))
+
+
+async def record_profile(session: AsyncSession, key: str, body: dict[str, Any], *, at: datetime) -> None:
+    await upsert(session, Profile, [{"key": key, "created_at": at, "body": body}])
+
+
+async def find_profile(session: AsyncSession, key: str) -> dict[str, Any] | None:
+    profile = await session.get(Profile, key)
+    return None if profile is None else profile.body
+
+
+MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER = "gang", "one worker"
+"""Who measured: the workers of an attempt, or one worker alone."""
+
+
+async def record_costs(
+    session: AsyncSession, digest: str, costs: dict[str, Any], *, measured_by: str, at: datetime
+) -> None:
+    """Keep what was measured of jobs with this digest (JSON of a driver's PlanRequest); profiles for numbers of
+    microbatches that were measured before stay, with those of each mesh where meshes have unlike sizes."""
+    profiles = {one["microbatches"]: one for one in costs.get("profiles") or ()}
+    if costs.get("profile") is not None and costs.get("microbatches") is not None:
+        profiles[costs["microbatches"]] = {name: costs[name] for name in ("microbatches", "profile")}
+    key = _costs_key(digest, measured_by)
+    before = await find_profile(session, key) or {"profiles": [], "tried": []}
+    profiles = {one["microbatches"]: one for one in before["profiles"]} | profiles
+    body = {name: value for name, value in costs.items() if name not in ("profile", "microbatches")} | {
+        "profiles": list(profiles.values()),
+        "tried": sorted({*before["tried"], *profiles, *(costs.get("tried") or ())}),
+    }
+    if of_meshes := _profiles_by_mesh(before) | _profiles_by_mesh(costs):
+        body["mesh_profiles"] = list(of_meshes.values())
+    await record_profile(session, key, body, at=at)
+
+
+def _profiles_by_mesh(costs: Mapping[str, Any]) -> dict[tuple[int, int, int], Any]:
+    """The profiles of meshes by numbers of microbatches, of workers, and of those that share matrices."""
+    listed = costs.get("mesh_profiles") or ()
+    return {(one["microbatches"], one["workers"], one.get("tensor", 1)): one for one in listed}
+
+
+async def find_costs(
+    session: AsyncSession, digest: str, counts: Sequence[int]
+) -> tuple[dict[str, Any], str] | None:
+    """What was measured for all these numbers of microbatches, and who measured; a gang rather than one worker."""
+    for measured_by in (MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER):
+        found = await find_profile(session, _costs_key(digest, measured_by))
+        if found is not None and set(counts) <= set(found["tried"]):
+            wanted = [one for one in found["profiles"] if one["microbatches"] in counts]
+            if wanted:
+                return {**found, "profiles": wanted}, measured_by
+    return None
+
+
+async def find_all_costs(session: AsyncSession, digest: str) -> dict[str, Any] | None:
+    """All that was measured of jobs with this digest, for whatever numbers of microbatches; a gang's rather."""
+    for measured_by in (MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER):
+        if (found := await find_profile(session, _costs_key(digest, measured_by))) is not None:
+            return found
+    return None
+
+
+def _costs_key(digest: str, measured_by: str) -> str:
+    return f"costs of {digest} by {measured_by}"
+
+
+_LATEST_TIMELINE_FIRST = (Timeline.attempt.desc(), Timeline.step.desc())
+"""An attempt that goes on from a checkpoint has lower steps than the dead one before it."""
+
+
+class SlotRecord(NamedTuple):
+    """One measured slot; times in seconds from the start of its step. A tuple: there are thousands a step."""
+
+    mesh: str
+    lane: str
+    action: str
+    stage: str | None
+    peer_stage: str | None
+    peer_mesh: str | None
+    edge: int | None
+    microbatch: int | None
+    start_s: float
+    end_s: float
+
+
+async def record_timeline(
+    session: AsyncSession,
+    attempt: Attempt,
+    *,
+    step: int,
+    started_at: float,
+    uncertainty_s: float | None,
+    slots: Iterable[SlotRecord],
+    keep: int,
+) -> None:
+    """Store the measured slots of one step; of each job the last `keep` timelines stay."""
+    job_id = attempt.job_id
+    await _delete_timelines(session, job_id, [step])
+    session.add(
+        Timeline(
+            job_id=job_id,
+            step=step,
+            attempt=attempt.number,
+            started_at=started_at,
+            uncertainty_s=uncertainty_s,
+        )
+    )
+    await session.flush()
+    await _insert_slots(session, [(job_id, step, *slot) for slot in slots])
+    query = (
+        select(Timeline.step).where(Timeline.job_id == job_id).order_by(*_LATEST_TIMELINE_FIRST).offset(keep)
+    )
+    if old := (await session.execute(query)).scalars().all():
+        await _delete_timelines(session, job_id, old)
+
+
+async def profiled_steps(session: AsyncSession, job_id: str) -> Sequence[int]:
+    """Numbers of the steps whose slots are stored, by attempt, then step: the latest is the last."""
+    return [step for _, step in await profiled_attempt_steps(session, job_id)]
+
+
+async def profiled_attempt_steps(session: AsyncSession, job_id: str) -> Sequence[tuple[int, int]]:
+    """(attempt, step) of the steps whose slots are stored, in this order."""
+    query = select(Timeline.attempt, Timeline.step).where(Timeline.job_id == job_id)
+    rows = await session.execute(query.order_by(Timeline.attempt, Timeline.step))
+    return [(attempt, step) for attempt, step in rows]
+
+
+async def find_timeline(
+    session: AsyncSession, job_id: str, step: int | None
+) -> tuple[Timeline, list[SlotRecord]] | None:
+    """The measured timeline of `step`, with its slots as reported; the latest one of the latest attempt if None."""
+    query = select(Timeline).where(Timeline.job_id == job_id).order_by(*_LATEST_TIMELINE_FIRST).limit(1)
+    if step is not None:
+        query = query.where(Timeline.step == step)
+    timeline = (await session.execute(query)).scalar_one_or_none()
+    if timeline is None:
+        return None
+    columns = [getattr(Slot, name) for name in SlotRecord._fields]
+    slots = select(*columns).where(Slot.job_id == job_id, Slot.step == timeline.step).order_by(Slot.id)
+    return timeline, [SlotRecord._make(row) for row in await session.execute(slots)]
+
+
+async def _delete_timelines(session: AsyncSession, job_id: str, steps: Sequence[int]) -> None:
+    for table in (Slot, Timeline):
+        await session.execute(delete(table).where(table.job_id == job_id, table.step.in_(steps)))
+
+
+async def _insert_slots(session: AsyncSession, rows: list[tuple[Any, ...]]) -> None:
+    """`rows` as the driver takes them: SQLAlchemy would turn each of thousands into parameters of its own."""
+    if not rows:
+        return
+    columns = ("job_id", "step", *SlotRecord._fields)
+    mark = "?" if session.get_bind().dialect.name == "sqlite" else "%s"
+    statement = f"INSERT INTO slots ({', '.join(columns)}) VALUES ({', '.join([mark] * len(columns))})"
+    await (await session.connection()).exec_driver_sql(statement, rows)

@@ -1,0 +1,83 @@
+"""Queue quotas set by operators, and counts of jobs, queue depths and attempts for the control plane's metrics.
+
+A quota that an operator set replaces the configured one for every control plane of the database, until it is reset.
+Counts are a few grouped queries, each over an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import String, delete, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from service.spec.states import WAITING_STATES, AttemptState, JobState
+from service.store.database import Database
+from service.store.events import add_audit
+from service.store.tables import Attempt, Base, Job
+from worker.contract.reasons import Cause, cause_of
+
+
+@dataclass(frozen=True)
+class ControlPlaneCounts:
+    """Jobs by state (every state, also with 0), waiting jobs by queue, ended attempts by cause.
+
+    Causes are succeeded, cancelled, and the three causes of failure (infrastructure, user, preemption).
+    """
+
+    jobs_by_state: dict[str, int]
+    queue_depth: dict[str, int]
+    attempts_by_cause: dict[str, int]
+
+
+async def count_jobs_and_attempts(database: Database, queues: tuple[str, ...] = ()) -> ControlPlaneCounts:
+    """All counts from one read session; each of `queues` appears, also with 0."""
+    jobs = {str(state): 0 for state in JobState}
+    depth = dict.fromkeys(queues, 0)
+    causes = dict.fromkeys(("succeeded", "cancelled", *map(str, Cause)), 0)
+    async with database.read() as session:
+        by_state = select(Job.state, func.count()).group_by(Job.state)
+        jobs.update({state: number for state, number in (await session.execute(by_state)).all()})
+        waiting = select(Job.queue, func.count()).where(Job.state.in_(WAITING_STATES)).group_by(Job.queue)
+        depth.update({queue: number for queue, number in (await session.execute(waiting)).all()})
+        ended = select(Attempt.state, Attempt.reason, func.count()).group_by(Attempt.state, Attempt.reason)
+        for state, reason, number in (await session.execute(ended)).all():
+            if AttemptState(state).final:
+                cause = str(cause_of(reason)) if state == AttemptState.FAILED else state.lower()
+                causes[cause] += number
+    return ControlPlaneCounts(jobs_by_state=jobs, queue_depth=depth, attempts_by_cause=causes)
+
+
+LARGEST_QUOTA = 1_000_000
+
+
+class QueueQuota(Base):
+    __tablename__ = "queue_quotas"
+
+    queue: Mapped[str] = mapped_column(String(100), primary_key=True)
+    quota: Mapped[int | None]
+    """Accelerators; null: no quota, whatever the configuration says."""
+    set_at: Mapped[datetime]
+
+
+async def effective_quotas(
+    session: AsyncSession, configured: Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """Of the configured queues: what an operator has set, else what is configured."""
+    found = (await session.execute(select(QueueQuota.queue, QueueQuota.quota))).all()
+    return {**configured, **{queue: quota for queue, quota in found if queue in configured}}
+
+
+async def set_quota(session: AsyncSession, queue: str, quota: int | None, *, at: datetime, by: str) -> None:
+    """Set it for every control plane of the database, until it is set again or left to the configuration."""
+    await session.merge(QueueQuota(queue=queue, quota=quota, set_at=at))
+    add_audit(session, by, "queue.quota", queue, at=at, detail="none" if quota is None else str(quota))
+
+
+async def reset_quota(session: AsyncSession, queue: str, *, at: datetime, by: str) -> None:
+    """Forget what was set, if anything was."""
+    await session.execute(delete(QueueQuota).where(QueueQuota.queue == queue))
+    add_audit(session, by, "queue.quota", queue, at=at, detail="as configured")

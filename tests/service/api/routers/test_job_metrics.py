@@ -1,0 +1,256 @@
+"""What the control plane's metrics tell of single jobs: counted in both kinds of database."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.api.routers.metrics import exposition, planned_link_bytes, read_job_metrics, step_seconds
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import PipelineSpec
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState, JobState
+from service.store import transitions
+from service.store.attempts import create_attempt
+from service.store.database import Database, utc_now
+from service.store.measurements import SlotRecord, record_timeline
+from service.store.plans import record_job_plan
+from service.store.queues import count_jobs_and_attempts
+from service.store.tables import Attempt, Job
+from tests.service.api.pages.seed import MICROBATCHES, SLOWER, job_spec, measured, pipeline
+from tests.service.conftest import create_job
+
+NOW = utc_now()
+
+
+def ago(seconds: float):
+    return NOW - timedelta(seconds=seconds)
+
+
+async def running(database: Database, *, waited_s: float = 0.0, age_s: float = 0.0, **fields) -> Attempt:
+    """A job that was submitted `age_s` + `waited_s` ago and trains since `age_s`."""
+    spec = JobSpec.model_validate({**job_spec("gpt").model_dump(mode="json"), **fields})
+    async with database.write() as session:
+        job = await create_job(session, spec, at=ago(age_s + waited_s))
+        attempt = await create_attempt(session, job, device="cpu", at=ago(age_s))
+        transitions.move_attempt(attempt, AttemptState.RUNNING, at=ago(age_s))
+        transitions.move_job(session, job, JobState.RUNNING, at=ago(age_s))
+        job.step_s = 2.0
+    return attempt
+
+
+async def scraped(database: Database) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by metric, then by the labels' values, in the order of the labels' names."""
+    counts = await count_jobs_and_attempts(database, ("default",))
+    text = exposition(counts, await read_job_metrics(database, ("default",), at=NOW)).decode()
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(value for _, value in sorted(sample.labels.items()))] = (
+                sample.value
+            )
+    return found
+
+
+async def test_a_job_is_there_with_its_name_until_it_is_over(database: Database):
+    attempt = await running(database)
+    found = await scraped(database)
+    assert found["slotline_job_info"] == {("1", attempt.job_id, "gpt", "", "default", "RUNNING"): 1}, (
+        "no owner is known: an empty label is none to Prometheus"
+    )
+    assert found["slotline_job_attempts"] == {(attempt.job_id,): 1}
+    async with database.write() as session:
+        job = await session.get(Job, attempt.job_id)
+        transitions.move_job(session, job, JobState.SUCCEEDED, at=NOW)
+    assert "slotline_job_info" not in await scraped(database)
+
+
+async def test_the_version_is_told(database: Database):
+    ((labels, value),) = (await scraped(database))["slotline_build_info"].items()
+    assert value == 1 and all(labels)
+
+
+async def test_waits_for_the_first_attempt_are_a_histogram(database: Database):
+    for waited in (0.5, 30, 30, 200_000):
+        await running(database, waited_s=waited)
+    found = await scraped(database)
+    buckets = {limit: number for (limit, _), number in found["slotline_queue_wait_seconds_bucket"].items()}
+    assert (buckets["1"], buckets["15"], buckets["60"], buckets["86400"], buckets["+Inf"]) == (
+        1,
+        1,
+        3,
+        3,
+        4,
+    )
+    assert found["slotline_queue_wait_seconds_count"][("default",)] == 4
+    assert found["slotline_queue_wait_seconds_sum"][("default",)] == pytest.approx(200_060.5, abs=0.1)
+
+
+async def test_a_further_attempt_is_no_further_wait(database: Database):
+    attempt = await running(database, waited_s=30)
+    async with database.write() as session:
+        job = await session.get(Job, attempt.job_id)
+        transitions.move_job(session, job, JobState.RECOVERING, at=NOW)
+        await create_attempt(session, job, device="cpu", at=NOW)
+    assert (await scraped(database))["slotline_queue_wait_seconds_count"][("default",)] == 1
+
+
+async def test_a_queue_without_jobs_is_there_and_the_oldest_wait_is_told(database: Database):
+    found = await scraped(database)
+    assert found["slotline_queue_wait_seconds_count"] == {("default",): 0}
+    assert found["slotline_queue_oldest_wait_seconds"] == {("default",): 0}
+    async with database.write() as session:
+        for seconds in (10, 500, 20):
+            await create_job(session, job_spec("patient"), at=ago(seconds))
+    found = await scraped(database)
+    assert found["slotline_queue_oldest_wait_seconds"][("default",)] == pytest.approx(500, abs=0.01)
+
+
+async def test_the_age_of_a_checkpoint_counts_from_the_last_one_or_from_the_start(database: Database):
+    with_checkpoints = {"checkpoint": {"uri": "/runs/a", "every_steps": 50}}
+    attempt = await running(database, age_s=1000, **with_checkpoints)
+    await running(database, age_s=1000)  # makes none, so none is missing
+    found = await scraped(database)
+    assert found["slotline_checkpoint_age_seconds"] == {(attempt.job_id,): pytest.approx(1000, abs=0.01)}
+    assert found["slotline_checkpoint_interval_seconds"] == {(attempt.job_id,): 100}
+    async with database.write() as session:
+        job = await session.get(Job, attempt.job_id)
+        transitions.add_event(session, job, "checkpoint", "after step 50: /runs/a/50", at=ago(70), attempt=1)
+        transitions.add_event(
+            session, job, "checkpoint", "cannot be read; trying /runs/a/0", at=ago(5), attempt=1
+        )
+    found = await scraped(database)
+    assert found["slotline_checkpoint_age_seconds"] == {(attempt.job_id,): pytest.approx(70, abs=0.01)}
+
+
+async def test_a_slow_link_and_a_slow_mesh_stand_beside_their_plan(database: Database):
+    attempt = await running(database)
+    spec = pipeline()
+    plan = make_plan(spec)
+    body = json.dumps(
+        {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    )
+    async with database.write() as session:
+        await record_job_plan(session, attempt, body, at=NOW)
+    assert "slotline_link_seconds" not in await scraped(database), "no step was profiled yet"
+    await profile(database, attempt, 20, measured(plan))
+    found = await scraped(database)
+    job = attempt.job_id
+    assert found["slotline_mesh_compute_seconds_over_plan"] == {
+        (job, f"mesh{mesh}"): pytest.approx(SLOWER) for mesh in range(3)
+    }
+    links = {
+        (job, "mesh0", "mesh1"),
+        (job, "mesh1", "mesh0"),
+        (job, "mesh1", "mesh2"),
+        (job, "mesh2", "mesh1"),
+    }
+    assert found["slotline_link_seconds_over_plan"] == {link: pytest.approx(SLOWER) for link in links}
+    assert found["slotline_plan_link_seconds"] == {link: pytest.approx(0.004) for link in links}
+    assert "slotline_link_bytes" not in found, "this plan knows seconds of its transfers, and no sizes"
+
+    slow = [
+        slot._replace(end_s=slot.end_s + 0.003)
+        if {slot.mesh, slot.peer_mesh} == {"mesh1", "mesh2"} and slot.action.endswith("_F")
+        else slot
+        for slot in measured(plan)
+    ]
+    await profile(database, attempt, 40, slow)
+    ratios = (await scraped(database))["slotline_link_seconds_over_plan"]
+    assert ratios.pop((job, "mesh1", "mesh2")) > 3, "the new step, not the one that was kept"
+    assert all(ratio == pytest.approx(SLOWER) for ratio in ratios.values())
+
+
+async def test_what_links_carry_and_how_fast_stands_beside_the_plan(database: Database):
+    attempt = await running(database)
+    data = pipeline().model_dump(mode="json")
+    for place, edge in enumerate(data["edges"]):
+        edge |= {"forward_s": None, "backward_s": None}
+        edge |= {"forward_bytes": 1000 * (place + 1), "backward_bytes": 500}
+    data["network"] = {"contention": "link", "bandwidth_bytes_per_s": 1e6}
+    spec = PipelineSpec.model_validate(data)
+    plan = make_plan(spec)
+    body = json.dumps(
+        {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    )
+    async with database.write() as session:
+        await record_job_plan(session, attempt, body, at=NOW)
+    await profile(database, attempt, 20, measured(plan))
+    found, job = await scraped(database), attempt.job_id
+    carried = {
+        ("mesh0", "mesh1"): 1000,
+        ("mesh1", "mesh2"): 2000,
+        ("mesh1", "mesh0"): 500,
+        ("mesh2", "mesh1"): 500,
+    }
+    expected = {(job, *ends): MICROBATCHES * size for ends, size in carried.items()}
+    assert found["slotline_link_bytes"] == expected
+    assert found["slotline_plan_link_bandwidth_bytes_per_second"] == {
+        link: pytest.approx(1e6) for link in expected
+    }
+    assert found["slotline_link_bandwidth_bytes_per_second"] == {
+        link: pytest.approx(1e6 / SLOWER) for link in expected
+    }
+
+
+def test_a_link_with_a_transfer_of_unknown_size_tells_no_bytes():
+    def got(mesh: str, peer: str, edge: int) -> SlotRecord:
+        return SlotRecord(mesh, f"recv:{peer}", "RECV_F", "s", "t", peer, edge, 0, 0.0, 1.0)
+
+    edges = [{"forward_bytes": 8}, {"forward_bytes": None}]
+    assert planned_link_bytes([got("b", "a", 0), got("c", "a", 1), got("c", "a", 0)], edges) == {
+        ("a", "b"): 8
+    }
+
+
+async def test_phases_of_a_start_are_told_of_the_current_attempt(database: Database):
+    attempt = await running(database, age_s=100)
+    assert await told_phases(database) == {}, "Ray has not been given the driver yet"
+    async with database.write() as session:
+        kept = await session.get(Attempt, attempt.id)
+        kept.submitted_at, kept.started_at = ago(98), ago(68)
+    assert await told_phases(database) == {
+        (attempt.job_id, "submit"): pytest.approx(2.0),
+        (attempt.job_id, "start"): pytest.approx(30.0),
+    }
+
+
+async def told_phases(database: Database) -> dict[tuple[str, ...], float]:
+    return (await scraped(database)).get("slotline_job_start_seconds", {})
+
+
+async def test_a_plan_of_another_attempt_is_not_compared(database: Database):
+    attempt = await running(database)
+    spec = pipeline()
+    plan = make_plan(spec)
+    await profile(database, attempt, 20, measured(plan))
+    body = json.dumps(
+        {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    )
+    async with database.write() as session:
+        job = await session.get(Job, attempt.job_id)
+        transitions.move_attempt(await session.get(Attempt, attempt.id), AttemptState.FAILED, at=NOW)
+        transitions.move_job(session, job, JobState.RECOVERING, at=NOW)
+        later = await create_attempt(session, job, device="cpu", at=NOW)
+        await record_job_plan(session, later, body, at=NOW)
+        transitions.move_job(session, job, JobState.RUNNING, at=NOW)
+    assert "slotline_link_seconds" not in await scraped(database)
+
+
+def test_waiting_for_the_other_end_is_no_transfer():
+    def end(mesh: str, lane: str, action: str, start_s: float, end_s: float) -> SlotRecord:
+        return SlotRecord(mesh, lane, action, "s", "t", lane.partition(":")[2], 0, 0, start_s, end_s)
+
+    slots = [end("a", "send:b", "SEND_F", 0.0, 5.0), end("b", "recv:a", "RECV_F", 4.0, 5.0)]
+    assert step_seconds(slots).links == {("a", "b"): 1.0}
+    assert step_seconds(slots[:1]).links == {}, "the other end was not measured"
+
+
+async def profile(database: Database, attempt: Attempt, step: int, slots: list[SlotRecord]) -> None:
+    async with database.write() as session:
+        await record_timeline(
+            session, attempt, step=step, started_at=1.8e9, uncertainty_s=None, slots=slots, keep=9
+        )

@@ -1,0 +1,65 @@
+"""Profiles that drivers store: shared by jobs of one model and code, what links cost by all; and not without bound."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from service.store import measurements as room
+from service.store.tables import Profile
+from tests.service.api.conftest import Api, ApiMaker
+from tests.service.api.routers.test_jobs import problem
+
+KEY = {"key": "ab" * 32}
+LINKS = {"key": f"links of cpu {'cd' * 32}"}
+OTHER_MODEL = {"factory": "worker.examples.gpt:build", "args": {"layers": 6, "width": 32}}
+
+
+async def _read(api: Api, job_id: str, key: dict[str, str]) -> dict:
+    return (await api.driver(job_id, "GET", "/profile", params=key)).raise_for_status().json()
+
+
+async def _started(api: Api, **changes: object) -> str:
+    return await api.started(pipeline={"stages": 1}, **changes)
+
+
+async def test_a_driver_neither_changes_nor_reads_what_was_measured_of_another_model(api: Api):
+    mine, like_mine = await _started(api), await _started(api, name="again", priority=3)
+    other, other_code = await _started(api, model=OTHER_MODEL), await _started(api, code={"pip": ["einops"]})
+    await api.driver(mine, "PUT", "/profile", params=KEY, json={"layers": [1]})
+    for job_id in (other, other_code):
+        problem(await api.driver(job_id, "GET", "/profile", params=KEY), 404)
+        wrong = await api.driver(job_id, "PUT", "/profile", params=KEY, json={"layers": ["wrong"]})
+        assert wrong.status_code == 204
+    assert await _read(api, mine, KEY) == await _read(api, like_mine, KEY) == {"layers": [1]}
+
+
+async def test_what_links_cost_is_shared_by_all_and_nothing_else_is_that_looks_so(api: Api):
+    mine, other = await _started(api), await _started(api, model=OTHER_MODEL)
+    await api.driver(mine, "PUT", "/profile", params=LINKS, json={"format": 1})
+    assert await _read(api, other, LINKS) == {"format": 1}
+    for key in ("links of cpu", "links of everything", f"costs of {'ab' * 32} by gang"):
+        await api.driver(mine, "PUT", "/profile", params={"key": key}, json={})
+        problem(await api.driver(other, "GET", "/profile", params={"key": key}), 404)
+
+
+async def test_of_one_model_the_newest_profiles_are_kept(api: Api, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(room, "_PROFILES_PER_MODEL", 3)
+    monkeypatch.setattr(room, "_LINK_PROFILES_LIMIT", 2)
+    mine, other = await _started(api), await _started(api, model=OTHER_MODEL)
+    await api.driver(other, "PUT", "/profile", params=KEY, json={})
+    for number in range(6):
+        await api.driver(mine, "PUT", "/profile", params={"key": f"{number}"}, json={})
+        links = {"key": f"links of cpu {number:064x}"}
+        await api.driver(mine, "PUT", "/profile", params=links, json={})
+    async with api.service.database.read() as session:
+        keys = (await session.execute(select(Profile.key))).scalars().all()
+    assert sorted(key[-1] for key in keys if key.startswith("model")) == ["3", "4", "5", "b"]
+    assert sorted(key[-1] for key in keys if key.startswith("links")) == ["4", "5"]
+
+
+async def test_a_profile_over_the_limit_is_refused_with_the_setting(make_api: ApiMaker):
+    async with make_api(profile_limit_bytes=2000) as api:
+        mine = await _started(api)
+        refused = await api.driver(mine, "PUT", "/profile", params=KEY, json={"layers": ["x" * 2000]})
+        assert "SLOTLINE_PROFILE_LIMIT_BYTES" in problem(refused, 413)["detail"]

@@ -1,0 +1,120 @@
+"""Why a step is slow, over the API: from what drivers report to causes and changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from service.scheduler.job.partition import partition
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec
+from service.store.attempts import find_attempt
+from service.store.database import utc_now
+from service.store.jobs import find_job
+from service.store.measurements import MEASURED_BY_GANG, record_costs, scoped_costs_digest
+from service.store.plans import record_job_plan
+from service.store.transitions import lock_job
+from tests.service.api.conftest import Api
+from tests.service.scheduler.job.test_joint import measured as measured_layers
+from tests.service.scheduler.why.simulation import World, run
+from worker.contract.costs import costs_digest
+
+NETWORK = {"contention": "link", "bandwidth_bytes_per_s": 1e7, "latency_s": 1e-4}
+
+
+async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l4"), owner: str = "") -> str:
+    """A job whose first attempt has a plan and a measured step 5 in that world."""
+    job_id = await api.started(pipeline={"stages": 2})
+    async with api.service.database.read() as session:
+        spec = (await find_job(session, job_id)).spec
+    count = spec["training"]["microbatches"]
+    profile = measured_layers(8, 3)
+    made = partition(
+        profile,
+        stages=2,
+        meshes=[MeshSpec(name="m0"), MeshSpec(name="m1")],
+        cut=list(begins),
+        microbatches=count,
+        network=NetworkSpec(**NETWORK),
+    )
+    plan = make_plan(made.spec, budget_s=0.0)
+    body = {
+        "begins": list(begins),
+        "spec": made.spec.model_dump(mode="json"),
+        "plan": plan.model_dump(mode="json"),
+        "step_s": plan.makespan_s,
+        "update_s": 0.0,
+        "update": [],
+    }
+    costs = {
+        "network": NETWORK,
+        "profiles": [{"microbatches": count, "profile": profile.to_json()}],
+        "tried": [count],
+    }
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, f"{job_id}-1")
+        await record_job_plan(session, attempt, json.dumps(body), at=utc_now())
+        digest = scoped_costs_digest(costs_digest(spec), owner)
+        await record_costs(session, digest, costs, measured_by=MEASURED_BY_GANG, at=utc_now())
+        (await lock_job(session, job_id)).owner = owner
+    await measure(api, job_id, made.spec, plan, world)
+    return job_id
+
+
+async def measure(api: Api, job_id: str, spec: PipelineSpec, plan: Any, world: World) -> None:
+    slots = run(spec, plan, world)
+    timeline = {"step": 5, "started_at": 1.75e9, "slots": [vars(slot) for slot in slots]}
+    longest_s = max(slot.end_s for slot in slots)
+    answer = await api.report(
+        job_id, 1, state="RUNNING", timelines=[timeline], steps=[{"step": 5, "step_s": 1.01 * longest_s}]
+    )
+    assert answer.status_code == 200, answer.text
+
+
+async def why(api: Api, job_id: str, **params: Any) -> httpx.Response:
+    return await api.client.get(f"/api/v1/jobs/{job_id}/why", params=params)
+
+
+async def test_a_job_says_what_makes_its_step_long_and_what_would_help(api: Api):
+    job_id = await trained(api, World(meshes={"m1": 2.0}, noise=0.03))
+    answer = await why(api, job_id)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert (found["job_id"], found["attempt"], found["step"]) == (job_id, 1, 5)
+    assert (found["causes"][0]["kind"], found["causes"][0]["subject"]) == ("straggler", "m1")
+    assert not found["healthy"] and found["notes"] == []
+    gains = [change["gain_s"] for change in found["changes"]]
+    assert gains == sorted(gains, reverse=True)
+    cuts = [change for change in found["changes"] if change["kind"] == "another cut"]
+    assert cuts and cuts[0]["subject"].startswith("l0, l") and cuts[0]["subject"] > "l0, l4"
+    assert {mesh["mesh"] for mesh in found["measured"]["meshes"]} == {"m0", "m1"}
+
+
+async def test_a_job_with_an_owner_is_explained_by_what_its_owner_measured(api: Api):
+    job_id = await trained(api, World(meshes={"m1": 2.0}, noise=0.03), owner="alice")
+    found = (await why(api, job_id)).json()
+    assert any(change["kind"] == "another cut" for change in found["changes"])
+
+
+async def test_a_healthy_job_accuses_nobody(api: Api):
+    job_id = await trained(api, World(noise=0.03))
+    found = (await why(api, job_id, step=5)).json()
+    assert found["causes"] == []
+    assert "nothing is to blame" in found["verdict"].lower()
+
+
+async def test_what_cannot_be_explained_is_said(api: Api):
+    job_id = await trained(api, World())
+    none = await why(api, await api.submit())
+    assert none.status_code == 404 and "no plan" in none.json()["detail"]
+    other = await why(api, job_id, step=6)
+    assert other.status_code == 404 and "not profiled" in other.json()["detail"]
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, f"{job_id}-1")
+        await record_job_plan(
+            session, attempt, json.dumps({"spec": {"gone": 1}, "plan": {"slots": []}}), at=utc_now()
+        )
+    old = await why(api, job_id)
+    assert old.status_code == 422 and "another version" in old.json()["detail"]

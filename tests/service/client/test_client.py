@@ -1,0 +1,279 @@
+"""The typed client against a served control plane: what a user's script imports."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.client.client import ApiError, Client, ClientError, UnreachableError
+from service.control_plane import ControlPlane
+from service.orchestrator.attempts.outcome import EventRecord, TimelineRecord
+from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.ray.local import free_ports
+from service.settings.settings import Settings
+from service.spec.job import JobSpec
+from service.spec.states import AttemptState, JobState
+from service.store.attempts import find_attempt
+from service.store.database import utc_now
+from service.store.measurements import SlotRecord, StepRecord
+from service.store.plans import record_job_plan
+from tests.service.api.routers.test_job_plans import costs
+from tests.service.api.routers.test_plans_api import SPEC
+from tests.service.conftest import job_body
+from tests.service.serving import Served, report, serve, until
+from worker.contract.costs import PROFILE_RESULT_MARK
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serve(Settings(data_dir=tmp_path, tick_s=0.05, retry_backoff_s=0)) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[Client]:
+    with Client(served.url, token="") as client:
+        yield client
+
+
+def started(served: Served, client: Client) -> str:
+    """A job whose first attempt was given to the cluster."""
+    job_id = client.submit(job_body()).id
+    until(lambda: f"{job_id}-1" in served.cluster.submissions)
+    return job_id
+
+
+def step(number: int) -> StepRecord:
+    return StepRecord(number, *([1.0] * 8))
+
+
+def test_a_job_is_submitted_as_a_mapping_or_a_jobspec_and_a_key_submits_once(client: Client):
+    first = client.submit(job_body(), idempotency_key="k")
+    again = client.submit(JobSpec.model_validate(job_body()), idempotency_key="k")
+    other = client.submit(job_body())
+    assert first.id == again.id != other.id
+    assert first.state is JobState.QUEUED and first.progress.steps == 10
+
+
+def test_answers_hold_all_that_the_api_says(tmp_path: Path):
+    """The cluster is looked at once: between two answers nothing changes."""
+    settings = Settings(data_dir=tmp_path, tick_s=0.05, cluster_refresh_s=3600)
+    with serve(settings) as served, Client(served.url, token="") as client:
+        job_id = started(served, client)
+        report(served, job_id, 1, state=AttemptState.RUNNING, steps=[step(1)])
+
+        def raw(path: str) -> httpx.Response:
+            return httpx.get(f"{served.url}/api/v1/{path}", trust_env=False)
+
+        for path, model in (
+            (f"jobs/{job_id}", client.job(job_id)),
+            ("cluster", client.cluster()),
+            ("version", client.version()),
+        ):
+            assert model.model_dump(mode="json") == raw(path).json()
+        assert raw(f"jobs/{job_id}/timeline").status_code == 404
+        assert [q.model_dump(mode="json") for q in client.queues()] == raw("queues").json()["items"]
+
+
+def test_jobs_are_listed_page_after_page_as_they_are_asked_for(
+    client: Client, served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("service.client.client._PAGE_SIZE", 2)
+    ids = [client.submit(job_body(name=f"n{number}")).id for number in range(5)][::-1]
+    assert [job.id for job in client.jobs()] == ids
+    assert [job.id for job in client.jobs(limit=3)] == ids[:3]
+    assert list(client.jobs(limit=0)) == []
+    before = served.requests("/api/v1/jobs")
+    assert next(client.jobs()).id == ids[0]
+    assert served.requests("/api/v1/jobs") == before + 1
+    until(lambda: list(client.jobs(state=JobState.STARTING)))
+    begun = {job.id for job in client.jobs(state=JobState.STARTING)}
+    assert {job.id for job in client.jobs(state=JobState.QUEUED)} <= set(ids) - begun
+    assert list(client.jobs(queue="other")) == []
+
+
+def test_a_job_is_cancelled_and_retried(served: Served, client: Client):
+    started(served, client)
+    waiting = client.submit(job_body()).id
+    assert client.cancel(waiting).state is JobState.CANCELLED
+    assert client.wait(waiting).state is JobState.CANCELLED
+    assert client.retry(waiting).state is JobState.QUEUED
+    with pytest.raises(ApiError, match="QUEUED") as refused:
+        client.retry(waiting)
+    assert (refused.value.status, refused.value.title) == (409, "Conflict")
+    assert not refused.value.temporary
+
+
+def test_a_problem_is_an_exception_with_its_fields(client: Client):
+    with pytest.raises(ApiError) as refused:
+        client.submit(job_body(training={"global_batch": 10, "microbatches": 4}))
+    error = refused.value
+    assert (error.status, error.title) == (422, "Unprocessable Entity")
+    assert str(error) == error.detail and "set microbatches to 2" in error.detail
+    assert error.errors[0]["field"] == "training"
+    with pytest.raises(ApiError, match="there is no job job-none"):
+        client.job("job-none")
+
+
+def test_events_and_logs_are_read_in_pages_and_from_any_place(served: Served, client: Client):
+    job_id = started(served, client)
+    served.cluster.logs[f"{job_id}-1"] = "".join(f"line {number}\n" for number in range(1, 1501))
+    report(served, job_id, 1, events=[EventRecord(utc_now(), "note", str(n)) for n in range(600)])
+    events = list(client.events(job_id))
+    assert [event.number for event in events] == list(range(1, len(events) + 1)) and len(events) > 600
+    assert list(client.events(job_id, after=events[550])) == events[551:]
+    lines = list(client.logs(job_id))
+    assert [line.text for line in lines] == [f"line {number}" for number in range(1, 1501)]
+    assert list(client.logs(job_id, after=lines[1400], attempt=1)) == lines[1401:]
+
+
+def test_a_job_is_followed_to_its_end_from_where_one_was(served: Served, client: Client):
+    job_id = started(served, client)
+    served.cluster.logs[f"{job_id}-1"] = "one\ntwo\n"
+    seen = list(client.events(job_id))
+    timer = threading.Timer(0.3, report, (served, job_id, 1), {"state": AttemptState.SUCCEEDED})
+    timer.start()
+    followed = list(client.events(job_id, after=seen[-1], follow=True))
+    timer.join()
+    assert followed[-1].message == "SUCCEEDED" and seen + followed == list(client.events(job_id))
+    assert list(client.events(job_id, after=followed[-1], follow=True)) == []
+    assert [line.text for line in client.logs(job_id, follow=True)] == ["one", "two"]
+
+
+def test_a_stream_that_breaks_is_taken_up_where_it_broke(tmp_path: Path):
+    (port,) = free_ports(1)
+    settings = Settings(data_dir=tmp_path, tick_s=0.05, port=port)
+    events = []
+    with Client(f"http://127.0.0.1:{port}", token="") as client:
+
+        def follow() -> None:
+            for event in client.events(job_id, follow=True):
+                events.append(event)
+
+        with serve(settings, port=port) as served:
+            job_id = started(served, client)
+            thread = threading.Thread(target=follow)
+            thread.start()
+            until(lambda: events)  # one that has not begun is not taken up
+        with serve(settings, port=port) as served:
+            report(served, job_id, 1, state=AttemptState.SUCCEEDED)
+            thread.join(60)
+            assert not thread.is_alive() and events == list(client.events(job_id))
+
+
+def test_steps_plan_timeline_and_trace_of_a_job(served: Served, client: Client):
+    job_id = started(served, client)
+    slot = SlotRecord("m0", "compute", "F", "s0", None, None, None, 0, 0.0, 0.004)
+    timeline = TimelineRecord(step=2, started_at=1.0, uncertainty_s=None, slots=[slot])
+    report(served, job_id, 1, timelines=[timeline], steps=[step(number) for number in range(1, 1201)])
+
+    async def store_plan(plane: ControlPlane) -> None:
+        body = {"begins": ["a"], "spec": {}, "plan": {"makespan_s": 2.0, "slots": []}}
+        async with plane.database.write() as session:
+            attempt = await find_attempt(session, f"{job_id}-1")
+            await record_job_plan(session, attempt, json.dumps(body), at=utc_now())
+
+    served.run(store_plan)
+    assert [one.step for one in client.steps(job_id)] == list(range(1, 1201))
+    assert [one.step for one in client.steps(job_id, after=1198)] == [1199, 1200]
+    assert client.plan(job_id).plan["makespan_s"] == 2.0
+    view = client.timeline(job_id)
+    assert view.step == 2 and view.measured.slots[0].end_s == 0.004
+    assert client.timeline(job_id, 2) == view
+    names = [e["name"] for e in json.loads(client.chrome_trace(job_id))["traceEvents"] if e["ph"] == "X"]
+    assert names == ["F 0"]
+    with pytest.raises(ApiError, match="choose one of 2"):
+        client.timeline(job_id, 9)
+
+
+def test_a_pipeline_is_planned_without_a_job(client: Client):
+    assert json.loads(client.make_plan(SPEC))["chosen"] == "1f1b"
+    assert client.make_plan(SPEC, format="svg").startswith("<svg")
+
+
+def test_the_plan_of_a_job_is_waited_for_while_one_worker_measures_it_but_not_for_ever(
+    served: Served, client: Client
+):
+    served.run(lambda service: service.cluster.refresh())
+    told: list[str] = []
+    with pytest.raises(ClientError, match=r"one worker measures .* more than 4 s: ask again"):
+        client.plan_job(job_body(), limit_s=4.0, waiting=told.append)
+    assert len(told) == 1 and len(served.cluster.submissions) == 1
+    (run_id,) = served.cluster.submissions
+    served.cluster.logs[run_id] = f"{PROFILE_RESULT_MARK}{json.dumps({'costs': costs((4,))})}\n"
+    served.cluster.states[run_id] = RayJob(RayState.SUCCEEDED)
+    found = client.plan_job(JobSpec.model_validate(job_body()), budget_s=0.2)
+    assert found.spec["microbatches"] == 4 and found.begins == [f"layers.{index}" for index in range(4)]
+    assert found.measured_by == "one worker" and found.step_s == found.plan["makespan_s"] + found.update_s
+
+
+def test_code_is_uploaded_and_named_by_a_job(client: Client):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("model.py", "x = 1\n")
+    package = client.upload_package(buffer.getvalue())
+    assert client.upload_package(buffer.getvalue()) == package
+    job = client.submit(job_body(code={"working_dir": package.uri}))
+    assert job.spec["code"]["working_dir"] == package.uri
+
+
+def test_url_and_token_come_from_the_environment_unless_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with serve(Settings(data_dir=tmp_path, api_token="secret")) as served:
+        monkeypatch.setenv("SLOTLINE_URL", served.url)
+        monkeypatch.setenv("SLOTLINE_API_TOKEN", "secret")
+        assert list(Client().jobs()) == [] and Client().ready()
+        with pytest.raises(ApiError, match="token") as refused:
+            list(Client(token="wrong").jobs())
+        assert refused.value.status == 401
+
+
+def test_a_server_that_is_away_or_is_none_is_told_apart():
+    (port,) = free_ports(1)
+    with Client(f"http://127.0.0.1:{port}", token="") as client:
+        assert not client.ready()
+        with pytest.raises(UnreachableError, match="slotline serve") as away:
+            client.cluster()
+        assert away.value.temporary
+    with pytest.raises(ClientError, match="no address"):
+        Client("http://[::1")
+
+
+def test_the_script_of_the_readme_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SLOTLINE_URL", served.url)
+    monkeypatch.delenv("SLOTLINE_API_TOKEN", raising=False)
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+    def drive() -> None:
+        until(lambda: served.cluster.submissions)
+        job_id = next(iter(served.cluster.submissions)).rpartition("-")[0]
+        report(served, job_id, 1, steps=[step(1)], state=AttemptState.SUCCEEDED)
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    names = {"spec": job_body()}
+    exec(script, names)
+    thread.join()
+    assert names["losses"] == [1.0] and capsys.readouterr().out.endswith("SUCCEEDED\n")
+
+
+def test_a_script_that_imports_the_client_imports_no_server():
+    heavy = ("fastapi", "starlette", "sqlalchemy", "ray", "torch", "numpy", "numba", "ortools", "typer")
+    program = f"import sys, service.client.client; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -1,0 +1,249 @@
+"""Runs of processes that share a database, on SQLite as on PostgreSQL: begun once, told once, by whichever is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from sqlalchemy import select, text, update
+
+from service.orchestrator.attempts.submit import Submitter
+from service.orchestrator.planning.pool import PlannerBusyError
+from service.orchestrator.ray.clusters import build_clusters
+from service.orchestrator.tasks import runner
+from service.orchestrator.tasks.artifacts import JobExporter
+from service.orchestrator.tasks.runner import TaskRunner
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.settings.settings import Settings
+from service.spec.job import JobSpec
+from service.store.database import Database, run_to_completion, utc_now
+from service.store.jobs import NewJob, create_jobs
+from service.store.leases import delete_old_tasks
+from service.store.tables import TaskRow
+from tests.service.conftest import job_body
+from tests.service.fake_cluster import FakeCluster
+from worker.contract.tasks import ExportRequest
+
+
+class Work:
+    """Goes on until it is told its answer."""
+
+    def __init__(self) -> None:
+        self.begun = self.cancelled = 0
+        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def __call__(self) -> str | None:
+        self.begun += 1
+        try:
+            return await asyncio.shield(self.answer)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@pytest.fixture
+async def pair(database: Database, database_url: str) -> AsyncIterator[tuple[TaskRunner, TaskRunner]]:
+    other = Database(database_url)
+    runs = [
+        TaskRunner(one, "test", at_once=1, in_line=1, busy=lambda n: f"{n} go on", failed=RuntimeError)
+        for one in (database, other)
+    ]
+    yield runs[0], runs[1]
+    for one in runs:
+        await one.close()
+    await other.close()
+
+
+@pytest.fixture
+async def work() -> Work:
+    return Work()
+
+
+async def until(done: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.01)
+
+
+async def silenced(database: Database) -> None:
+    """As if nobody had heard of any run for long."""
+    async with database.write() as session:
+        await session.execute(update(TaskRow).values(beat_at=0.0))
+
+
+async def rows(database: Database) -> list[TaskRow]:
+    async with database.read() as session:
+        return list((await session.execute(select(TaskRow))).scalars())
+
+
+async def test_whoever_is_asked_it_is_begun_once_and_told_once(pair, work: Work):
+    first, second = pair
+    asked = await asyncio.gather(
+        *(one.answer("x", work, place="here") for one in (first, second, first, second))
+    )
+    assert asked == [None] * 4
+    await until(lambda: work.begun)
+    work.answer.set_result("found")
+    await until(lambda: not first._runs and not second._runs)
+    assert await second.answer("x", work, place="here") == "found" and work.begun == 1
+    work.answer = asyncio.get_running_loop().create_future()
+    assert await first.answer("x", work, place="here") is None, "told once: it begins again"
+    await until(lambda: work.begun == 2)
+
+
+async def test_why_there_is_no_answer_is_told_by_the_other_too(pair, work: Work):
+    first, second = pair
+    await first.answer("x", work, place="here")
+    work.answer.set_exception(ValueError("no such model"))
+    await until(lambda: not first._runs)
+    with pytest.raises(RuntimeError, match="no such model"):
+        await second.answer("x", work, place="here")
+    assert await second.answer("x", Work(), place="here") is None
+
+
+async def test_an_answer_of_none_leaves_nothing_behind(pair, work: Work, database: Database):
+    first, _second = pair
+    await first.answer("x", work, place="here")
+    work.answer.set_result(None)
+    await until(lambda: not first._runs)
+    assert await rows(database) == []
+
+
+async def test_the_run_of_a_process_that_died_is_begun_by_who_is_asked_next(
+    pair, work: Work, database: Database
+):
+    first, second = pair
+    await first.answer("x", work, place="here")
+    await until(lambda: work.begun)
+    assert await second.answer("x", work, place="here") is None and work.begun == 1
+    await silenced(database)
+    again = Work()
+    assert await second.answer("x", again, place="here") is None
+    await until(lambda: again.begun)
+    work.answer.set_result("of one that was given up")
+    await until(lambda: not first._runs)
+    assert await second.answer("x", again, place="here") is None, "nobody hears the first any more"
+    again.answer.set_result("of who has it")
+    await until(lambda: not second._runs)
+    assert await first.answer("x", work, place="here") == "of who has it"
+
+
+async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
+    pair, work: Work, database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runner, "TASK_RENEWAL_S", 0.05)
+    first, second = pair
+    await first.answer("x", work, place="here")
+    await until(lambda: work.begun)
+    beating, first._beating = first._beating, None
+    beating.cancel()
+    await silenced(database)
+    await second.answer("x", again := Work(), place="here")
+    first._beating = asyncio.create_task(first._beat())
+    await until(lambda: work.cancelled)
+    await until(lambda: not first._runs)
+    assert again.begun == 1 and not again.cancelled and len(await rows(database)) == 1
+
+
+async def test_a_process_that_ends_leaves_its_runs_to_others_at_once(pair, work: Work):
+    first, second = pair
+    await first.answer("x", work, place="here")
+    await until(lambda: work.begun)
+    await first.close()
+    assert work.cancelled == 1
+    await second.answer("x", work, place="here")
+    await until(lambda: work.begun == 2)
+
+
+async def test_few_go_on_at_once_few_wait_and_what_has_ended_is_told_all_the_same(pair, work: Work):
+    first, second = pair
+    await second.answer("of the other", other := Work(), place="here")
+    other.answer.set_result("there")
+    await until(lambda: not second._runs)
+    waiting = Work()
+    await first.answer("x", work, place="here")
+    await first.answer("y", waiting, place="here")
+    await until(lambda: work.begun)
+    with pytest.raises(PlannerBusyError, match="2 go on"):
+        await first.answer("z", work, place="here")
+    assert await first.answer("of the other", other, place="here") == "there"
+    elsewhere = Work()
+    assert await first.answer("x", elsewhere, place="there") is None
+    await until(lambda: elsewhere.begun)
+    assert not waiting.begun, "another place has turns of its own"
+    work.answer.set_result("x")
+    await until(lambda: waiting.begun)
+
+
+async def test_what_nobody_asks_for_is_forgotten(pair, work: Work, database: Database):
+    first, _ = pair
+    await first.answer("x", work, place="here")
+    work.answer.set_result("found")
+    await until(lambda: not first._runs)
+    async with database.write() as session:
+        await delete_old_tasks(session)
+    assert len(await rows(database)) == 1
+    await silenced(database)
+    async with database.write() as session:
+        await delete_old_tasks(session)
+    assert await rows(database) == []
+
+
+async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
+    database: Database, database_url: str, tmp_path
+):
+    settings, cluster, other = Settings(data_dir=tmp_path), FakeCluster(), Database(database_url)
+    clusters = build_clusters(settings, {DEFAULT_CLUSTER: cluster}, refresh_s=600)
+    replicas = [
+        JobExporter(one, clusters, Submitter(settings, one, clusters), limit_s=60)
+        for one in (database, other)
+    ]
+    async with database.write() as session:
+        (job,) = await create_jobs(session, [NewJob(JobSpec.model_validate(job_body()), utc_now())])
+    request = ExportRequest("/runs", job.id)
+    for _ in range(3):
+        for replica in replicas:
+            assert await replica.exported(request) is None
+    await until(lambda: cluster.submissions)
+    await asyncio.sleep(0.1)
+    assert len(cluster.submissions) == 1
+    for replica in replicas:
+        await replica.close()
+    await other.close()
+
+
+async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting(database: Database, pair):
+    """Cut off there, SQLite would keep its lock, and the end of the run would wait for it for half a minute."""
+    runs, running, cancelled = pair[0], asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def in_the_middle() -> int:
+        """Called by SQLite inside the query, in the thread of its connection."""
+        loop.call_soon_threadsafe(running.set)
+        return int(cancelled.wait(60))
+
+    async def work() -> None:
+        await run_to_completion(write())
+
+    async def write() -> None:
+        async with database.write() as session:
+            await session.execute(update(TaskRow).values(beat_at=TaskRow.beat_at))
+            if not database.is_sqlite:
+                running.set()
+                await session.execute(text("SELECT pg_sleep(0.2)"))
+                return
+            raw = await (await session.connection()).get_raw_connection()
+            await raw.driver_connection.create_function("in_the_middle", 0, in_the_middle)
+            await session.execute(text("SELECT in_the_middle()"))
+
+    await runs.answer("x", work, place="here")
+    async with asyncio.timeout(60):
+        await running.wait()
+    ending = asyncio.create_task(runs.close())
+    await asyncio.sleep(0.05)  # whatever a cancelled task does, it has done
+    cancelled.set()
+    async with asyncio.timeout(20):
+        await ending
+    assert await rows(database) == []

@@ -1,0 +1,217 @@
+"""Recomputation is chosen with the schedule: beside brute force over all choices, and never worse than none or all."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+
+from service.scheduler.auto.estimator import MakespanEstimator
+from service.scheduler.auto.recomputation import candidate_choices, cheapest_choice
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.problem import build_problem
+from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.search.bounds import lower_bound
+from service.scheduler.search.rules import LARGE_PROBLEM_TASKS
+from service.scheduler.search.search import search
+from tests.service.scheduler.checker import check_plan
+from tests.service.scheduler.solver import optimum
+from tests.service.scheduler.specs import chain, measured
+
+
+def decided(data, chosen):
+    """The problem in which these stages recompute, written out by hand."""
+    stages = []
+    for stage in data["stages"]:
+        option = stage["recompute"]
+        stage = {key: value for key, value in stage.items() if key != "recompute"}
+        if stage["name"] in chosen:
+            stage["rematerialised_bytes"] = stage["activation_bytes"] - option["activation_bytes"]
+            stage["activation_bytes"] = option["activation_bytes"]
+            stage["backward_input_s"] += option["extra_s"]
+        stages.append(stage)
+    return {**data, "stages": stages}
+
+
+def makespan(data, budget_s):
+    try:
+        return make_plan(load_spec(data), budget_s=budget_s).makespan_s
+    except SpecError:
+        return float("inf")
+
+
+def tight(stages, microbatches, seed):
+    """A chain with unequal stages whose meshes hold about two microbatches."""
+    draw = random.Random(seed)
+    data = chain(stages, microbatches, schedule="auto", contention="link", transfer=draw.choice([0, 0.5, 1]))
+    for stage in data["stages"]:
+        kept = draw.randint(2, 5)
+        stage["forward_s"] = draw.randint(1, 3)
+        stage["activation_bytes"], stage["weight_stash_bytes"] = kept, draw.randint(0, 2)
+        stage["recompute"] = {"activation_bytes": 1, "extra_s": stage["forward_s"]}
+    for mesh, stage in zip(data["meshes"], data["stages"], strict=True):
+        mesh[draw.choice(["memory_bytes", "activation_limit_bytes"])] = stage[
+            "activation_bytes"
+        ] + draw.randint(1, 5)
+    return data
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5])  # two stages, one or none of them recompute
+def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
+    data = tight(3, 5, seed)
+    names = [stage["name"] for stage in data["stages"]]
+    every = {}
+    for bits in product((False, True), repeat=3):
+        chosen = tuple(name for name, bit in zip(names, bits, strict=True) if bit)
+        every[chosen] = makespan(decided(data, chosen), 5.0)
+    plan = make_plan(load_spec(data))
+    assert plan.makespan_s == pytest.approx(min(every.values()), rel=1e-9)
+    assert plan.lower_bound_s <= min(every.values()) * (1 + 1e-9)
+    chosen = tuple(stage.name for stage in plan.stages if stage.recomputed)
+    assert every[chosen] == pytest.approx(plan.makespan_s, rel=1e-9)
+    check_plan(decided(data, chosen), json.loads(plan.model_dump_json()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_larger_problems_it_is_never_worse_than_none_or_all(seed):
+    data = tight(8, 12, 100 + seed)
+    names = [stage["name"] for stage in data["stages"]]
+    plan = make_plan(load_spec(data), budget_s=1.0)
+    for chosen in ((), names):
+        assert plan.makespan_s <= makespan(decided(data, chosen), 0.0) * (1 + 1e-9)
+
+
+def test_without_a_limit_nothing_is_recomputed():
+    data = tight(4, 6, 1)
+    for mesh in data["meshes"]:
+        del mesh[next(key for key in mesh if key != "name")]
+    plan = make_plan(load_spec(data), budget_s=0.5)
+    assert not any(stage.recomputed for stage in plan.stages)
+
+
+def test_where_only_recomputing_fits_it_is_chosen_and_where_nothing_fits_the_message_says_so():
+    data = tight(2, 4, 3)
+    kept = [5, 4]
+    for stage, size in zip(data["stages"], kept, strict=True):
+        stage["mesh"], stage["activation_bytes"] = "m0", size
+    data["meshes"] = [{"name": "m0", "memory_bytes": 6}]  # 9 for both; 1 of the other beside a whole one: 6
+    plan = make_plan(load_spec(data))
+    assert any(stage.recomputed for stage in plan.stages)
+    chosen = [stage.name for stage in plan.stages if stage.recomputed]
+    check_plan(decided(data, chosen), json.loads(plan.model_dump_json()))
+    data["meshes"][0]["memory_bytes"] = 4
+    with pytest.raises(
+        SpecError, match=r"'m0' has memory_bytes 4, less than .* raise memory_bytes to at least 5"
+    ):
+        load_spec(data)
+
+
+def several_a_mesh(seed):
+    """A chain on fewer meshes than stages, some of them recomputed, with more stash than they keep."""
+    draw = random.Random(seed)
+    stages = draw.randint(2, 4)
+    data = chain(stages, draw.randint(2, 5), schedule="auto", contention="link", transfer=draw.choice([0, 1]))
+    meshes = draw.randint(1, stages)
+    data["meshes"] = [{"name": f"m{p}"} for p in range(meshes)]
+    data["split_backward"] = draw.random() < 0.5
+    for index, stage in enumerate(data["stages"]):
+        stage["mesh"] = f"m{index % meshes}"
+        stage |= {key: draw.randint(1, 2) for key in ("forward_s", "backward_input_s", "backward_weight_s")}
+        stage["activation_bytes"] = draw.randint(3, 6)
+        stage["weight_stash_bytes"] = draw.randint(0, stage["activation_bytes"])
+        option = {"activation_bytes": draw.randint(0, 2), "extra_s": 1}
+        stage["recompute"] = {**option, "required": draw.random() < 0.5}
+    for mesh in data["meshes"]:
+        whole = sum(stage["activation_bytes"] for stage in data["stages"] if stage["mesh"] == mesh["name"])
+        key = draw.choice(["memory_bytes", "activation_limit_bytes", None])
+        if key is not None:
+            mesh[key] = whole + draw.randint(0, 8)
+    return data
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_comes_back_for_a_backward_is_counted_and_within_the_limits_wherever_stages_lie(seed):
+    data = several_a_mesh(seed)
+    plan = make_plan(load_spec(data), budget_s=0.3)
+    chosen = [stage.name for stage in plan.stages if stage.recomputed]
+    assert set(chosen) >= {s["name"] for s in data["stages"] if s["recompute"]["required"]}
+    by_hand = decided(data, chosen)
+    check_plan(by_hand, json.loads(plan.model_dump_json()))
+    best = optimum(by_hand)
+    if best is None:
+        return
+    assert plan.lower_bound_s <= best * (1 + 1e-9) <= plan.makespan_s * (1 + 2e-9)
+    assert not plan.proven_optimal or plan.makespan_s == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_named_schedule_recomputes_what_it_must_and_more_only_where_its_memory_asks_for_it(schedule, seed):
+    data = {**tight(3, 5, seed), "schedule": schedule}
+    for mesh in data["meshes"]:
+        mesh.update(activation_limit_bytes=None, memory_bytes=None)
+    data["stages"][1]["recompute"]["required"] = True
+    plan = make_plan(load_spec(data))
+    assert [stage.recomputed for stage in plan.stages] == [False, True, False]
+    check_plan(decided(data, ["s1"]), json.loads(plan.model_dump_json()))
+    peak = plan.meshes[0].peak_activation_bytes
+    data["meshes"][0]["activation_limit_bytes"] = peak - 1
+    plan = make_plan(load_spec(data))
+    assert [stage.recomputed for stage in plan.stages] == [True, True, False]
+    check_plan(decided(data, ["s0", "s1"]), json.loads(plan.model_dump_json()))
+
+
+def test_what_is_judged_ends_with_the_work_for_it_and_the_first_of_the_candidates_is_the_best_that_was_judged():
+    names = [f"s{i}" for i in range(12)]
+    paying = frozenset(names[:5] + names[7:8])
+    judged = []
+
+    def judge(choice):
+        judged.append(choice)
+        return 100.0 + len(choice ^ paying)
+
+    assert candidate_choices(names, judge) == [paying, frozenset(), frozenset(names)]
+    assert len(judged) == len(set(judged))
+    for allowed in range(2, 12):
+        judged.clear()
+        found = candidate_choices(names, judge, lambda most=allowed: len(judged) >= most)
+        assert len(judged) == allowed
+        assert judge(found[0]) == min(judge(choice) for choice in set(judged))
+    assert candidate_choices(names, judge, doubt=0.2)[0] == frozenset()
+
+
+@pytest.mark.parametrize(("meshes", "microbatches", "memory"), [(3, 300, 2.5), (6, 12, 3), (40, 200, 20)])
+def test_a_judge_does_so_much_work_and_little_more_and_is_not_below_what_the_bounds_allow(
+    meshes, microbatches, memory
+):
+    spec = load_spec(measured(meshes, microbatches, 7, memory=memory))
+    problem = build_problem(spec, split=True)
+    judge = MakespanEstimator(1.0)
+    found = [judge.makespan(problem, "split", thorough=True)]
+    while not judge.exhausted:
+        before = judge.spent_s
+        found.append(judge.makespan(problem, "split"))
+        assert judge.spent_s > before
+    assert judge.spent_s < 2.0
+    assert found[1:] == [found[0]] * (len(found) - 1)  # its few rules contain the best of the many
+    assert lower_bound(problem) <= found[0] * (1 + 1e-9)
+    if problem.tasks <= LARGE_PROBLEM_TASKS:
+        plan = search(problem, [], budget_s=0.0)
+        assert plan is not None and plan.timeline.makespan <= found[0] * (1 + 1e-9)
+
+
+def test_of_a_large_problem_with_a_named_schedule_only_so_many_choices_are_tried_as_take_a_few_seconds():
+    names = [f"s{i}" for i in range(8)]
+    tried = []
+
+    def makespan(choice):
+        tried.append(choice)
+        if not choice:
+            raise SpecError("too much memory")
+        return 9.0 - len(choice)
+
+    assert cheapest_choice(names, makespan, tasks=100_000) == frozenset(names)
+    assert len(tried) <= 4
+    tried.clear()
+    assert cheapest_choice(names, makespan, tasks=100) == frozenset(names)
+    assert len(tried) > 4

@@ -1,0 +1,46 @@
+"""Settings as the environment gives them."""
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from service.settings.settings import Settings
+
+
+@pytest.mark.parametrize("given", ["secret\n", " secret", SecretStr("secret\n")])
+def test_a_token_from_a_file_made_by_echo_is_the_token_without_its_newline(given):
+    token = Settings(api_token=given).api_token
+    assert token is not None and token.get_secret_value() == "secret"
+
+
+@pytest.mark.parametrize("name", ["SLOTLINE_API_TOKEN", "RAY_AUTH_TOKEN"])
+@pytest.mark.parametrize("blank", [" ", "\n", "\t "])
+def test_a_blank_token_is_refused_for_it_would_keep_nobody_out(monkeypatch, name, blank):
+    monkeypatch.setenv(name, blank)
+    with pytest.raises(ValidationError, match="a blank token keeps nobody out"):
+        Settings()
+
+
+def test_a_blank_token_does_not_open_the_server_to_others(monkeypatch):
+    monkeypatch.setenv("SLOTLINE_API_TOKEN", " ")
+    monkeypatch.setenv("SLOTLINE_HOST", "0.0.0.0")
+    with pytest.raises(ValidationError):
+        Settings()
+
+
+def test_an_empty_variable_is_none_at_all(monkeypatch):
+    monkeypatch.setenv("SLOTLINE_API_TOKEN", "")
+    assert Settings().api_token is None
+
+
+@pytest.mark.parametrize("ports", ["9499-9400", "0-5", "9400-65536", "9400", "a-b"])
+def test_ports_that_are_no_range_are_refused(ports):
+    with pytest.raises(ValidationError, match="metrics_ports"):
+        Settings(metrics_ports=ports)
+
+
+def test_drivers_use_the_users_address_unless_they_have_one_of_their_own():
+    assert Settings(public_url="https://out").control_url == "https://out"
+    both = Settings(public_url="https://out", driver_url="http://in:80/")
+    assert (both.url, both.control_url) == ("https://out", "http://in:80")
+    with pytest.raises(ValidationError, match="http"):
+        Settings(driver_url="in:80")

@@ -1,0 +1,199 @@
+"""resources.meshes as a list: what it means, and how it is refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from service.spec.job import JobSpec
+from tests.service.conftest import job_body
+from worker.contract.job import Job
+
+
+def _spec(resources: dict) -> JobSpec:
+    body = job_body(resources=resources)
+    return JobSpec.model_validate(
+        {**body, "pipeline": {"stages": 2}, "training": {"steps": 1, "global_batch": 8, "microbatches": 2}}
+    )
+
+
+TENSOR_2 = {"meshes": 2, "workers_per_mesh": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"workers": 2},
+        {"workers": 2, "parallel": {"data": 2}},
+        {"workers": 2, "parallel": {"data": 2, "tensor": 1}, "shard": "none"},
+        {"workers": 2, "parallel": {"tensor": 1}},
+    ],
+)
+def test_meshes_that_are_all_alike_are_the_short_form(entry):
+    assert _spec({"meshes": [entry, entry]}) == _spec({"meshes": 2, "workers_per_mesh": 2})
+
+
+def test_meshes_of_unlike_sizes_are_kept_one_by_one():
+    spec = _spec({"meshes": [{"workers": 2}, {"workers": 1}]})
+    assert spec.mesh_sizes == [2, 1] and spec.accelerators == 3
+    stored = spec.model_dump(mode="json")
+    assert JobSpec.model_validate(stored) == spec
+    job = Job.from_json(stored)
+    assert job.mesh_sizes == (2, 1) and job.batch_multiple == 2
+
+
+def test_workers_that_share_matrices_have_the_same_samples():
+    spec = _spec({"meshes": [{"workers": 8, "parallel": {"data": 4, "tensor": 2}}] * 2})
+    assert spec == _spec({"meshes": 2, "workers_per_mesh": 8, "tensor": 2})
+    job = Job.from_json(spec.model_dump(mode="json"))
+    assert (job.max_dp_size, job.batch_multiple, job.mesh_sizes) == (4, 4, (8, 8))
+    with pytest.raises(ValidationError, match="a microbatch of 4 samples cannot be shared"):
+        _spec({"meshes": 2, "workers_per_mesh": 8})
+
+
+@pytest.mark.parametrize(
+    ("parts", "workers", "tensors"),
+    [
+        ([(2, 2), (2, 1)], [4, 2], [2, 1]),
+        ([(1, 2), (1, 1)], [2, 1], [2, 1]),
+        ([(1, 2), (2, 1)], None, [2, 1]),
+        ([(2, 2), (1, 2)], [4, 2], None),
+    ],
+)
+def test_meshes_that_share_their_matrices_unlike_are_kept_one_by_one(parts, workers, tensors):
+    entries = [{"workers": data * tensor, "parallel": {"tensor": tensor}} for data, tensor in parts]
+    spec = _spec({"meshes": entries})
+    assert (spec.resources.workers, spec.resources.tensors) == (workers, tensors)
+    stored = spec.model_dump(mode="json")
+    assert JobSpec.model_validate(stored) == spec
+    job = Job.from_json(stored)
+    assert job.unlike and job.dp_sizes == tuple(data for data, _ in parts)
+    assert job.tensors == tuple(tensor for _, tensor in parts) and job.tp_size("m1") == parts[1][1]
+
+
+def test_entries_need_not_say_how_their_workers_share():
+    assert _spec({"meshes": [{}, {"workers": 1}]}).accelerators == 2
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_device(device):
+    unlike = _spec({"meshes": [{"workers": 2}, {"workers": 1}], "device": device}).resources
+    assert (unlike.workers, unlike.device) == ([2, 1], device) or tuple(unlike.workers) == (2, 1)
+    shared = _spec({"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "device": device}).resources
+    assert (shared.tensor, shared.device) == (2, device)
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        (
+            {"meshes": [{"workers": 2}, {"workers": 3}]},
+            "a microbatch of 4 samples cannot be shared by meshes of [2, 3] workers, each mesh among its own: give "
+            "microbatches of a multiple of 6 samples, with training.global_batch 12, or give each mesh a divisor of 4: "
+            "1, 2, 4",
+        ),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1, 1]},
+            "workers [2, 1, 1] does not say how many workers each of 2 meshes has",
+        ),
+        ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensors": [2, 1, 1]},
+            "tensors [2, 1, 1] does not say among how many workers each of 2 meshes shares its matrices",
+        ),
+        ({"meshes": [{}], "tensors": [1]}, "meshes is a list and tensors is given too"),
+        (
+            {
+                "meshes": [
+                    {"workers": 6, "parallel": {"tensor": 2}},
+                    {"workers": 2, "parallel": {"tensor": 2}},
+                ]
+            },
+            "a microbatch of 4 samples cannot be shared by meshes of [3, 1] workers",
+        ),
+        ({"meshes": 2, "workers_per_mesh": 3, "tensor": 2}, "use one of 1, 3, or a multiple of 2 workers"),
+        (
+            {"meshes": 2, "tensor_plan": {"*": "colwise"}},
+            "and tensor is 1: set tensor, or leave the plan out",
+        ),
+        (TENSOR_2 | {"tensor_plan": {"*": "split"}}, "tensor_plan.*"),
+        (TENSOR_2 | {"tensor_plan": {"re:(": "colwise"}}, "'re:(' is no regular expression"),
+        (TENSOR_2 | {"tensor_plan": {}}, "tensor_plan shares no matrix and tensor is 2"),
+        (TENSOR_2 | {"tensor_plan": {"*": "replicate"}}, "tensor_plan shares no matrix and tensor is 2"),
+        (
+            {"meshes": [{"workers": 2, "shard": "optimizer"}, {"workers": 2}], "shard": "none"},
+            "shard is given in entries of meshes and beside them: leave it out beside them",
+        ),
+        (
+            {"meshes": 2, "workers_per_mesh": 2, "shard": ["optimizer"]},
+            "resources.shard lists 1 meshes and there are 2: write none or optimizer for all",
+        ),
+        (
+            {"meshes": [{"workers": 6, "parallel": {"tensor": 4}}]},
+            "use one of 1, 2, 3, 6, or a multiple of 4 workers",
+        ),
+        (
+            {"meshes": [{"workers": 3, "parallel": {"data": 2}}]},
+            "= 2 workers, and there are 3: set data to 3, or workers to 2",
+        ),
+        ({"meshes": [{"shard": "all"}]}, "meshes.0.shard is 'all': input should be 'none' or 'optimizer'"),
+        (
+            {"meshes": [{}, {"tensor": 2}]},
+            "meshes.1.tensor is not a field of a mesh: it has workers, parallel",
+        ),
+        ({"meshes": [{"workers": 0}]}, "meshes.0.workers is 0"),
+        ({"meshes": [4]}, "meshes.0 is 4"),
+        ({"meshes": []}, "meshes lists 0 meshes"),
+        ({"meshes": [{}], "workers_per_mesh": 2}, "each entry says its own, leave it out"),
+        ({"meshes": [{"workers": 3}, {"workers": 3}]}, "a microbatch of 4 samples cannot be shared"),
+        ({"meshes": [{}, {}, {}]}, "resources.meshes 3 is more than pipeline.stages 2"),
+    ],
+)
+def test_a_list_that_cannot_run_is_refused_with_what_fits(resources, said):
+    with pytest.raises(ValidationError) as caught:
+        _spec(resources)
+    assert said in str(caught.value)
+
+
+def test_meshes_that_share_matrices_unlike_share_the_state_of_the_optimizer_each_as_it_says():
+    """The list of DESIGN section 12; a mesh whose workers all have the same samples shares no state."""
+    shared = {"workers": 4, "parallel": {"data": 2, "tensor": 2}, "shard": "none"}
+    entries = [shared, {"workers": 2, "parallel": {"data": 2, "tensor": 1}, "shard": "optimizer"}]
+    spec = _spec({"meshes": entries})
+    assert spec.resources.shard == ["none", "optimizer"]
+    job = Job.from_json(spec.model_dump(mode="json"))
+    assert (job.sharded, job.dp_sizes, job.tensors) == (("m1",), (2, 2), (2, 1))
+    both = Job.from_json(
+        _spec({"meshes": [one | {"shard": "optimizer"} for one in entries]}).model_dump(mode="json")
+    )
+    assert both.sharded == ("m0", "m1")
+    alone = {"workers": 2, "parallel": {"tensor": 2}, "shard": "optimizer"}
+    assert Job.from_json(_spec({"meshes": [alone, entries[1]]}).model_dump(mode="json")).sharded == ("m1",)
+
+
+def test_meshes_share_the_state_of_the_optimizer_all_of_them_or_one_by_one():
+    shared, alone = {"workers": 2, "shard": "optimizer"}, {"workers": 2}
+    everywhere = _spec({"meshes": [shared, shared]})
+    assert everywhere == _spec({"meshes": 2, "workers_per_mesh": 2, "shard": "optimizer"})
+    some = _spec({"meshes": [alone, shared]})
+    stored = some.model_dump(mode="json")
+    assert JobSpec.model_validate(stored) == some
+    assert Job.from_json(everywhere.model_dump(mode="json")).sharded == ("m0", "m1")
+    assert Job.from_json(stored).sharded == ("m1",)
+    lonely = {"meshes": [{"workers": 1, "shard": "optimizer"}, {"workers": 2, "shard": "none"}]}
+    assert Job.from_json(_spec(lonely).model_dump(mode="json")).sharded == ()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"workers": 2, "shard": "optimizer"}, "resources.shard is optimizer, and"),
+        ({"workers": 2, "parallel": {"tensor": 2}}, "resources.tensor is 2, and"),
+    ],
+)
+def test_an_optimizer_of_torch_that_cannot_be_shared_is_refused_by_name(name, mesh, said):
+    body = job_body(optimizer={"factory": f"torch.optim:{name}"}, resources={"meshes": [mesh] * 2})
+    training = {"steps": 1, "global_batch": 8, "microbatches": 2}
+    with pytest.raises(ValidationError, match=f"{said} {name} does not update each element by itself"):
+        JobSpec.model_validate({**body, "pipeline": {"stages": 2}, "training": training})

@@ -1,0 +1,435 @@
+"""Workers of whole jobs, without Ray: they train, save and go on as a plain loop of torch does."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pytest
+import torch
+
+from tests.reference import accumulate
+from tests.worker.workers import Workers
+from worker.actor import model_host
+from worker.actor.actor import Worker
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
+from worker.contract.job import Job
+from worker.contract.profile import OptimizerState
+from worker.contract.reasons import Reason
+from worker.data.sampler import BatchSampler, collate, read_sample
+from worker.model.factory import build_model, call_factory, resolve
+
+SCHEDULES = {
+    "none": None,
+    "cosine": {"factory": "torch.optim.lr_scheduler:CosineAnnealingLR", "args": {"T_max": 8}},
+    "milestones": {
+        "factory": "torch.optim.lr_scheduler:MultiStepLR",
+        "args": {"milestones": [2, 5], "gamma": 0.3},
+    },
+    "one cycle": {
+        "factory": "torch.optim.lr_scheduler:OneCycleLR",
+        "args": {"max_lr": 0.02, "total_steps": 10},
+    },
+}
+
+
+def job(schedule=None, *, stages=2, meshes=2, workers_per_mesh=1, **changes):
+    return {
+        "model": {
+            "factory": "worker.examples.gpt:build",
+            "args": {"layers": 3, "width": 16, "heads": 2, "length": 8, "tied": True},
+        },
+        "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 8}},
+        "loss": {"factory": "torch.nn:CrossEntropyLoss"},
+        "optimizer": {
+            "factory": "torch.optim:AdamW",
+            "args": {"lr": 1e-2},
+            "schedule": SCHEDULES[schedule] if isinstance(schedule, str) else schedule,
+        },
+        "training": {"steps": 8, "global_batch": 8, "microbatches": 2, "seed": 5, "clip_grad_norm": 1.0},
+        "pipeline": {"stages": stages, "schedule": "1f1b"},
+        "resources": {"meshes": meshes, "workers_per_mesh": workers_per_mesh},
+        **changes,
+    }
+
+
+def plain(spec, steps, loss=torch.nn.functional.cross_entropy):
+    """Loss and learning rate of each step of a plain loop."""
+    training = spec["training"]
+    model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=training["seed"])
+    data = call_factory(spec["data"]["factory"], spec["data"]["args"])
+    sampler = BatchSampler(
+        len(data), training["global_batch"], training["microbatches"], seed=training["seed"]
+    )
+
+    def batches(step):
+        def sample(index):
+            return read_sample(data, index, seed=training["seed"], step=step)
+
+        return [
+            collate([sample(i) for i in sampler.indices(step, m)]) for m in range(training["microbatches"])
+        ]
+
+    optimizer = resolve(spec["optimizer"]["factory"])(list(model.parameters()), **spec["optimizer"]["args"])
+    schedule = spec["optimizer"]["schedule"]
+    if schedule:
+        schedule = resolve(schedule["factory"])(optimizer, **schedule.get("args", {}))
+    losses, rates = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        found = accumulate(model, batches(step), loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training["clip_grad_norm"])
+        losses.append(sum(found) / len(found))
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return losses, rates
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_losses_and_learning_rates_are_those_of_a_plain_loop_also_after_a_resume_on_fewer_meshes(
+    schedule, tmp_path
+):
+    spec = job(schedule, stages=3, meshes=3)
+    losses, rates = plain(spec, range(1, 9))
+    found_rates = []
+    with Workers(spec) as run:
+        for step in range(1, 5):
+            results = run.step(step)
+            values = [loss for result in results for loss in result.losses]
+            assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
+            assert len({result.learning_rate for result in results}) == 1
+            found_rates.append(results[0].learning_rate)
+        uri = checkpoint_format.step_uri(str(tmp_path), "job", 4)
+        run.call(lambda w: w.save(uri, 4))
+        checkpoint_format.finish_checkpoint(uri, step=4, shards=["m0", "m1", "m2"], keep=1)
+    with Workers(job(schedule, stages=2, meshes=2)) as run:
+        assert run.call(lambda w: w.restore(uri)) == [4, 4]
+        for step in range(5, 9):
+            results = run.step(step)
+            values = [loss for result in results for loss in result.losses]
+            assert sum(values) / len(values) == pytest.approx(losses[step - 1], rel=1e-5), step
+            found_rates.append(results[0].learning_rate)
+    assert found_rates == pytest.approx(rates)
+
+
+def in_halves(first, last, uri):
+    """Losses of steps 1 to 4 of the job `first`, then of steps 5 to 8 of the job `last`, which goes on from there."""
+    with Workers(first) as run:
+        losses = run.losses(range(1, 5))
+        run.call(lambda w: w.save(uri, 4))
+        meshes = [f"m{i}" for i in range(first["resources"]["meshes"])]
+        checkpoint_format.finish_checkpoint(uri, step=4, shards=meshes, keep=1)
+    with Workers(last) as run:
+        run.call(lambda w: w.restore(uri))
+        losses += run.losses(range(5, 9))
+        names = [[g.get("name") for g in w._optimizer.param_groups] for w in run.workers]
+    return losses, names
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("schedule", ["cosine", "one cycle", "sequence"])
+def test_groups_of_an_optimizer_keep_their_settings_in_a_resume_on_another_cut(
+    before, after, schedule, tmp_path
+):
+    """The embedding has no vectors: alone on a mesh it has one group, and the first mesh's are not everybody's."""
+    optimizer = {
+        "factory": "odd_jobs:adamw_by_shape",
+        "args": {"lr": 1e-3},
+        "schedule": {"factory": "odd_jobs:warm_up_then_cosine"}
+        if schedule == "sequence"
+        else SCHEDULES[schedule],
+    }
+    cuts = {1: "auto", 2: ["embed", "blocks.1"], 3: ["embed", "blocks.0", "blocks.1"]}
+
+    def spec(stages):
+        cut = {"pipeline": {"stages": stages, "schedule": "1f1b", "cut": cuts[stages]}}
+        return job(stages=stages, meshes=stages) | cut | {"optimizer": optimizer}
+
+    losses, _ = plain(spec(1), range(1, 9))
+    found, names = in_halves(spec(before), spec(after), checkpoint_format.step_uri(str(tmp_path), "job", 4))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert names[-1] == ["vectors", "matrices"] and (after < 3 or names[0] == ["matrices"])
+
+
+def test_parameters_that_were_trained_apart_are_not_put_into_one_group_without_a_word(tmp_path):
+    optimizer = {"factory": "odd_jobs:sgd_by_place", "args": {"lr": 0.1}}
+    with pytest.raises(AttemptFailure, match=r"in one group .* saved with lr 0\.1 and 0\.5: let") as raised:
+        in_halves(
+            job(optimizer=optimizer),
+            job(optimizer=optimizer, stages=1, meshes=1),
+            checkpoint_format.step_uri(str(tmp_path), "job", 4),
+        )
+    assert raised.value.reason is Reason.CHECKPOINT_FAILED
+
+
+@pytest.mark.parametrize("shape", [{}, {"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+def test_data_that_masks_at_random_trains_as_a_plain_loop_on_the_same_draws(shape):
+    """The first mesh takes the input of a sample, the last one its target: of one draw."""
+    spec = job(data={"factory": "odd_jobs:Masked", "args": {"length": 8}}, **shape)
+    losses, _ = plain(spec, range(1, 4))
+    with Workers(spec) as run:
+        assert run.losses(range(1, 4)) == pytest.approx(losses, rel=1e-5)
+
+
+def test_dropout_does_not_notice_what_a_data_set_draws():
+    def losses(data):
+        model = {"factory": "worker.examples.gpt:build", "args": {**job()["model"]["args"], "dropout": 0.3}}
+        with Workers(job(model=model, data={"factory": data, "args": {"length": 8}})) as run:
+            return run.losses(range(1, 4))
+
+    assert losses("odd_jobs:DrawsInVain") == losses("worker.examples.text:ByteWindows")
+
+
+@pytest.mark.parametrize("recompute", ["all", ["s1"], ["blocks"]])
+def test_a_job_that_recomputes_has_the_losses_of_one_that_does_not(recompute):
+    found = []
+    for wanted in ("none", recompute):
+        spec = job("cosine", stages=3, meshes=3)
+        spec["pipeline"]["recompute"] = wanted
+        with Workers(spec) as run:
+            again = [runner._recompute for w in run.workers for runner in w._engine.runners.values()]
+            assert any(again) == (wanted != "none")
+            found.append(run.losses(range(1, 4)))
+    assert found[0] == found[1]
+
+
+def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_one(monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        model_host,
+        "build_model",
+        lambda *args, **kwargs: built.append(args) or build_model(*args, **kwargs),
+    )
+    spec = job(stages=3, meshes=3, workers_per_mesh=2)
+    with Workers(spec) as run:
+        assert len(built) == 1
+        model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=5)
+        whole = dict(model.named_parameters())
+        for worker in run.workers:
+            own = worker._engine.state()["parameters"]
+            assert 0 < sum(p.nbytes for p in own.values()) < 0.75 * sum(p.nbytes for p in whole.values())
+            assert all(torch.equal(value, whole[name]) for name, value in own.items())
+            assert worker._model._traced is None
+
+
+def test_a_graph_that_cannot_be_sent_is_traced_by_every_worker(monkeypatch):
+    spec = job(stages=3, meshes=3)
+    with Workers(spec) as run:
+        expected = run.losses(range(1, 3))
+
+    def refuse(_):
+        raise TypeError("cannot pickle a lambda")
+
+    monkeypatch.setattr(model_host, "serialize_models", refuse)
+    with Workers(spec) as run:
+        assert run.losses(range(1, 3)) == expected
+
+
+def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):
+    spec = job("cosine", workers_per_mesh=2)
+    losses, _ = plain(spec, range(1, 5))
+    uri = checkpoint_format.step_uri(str(tmp_path), "job", 2)
+    with Workers(spec) as run:
+        assert run.losses(range(1, 3)) == pytest.approx(losses[:2], rel=1e-5)
+        run.call(lambda w: w.save(uri, 2))
+        checkpoint_format.finish_checkpoint(uri, step=2, shards=["m0", "m1"], keep=1)
+    with Workers(spec) as run:
+        run.call(lambda w: w.restore(uri))
+        assert run.losses(range(3, 5)) == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says():
+    loss = {"factory": "workers:NanInStep", "args": {"step": 2, "microbatches": 2}}
+    spec = job("cosine", loss=loss)
+    with Workers(spec) as run:
+        run.step(1)
+        with pytest.raises(AttemptFailure, match="step 2: the loss or the gradient norm is not finite"):
+            run.step(2)
+    losses, rates = plain(job("cosine"), [1, 3, 4])
+    spec["training"]["non_finite"] = "skip"
+    with Workers(spec) as run:
+        steps = [run.step(step) for step in (1, 2, 3, 4)]
+    assert [results[0].skipped for results in steps] == [False, True, False, False]
+    kept = [steps[i] for i in (0, 2, 3)]
+    assert [results[0].learning_rate for results in kept] == pytest.approx(rates)
+    found = [[loss for result in results for loss in result.losses] for results in kept]
+    assert [sum(values) / len(values) for values in found] == pytest.approx(losses, rel=1e-5)
+
+
+def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_planned_and_seen():
+    loss = {"factory": "workers:TooLargeAfter", "args": {"calls": 20}}  # profiling calls it some times
+    with Workers(job(loss=loss)) as run:
+        for step in range(1, 100):
+            try:
+                results = run.step(step)
+            except OutOfMemoryFailure as error:
+                failure = error
+                break
+            assert [result.peak_memory_bytes > 0 for result in results] == [True, True]
+    assert failure.reason is Reason.OUT_OF_MEMORY and failure.mesh == "m1" and failure.seen_bytes > 0
+    assert "can't allocate memory" in failure.message and "1F" in failure.message
+    assert "mesh m1 was planned with 1,234,567 bytes" in failure.message
+    assert f"had come to {failure.seen_bytes // 2:,} bytes (resident in its process" in failure.message
+    assert "torch.empty" in failure.details
+    copy = pickle.loads(pickle.dumps(failure))
+    assert (copy.reason, copy.mesh, copy.seen_bytes) == (failure.reason, "m1", failure.seen_bytes)
+
+
+# What a worker refuses, and what it remembers
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "told"),
+    [
+        ({"data": {"factory": "builtins:iter", "args": {}}}, Reason.DATA_FAILED, "iter expected|takes"),
+        ({"data": {"factory": "builtins:object"}}, Reason.DATA_FAILED, "cannot tell how many samples"),
+        ({"data": {"factory": "builtins:set"}}, Reason.DATA_FAILED, "builtins:set is empty"),
+        ({"data": {"factory": "builtins:list"}}, Reason.DATA_FAILED, "the data set is empty"),
+        (
+            {
+                "optimizer": {
+                    "factory": "torch.optim:SGD",
+                    "schedule": {"factory": "torch.optim.lr_scheduler:No"},
+                }
+            },
+            Reason.MODEL_BUILD_FAILED,
+            "lr_scheduler has no 'No'",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
+    with pytest.raises(AttemptFailure, match=told) as caught:
+        Worker(
+            job=Job.from_json(job(**changes)),
+            mesh="m0",
+            worker=0,
+            device="cpu",
+        ).prepare(1)
+    assert caught.value.reason == reason
+
+
+def test_a_worker_tells_the_memory_that_it_was_given_or_has_and_what_its_optimizer_keeps():
+    def worker(**resources):
+        spec = job() | {"resources": {"meshes": 2, **resources}}
+        return Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+
+    assert worker(memory_per_worker=12345).memory_limit(3) == 12345
+    whole, half = worker().memory_limit(1), worker(memory_per_worker="auto").memory_limit(2)
+    assert whole / 4 < half < whole
+    assert worker().optimizer_state() == OptimizerState(2.0, 4)
+
+
+def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
+    schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"steps": 3}}
+    with pytest.raises(AttemptFailure, match=r"StepLR.*steps=3.*correct optimizer\.schedule\.args") as caught:
+        Workers(job(schedule, stages=1, meshes=1))
+    assert caught.value.reason == Reason.USER_CODE_RAISED
+
+
+def test_a_profile_is_used_again_for_the_same_work_only():
+    def key(workers_per_mesh=1, **changes):
+        worker = Worker(
+            job=Job.from_json(job(workers_per_mesh=workers_per_mesh, **changes)),
+            mesh="m0",
+            worker=0,
+            device="cpu",
+        )
+        return worker.prepare(workers_per_mesh)[2]
+
+    smaller = job()["training"] | {"global_batch": 4}
+    keys = [key(), key(meshes=3), key(2), key(training=smaller)]
+    assert len(set(keys)) == len(keys)
+    assert key(training=job()["training"] | {"steps": 1, "seed": 9}) == keys[0]
+
+
+@pytest.mark.parametrize("workers_per_mesh", [1, 2])
+def test_a_job_that_leaves_its_numbers_open_learns_what_a_plain_loop_learns_at_the_chosen_ones(
+    workers_per_mesh,
+):
+    spec = job("cosine", workers_per_mesh=workers_per_mesh)
+    spec["training"]["microbatches"] = spec["pipeline"]["stages"] = spec["pipeline"]["schedule"] = "auto"
+    with Workers(spec) as run:
+        chosen = run.planned["spec"]["microbatches"]
+        assert chosen in (1, 2, 4, 8) and len(run.planned["begins"]) % 2 == 0
+        found = run.losses(range(1, 5))
+        counts = [len(result.losses) for result in run.step(5)]
+    assert set(counts) <= {0, chosen}, "as many losses as microbatches, where the model ends"
+    spec["training"]["microbatches"] = chosen
+    assert found == pytest.approx(plain(spec, range(1, 5))[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stages_are_loaded_for_the_planned_number_of_microbatches_whatever_was_profiled_last(count):
+    """With the shapes of another number the graph would refuse the batch, or the loss would be scaled wrongly."""
+    spec = job("cosine")
+    spec["training"]["microbatches"] = "auto"
+    fixed = {**spec, "training": {**spec["training"], "microbatches": count}}
+    worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+    keys = worker.prepare(1)
+    assert list(keys) == [1, 2, 4, 8] and len(set(keys.values())) == 4
+    profiles = {n: worker.profile(n) for n in (1, 2, 4, 8)}
+    assert [p["microbatch"].split("]")[0] for p in profiles.values()] == ["[8, 8", "[4, 8", "[2, 8", "[1, 8"]
+    with Workers(fixed) as run:
+        assert run.losses(range(1, 3)) == pytest.approx(plain(fixed, range(1, 3))[0], rel=1e-5)
+    alone = Worker(job=Job.from_json(fixed), mesh="m0", worker=0, device="cpu")
+    assert alone.prepare(1) == {count: keys[count]}, "a profile serves jobs that say the number, too"
+
+
+def test_more_or_fewer_microbatches_than_the_job_says_are_refused():
+    worker = Worker(job=Job.from_json(job()), mesh="m0", worker=0, device="cpu")
+    worker.prepare(1)
+    with pytest.raises(AttemptFailure, match="4 microbatches were planned, but the job says 2"):
+        worker.profile(4)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_data_set_that_raises_is_reported_with_its_index_in_its_own_step(prefetch):
+    spec = job()
+    data = {"factory": "workers:RaisesAt", "args": {"length": 8, "step": 3, "batch": 8, "seed": 5}}
+    spec["data"] = data | {"prefetch": prefetch}
+    with Workers(spec) as run:
+        run.step(1), run.step(2)
+        with pytest.raises(
+            AttemptFailure, match=r"sample \d+ of data workers:RaisesAt raised OSError"
+        ) as told:
+            run.call(lambda w: w.run_step(3) if w._mesh == "m0" else None)
+    assert told.value.reason is Reason.DATA_FAILED
+
+
+def test_samples_of_the_next_steps_are_read_while_a_step_runs_and_not_on_its_thread():
+    spec = job()
+    spec["data"] = {"factory": "workers:Watched", "args": {"length": 8}, "prefetch": 1}
+    with Workers(spec) as run:
+        run.step(1)
+        datasets = [worker._batches._dataset for worker in run.workers]
+        deadline = time.monotonic() + 20
+        while min(len(data.readers) for data in datasets) < 1 + 8 * 2:
+            assert time.monotonic() < deadline, "the samples of step 2 are not read before it begins"
+            time.sleep(0.01)
+        assert all(set(data.readers[-8:]) == {"slotline-data"} for data in datasets)
+        threads = [worker._reader._reader._thread for worker in run.workers]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_losses_are_the_same_however_far_samples_are_read_ahead():
+    found = []
+    for prefetch in (0, 1, 5):
+        spec = job("cosine")
+        spec["data"] = {**spec["data"], "prefetch": prefetch}
+        with Workers(spec) as run:
+            found.append(run.losses(range(1, 6)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_data_set_that_draws_while_a_stage_draws_disturbs_neither():
+    found = []
+    for prefetch in (0, 2):
+        spec = job()
+        spec["model"]["args"]["dropout"] = 0.3
+        spec["data"] = {"factory": "workers:SeedsAndDraws", "args": {"length": 8}, "prefetch": prefetch}
+        with Workers(spec) as run:
+            found.append(run.losses(range(1, 7)))
+    assert found[0] == found[1]

@@ -1,0 +1,127 @@
+"""What the engine takes of a processor for an action, measured between real gloo transports."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from worker.benchmark import engine as benchmark_engine
+from worker.benchmark.engine import MICROBATCHES, measure_action, pipeline_program
+from worker.engine.engine import Engine
+from worker.transport.base import ConnectError, Topology
+from worker.transport.gloo import GlooTransport
+from worker.transport.rendezvous import host_store
+
+
+@pytest.fixture(scope="module")
+def stores():
+    """Rendezvous stores live as long as somebody holds them."""
+    return []
+
+
+def transports(stores, meshes, connect_s=60.0):
+    stores.append(store := host_store("127.0.0.1"))
+    return [
+        GlooTransport(
+            Topology(meshes),
+            mesh=mesh,
+            worker=0,
+            host="127.0.0.1",
+            store_host="127.0.0.1",
+            store_port=store.port,
+            connect_timeout_s=connect_s,
+        )
+        for mesh in meshes
+    ]
+
+
+def measured(stores, count):
+    meshes = tuple(f"m{k}" for k in range(count))
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(measure_action, transports(stores, meshes)))
+
+
+class ThreadClock(threading.local):
+    """What a module sees of `time`: processor seconds of the calling thread, which go on only where it says so."""
+
+    burnt = 0.0
+
+    def process_time(self):
+        return self.burnt
+
+    thread_time = process_time
+
+
+def test_what_the_engine_burns_in_a_step_is_found_for_every_action(stores, monkeypatch):
+    """Processor time, so that other processes of the machine do not count: of any other clock the module has none."""
+    clock, run_step, steps = ThreadClock(), Engine.run_step, []
+
+    def burning(engine, step, *arguments):
+        clock.burnt += 0.064 if step > 1 else 9.0  # the first ones warm up
+        steps.append(step)
+        return run_step(engine, step, *arguments)
+
+    monkeypatch.setattr(benchmark_engine, "time", clock)
+    monkeypatch.setattr(Engine, "run_step", burning)
+    assert measured(stores, 3) == pytest.approx([0.064 / (2 * MICROBATCHES)] * 3)
+    assert sorted(steps) == sorted([*range(max(steps) + 1)] * 3)
+
+
+def test_what_a_profile_counts_already_is_no_work_of_the_engine(stores, monkeypatch):
+    """Half of forward and backward alone for each of them; less than nothing is nothing."""
+    clock, run_step = ThreadClock(), Engine.run_step
+
+    def burning(engine, *arguments):
+        clock.burnt += 0.064
+        return run_step(engine, *arguments)
+
+    def operations(*arguments, **options):
+        clock.burnt += 1e-3 if threading.current_thread() not in slow else 9.0
+        return run_forward(*arguments, **options)
+
+    slow, run_forward = [], benchmark_engine.run_forward
+    monkeypatch.setattr(benchmark_engine, "time", clock)
+    monkeypatch.setattr(benchmark_engine, "run_forward", operations)
+    monkeypatch.setattr(Engine, "run_step", burning)
+    assert measured(stores, 1) == pytest.approx([0.064 / (2 * MICROBATCHES) - 0.5e-3])
+    slow.append(threading.current_thread())
+    assert measure_action(transports(stores, ("m0",))[0]) == 0.0
+
+
+def test_on_a_real_clock_every_mesh_finds_a_little(stores):
+    assert all(0.0 <= seconds < 1.0 for seconds in measured(stores, 3))
+
+
+def test_one_mesh_alone_is_measured_without_transfers(stores):
+    (seconds,) = measured(stores, 1)
+    assert 0.0 <= seconds < 1.0
+    assert {i.op for i in pipeline_program(0, ["m0"])} == {"F", "B"}
+
+
+def test_a_mesh_that_does_not_come_is_named(stores):
+    first, _ = transports(stores, ("m0", "m1"), connect_s=0.5)
+    with pytest.raises(ConnectError, match="m1"):
+        measure_action(first)
+
+
+def test_both_ends_of_every_transfer_stand_in_the_programs():
+    meshes = ["m0", "m1", "m2"]
+    programs = {mesh: list(pipeline_program(k, meshes)) for k, mesh in enumerate(meshes)}
+
+    def ends(half):
+        """(sender, receiver, direction, edge, microbatch) of each transfer that has this half."""
+        return sorted(
+            (*((mesh, i.peer) if half == "SEND" else (i.peer, mesh)), i.op[-1], i.edge, i.microbatch)
+            for mesh, program in programs.items()
+            for i in program
+            if i.op.startswith(half)
+        )
+
+    assert ends("SEND") == ends("RECV")
+    assert len(ends("SEND")) == 2 * 2 * MICROBATCHES
+    for program in programs.values():
+        recorded = [i.record for i in program if i.record is not None]
+        assert len(recorded) == len(set(recorded))
+        assert {event for i in program for event in i.wait} <= set(recorded)

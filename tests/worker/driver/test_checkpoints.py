@@ -1,0 +1,261 @@
+"""From which checkpoint an attempt goes on, with real checkpoints and workers that are plain objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from worker.actor.saver import ShardSaver
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.failures import AttemptFailure, attributed_to
+from worker.contract.job import CheckpointPolicy
+from worker.contract.reasons import Reason
+from worker.driver.checkpoints import Checkpoints
+
+
+class Worker:
+    """Saves its mesh's name and the step; remembers what it restored. Copies are written when `writes` is set."""
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.restored = []
+        self.step = None
+        self.writes = threading.Event()
+        self.writes.set()
+        self.saver = ShardSaver(mesh, lambda step: self.state(), {})
+
+    def state(self):
+        return {"parameters": {"p": torch.ones(self.step)}}
+
+    def begin_save(self, uri, step):
+        self.step = step
+        write = self.saver._write
+
+        def held_back(*arguments):
+            assert self.writes.wait(60)
+            write(*arguments)
+
+        self.saver._write = held_back
+        try:
+            self.saver.begin(uri, step)
+        finally:
+            del self.saver._write
+
+    def saved(self):
+        return self.saver.saved()
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def save(self, uri, step):
+        checkpoint_format.save_shard(
+            uri, step=step, shard=self.mesh, state={"parameters": {"p": torch.ones(step)}}
+        )
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def restore(self, uri):
+        _, step = checkpoint_format.load_checkpoint(uri)
+        self.restored.append(step)
+        return step
+
+
+class Gang:
+    """Calls the workers one after the other, as they are asked to."""
+
+    def __init__(self, meshes=2):
+        self.meshes = [SimpleNamespace(name=f"m{i}") for i in range(meshes)]
+        self.plain = [Worker(mesh.name) for mesh in self.meshes]
+        self.workers = [
+            SimpleNamespace(
+                **{
+                    name: SimpleNamespace(remote=lambda *a, w=worker, n=name: lambda: getattr(w, n)(*a))
+                    for name in ("save", "restore", "begin_save", "saved")
+                }
+            )
+            for worker in self.plain
+        ]
+
+    def call(self, refs, *, what, limit_s, interrupted):
+        interrupted()
+        return [ref() for ref in refs]
+
+    def name(self, index):
+        return f"worker 0 of mesh m{index}"
+
+
+class Reports:
+    def __init__(self):
+        self.events, self.checkpoints = [], []
+
+    def event(self, kind, message):
+        self.events.append(message)
+
+    def checkpoint(self, step, uri, stored_bytes=None):
+        self.checkpoints.append((step, uri))
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(every=2, keep=3, interrupted=lambda: None, policy=True):
+        given = CheckpointPolicy(str(tmp_path), every, keep) if policy else None
+        gang, reports = Gang(), Reports()
+        kept = Checkpoints(given, "job", gang=gang, reporter=reports, limit_s=60, interrupted=interrupted)
+        return kept, gang, reports
+
+    return make
+
+
+def train(kept, steps):
+    for step in range(1, steps + 1):
+        kept.after(step, last=step == steps)
+
+
+def test_checkpoints_are_taken_when_they_are_due_and_after_the_last_step(make):
+    kept, _, reports = make(every=2)
+    train(kept, 5)
+    assert [step for step, _ in reports.checkpoints] == [2, 4, 5]
+
+
+def test_it_is_told_how_long_saving_and_restoring_took(tmp_path):
+    told = []
+    gang = Gang()
+    kept = Checkpoints(
+        CheckpointPolicy(str(tmp_path), 2, 3),
+        "job",
+        gang=gang,
+        reporter=Reports(),
+        limit_s=60,
+        interrupted=lambda: None,
+        timed=lambda operation, seconds: told.append((operation, seconds)),
+    )
+    assert kept.restore(None) == 0
+    train(kept, 5)
+    assert kept.restore(None) == 5
+    assert [operation for operation, _ in told] == [*["save", "block", "write"] * 3, "restore"]
+    assert all(0 < seconds < 60 for _, seconds in told)
+
+
+def test_what_a_worker_saves_beside_its_mesh_belongs_to_the_checkpoint_and_its_loss_is_noticed(
+    make, monkeypatch
+):
+    def save(self, uri, step, _save=Worker.save):
+        _save(self, uri, step)
+        if self.mesh != "m0":
+            return []
+        checkpoint_format.save_shard(
+            uri, step=step, shard="model", state={"parameters": {"unused": torch.ones(3)}}
+        )
+        return ["model"]
+
+    monkeypatch.setattr(Worker, "save", save)
+    train(make()[0], 4)
+    kept, _, _ = make()
+    newest = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")[0]
+    assert list(checkpoint_format.shard_names(newest)) == ["m0", "m1", "model"]
+    Path(newest, "model.pt").write_bytes(b"")
+    assert kept.restore(newest) == 2
+
+
+def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(make):
+    kept, gang, reports = make(policy=False)
+    train(kept, 3)
+    assert kept.restore(None) == 0
+    assert reports.checkpoints == [] and gang.plain[0].restored == []
+
+
+def test_a_checkpoint_that_was_never_reported_is_found(make):
+    train(make()[0], 6)
+    kept, gang, reports = make()
+    reported = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")[-1]
+    assert kept.restore(reported) == 6
+    assert [worker.restored for worker in gang.plain] == [[6], [6]]
+    newest = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")[0]
+    assert reports.events == [f"resumed after step 6 from checkpoint {newest}"]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing", "no manifest", "broken manifest", "one bit"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage):
+    train(make()[0], 6)
+    kept, gang, reports = make()
+    newest = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")[0]
+    shard = Path(newest, "m1.pt")
+    match damage:
+        case "cut short":
+            os.truncate(shard, shard.stat().st_size // 2)
+        case "missing":
+            shard.unlink()
+        case "one bit":
+            flip_a_bit_of_a_tensor(shard)
+        case "no manifest":
+            Path(newest, "manifest.json").unlink()
+        case "broken manifest":
+            Path(newest, "manifest.json").write_text(json.dumps({"format": 1})[:-3])
+    assert kept.restore(newest) == 4
+    assert [worker.restored for worker in gang.plain] == [[4], [4]]
+    *passed_over, resumed = reports.events
+    assert resumed.startswith("resumed after step 4 from checkpoint ") and newest not in resumed
+    assert len(passed_over) == (damage != "no manifest")
+    assert all(newest in event for event in passed_over)
+
+
+def flip_a_bit_of_a_tensor(shard):
+    """The file can still be read as it could before: only a number in it is another."""
+    content = bytearray(shard.read_bytes())
+    numbers = torch.ones(6).numpy().tobytes()
+    content[content.index(numbers) + 2] ^= 0x40
+    shard.write_bytes(content)
+    assert not torch.equal(torch.load(shard)["state"]["parameters"]["p"], torch.ones(6))
+
+
+def test_when_none_can_be_read_the_oldest_is_named(make):
+    train(make()[0], 4)
+    kept, _, _ = make()
+    found = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")
+    for uri in found:
+        Path(uri, "m0.pt").write_bytes(b"")
+    with pytest.raises(AttemptFailure, match=f"{found[-1]}/m0.pt has 0 bytes") as caught:
+        kept.restore(found[0])
+    assert caught.value.reason == Reason.CHECKPOINT_FAILED
+
+
+def test_a_checkpoint_that_the_control_plane_knows_and_nobody_finds_does_not_start_the_job_anew(
+    make, tmp_path
+):
+    kept, _, _ = make()
+    with pytest.raises(AttemptFailure, match="no complete checkpoint"):
+        kept.restore(str(tmp_path / "elsewhere"))
+
+
+def test_a_lost_worker_is_no_damaged_checkpoint(make):
+    train(make()[0], 4)
+    kept, gang, _ = make()
+
+    def call(refs, **_):
+        raise AttemptFailure(Reason.WORKER_LOST, "worker 0 of mesh m1 is gone")
+
+    gang.call = call
+    with pytest.raises(AttemptFailure, match="is gone"):
+        kept.restore(None)
+
+
+def test_a_cancel_while_saving_is_a_cancel_and_a_place_that_is_full_a_failed_checkpoint(make, monkeypatch):
+    class Cancelled(Exception):
+        pass
+
+    def interrupted():
+        raise Cancelled
+
+    with pytest.raises(Cancelled):
+        make(interrupted=interrupted)[0].after(2, last=False)
+
+    def full(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint_format, "finish_checkpoint", full)
+    with pytest.raises(AttemptFailure, match="disk full") as caught:
+        make()[0].after(2, last=False)
+    assert caught.value.reason == Reason.CHECKPOINT_FAILED

@@ -1,0 +1,117 @@
+"""Whole jobs over real NCCL: matrices shared, meshes of unlike sizes, states shared. One GPU is enough, where all workers
+share it; with as many as workers each has its own. Skips itself elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker import test_sync_batch_norm
+from tests.worker.actor.test_actor import job, plain
+from tests.worker.jobs.test_heterogeneous_meshes import on as on_sizes
+from tests.worker.jobs.test_tensor_parallel import LOSSES, on, unet
+from tests.worker.workers import Workers
+from worker.contract.job import Job
+from worker.transport.rendezvous import host_store
+
+STEPS = 3
+PROCESS = Path(__file__).with_name("job_process.py")
+
+
+def sharded():
+    spec = job(workers_per_mesh=2)
+    spec["resources"]["shard"] = "optimizer"
+    return spec
+
+
+def sharded_unlike():
+    """The list of DESIGN section 12."""
+    shares = {"shard": ["none", "optimizer"]}
+    return on([(2, 2), (2, 1)], job(), **shares)
+
+
+def plain_of(name):
+    return lambda: plain({"gpt": job, "unet": unet}[name](), range(1, STEPS + 1), LOSSES[name])[0]
+
+
+def with_whole_batches():
+    """Batch statistics of one worker."""
+    with Workers(test_sync_batch_norm.spec_of(1)) as workers:
+        return workers.losses(range(1, STEPS + 1))
+
+
+CASES = {
+    "tensor 2": (plain_of("gpt"), lambda: on([(1, 2)] * 2, job())),
+    "data 2, tensor 2": (plain_of("unet"), lambda: on([(2, 2)] * 2, unet())),
+    "2 to 1 workers": (plain_of("unet"), lambda: on_sizes((2, 1), unet())),
+    "1 to 2 workers": (plain_of("gpt"), lambda: on_sizes((1, 2), job())),
+    "shard": (plain_of("gpt"), sharded),
+    "data 2, tensor 2 to data 2, shard": (plain_of("gpt"), sharded_unlike),
+    "sync_batch_norm": (with_whole_batches, lambda: test_sync_batch_norm.spec_of(2)),
+}
+
+
+class Planned(Workers):
+    """The plan of a job; nothing is loaded."""
+
+    def _load(self, *_):
+        """Its workers are other processes."""
+
+    def __exit__(self, *_):
+        """Nothing was opened."""
+
+
+def run(spec, device, nodes=None):
+    """What each worker of the job, a process each, answers; its plan takes the meshes to be on these nodes."""
+    planned, store = Planned(spec, nodes).planned, host_store("127.0.0.1")
+    places = [
+        (f"m{k}", index) for k, size in enumerate(Job.from_json(spec).mesh_sizes) for index in range(size)
+    ]
+    given = {"job": spec, "planned": planned, "device": device, "port": store.port, "steps": STEPS}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROCESS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{PROCESS.parent}{os.pathsep}{PROCESS.parents[2]}"},
+        )
+        for _ in places
+    ]
+    for process, place in zip(processes, places, strict=True):
+        process.stdin.write(json.dumps({**given, "place": place}))
+        process.stdin.close()
+        process.stdin = None
+    ends = [process.communicate(timeout=280) for process in processes]
+    told = [error[-3000:] for process, (_, error) in zip(processes, ends, strict=True) if process.returncode]
+    assert told == []
+    return dict(zip(places, (json.loads(out.splitlines()[-1]) for out, _ in ends), strict=True))
+
+
+def check(case, device):
+    """Losses are those of a plain loop, and all workers of a mesh have the same parameters."""
+    expected, spec = CASES[case]
+    spec = spec()
+    spec["training"]["tf32"] = False
+    answers = run(spec, device)
+    for step, loss in enumerate(expected()):
+        found = [one for answer in answers.values() for one in answer["losses"][step]]
+        assert sum(found) / len(found) == pytest.approx(loss, rel=1e-4), (step, case)
+    for (mesh, _), answer in answers.items():
+        assert answer["squares"] == pytest.approx(answers[mesh, 0]["squares"], rel=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="cupy is not installed")
+@pytest.mark.parametrize("case", CASES)
+def test_losses_on_gpus_are_those_of_a_plain_loop(case):
+    check(case, "cuda")

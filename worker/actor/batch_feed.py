@@ -1,0 +1,319 @@
+"""Feeds a worker with its rows of every microbatch, prefetched for its stages, and keeps the data position.
+
+Batches splits the global batch into microbatches and these over the data-parallel ranks of the mesh. StageReader
+prefetches what the stages of this mesh take, reads nothing where they take no samples, and gives checkpoints the
+data position.
+Knows the data set and the inputs of stages; no model, no engine. Errors of the data are the user's: DATA_FAILED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from worker.actor.loss import takes_inputs
+from worker.checks.replicas import checksum
+from worker.contract.failures import as_failure, attributed_to
+from worker.contract.job import AUTO, Data, Job
+from worker.contract.profile import FactoryError
+from worker.contract.reasons import Reason
+from worker.data.dataset import IndexedSource, SampleOrder, StreamSource
+from worker.data.loader import LoaderProcesses
+from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors, ReadMicrobatch
+from worker.data.prefetch import ReadTooSlowError, prefetch_steps
+from worker.data.stream import DataEndedError
+from worker.model.pytree import target_tensors
+from worker.model.stages import StageModule
+
+_INTEGER_DTYPES = (torch.int64, torch.int32)
+_FINGERPRINT_SAMPLES = 8
+
+__all__ = ["Batches", "MicrobatchTensors"]
+
+
+class Batches:
+    """What worker `worker` of a mesh computes on; the batch is dealt in `microbatches` until `deal` says another."""
+
+    @attributed_to(Reason.DATA_FAILED)
+    def __init__(self, job: Job, *, worker: int, workers_per_mesh: int, microbatches: int):
+        self._job, self._workers_per_mesh = job, workers_per_mesh
+        self._part = BatchSlice(worker, workers_per_mesh)
+        self._names: tuple[str, ...] | None = None
+        self._loader: LoaderProcesses | None = None
+        self._microbatches: Microbatches | None = None
+        self._with_inputs = takes_inputs(job.loss)
+        self._set_microbatches(microbatches)
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """How the model's inputs are called, in their order; empty where they go by position."""
+        return self._names or ()
+
+    @property
+    def data(self) -> Data:
+        """The words of the job that this is."""
+        return self._job.data
+
+    @property
+    def ahead(self) -> int:
+        """How many steps are read ahead: what cannot be read twice, or is read elsewhere, at least one."""
+        aside = self.data.loader.workers > 0 or isinstance(self._source, StreamSource)
+        return max(self.data.prefetch, 1 if aside else 0)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """How long the first input of whole numbers is whose samples are rows of them; None where there is none."""
+        inputs, _ = self.sample
+        lengths = (one.shape[1] for one in inputs if one.ndim == 2 and one.dtype in _INTEGER_DTYPES)
+        return next(lengths, None)
+
+    @property
+    def microbatches(self) -> int:
+        """In how many microbatches the batch is dealt."""
+        return self._microbatches.order.microbatches
+
+    @attributed_to(Reason.DATA_FAILED)
+    def set_microbatches(self, microbatches: int) -> None:
+        """Deal the batch in so many microbatches from now on; `sample` has their shapes."""
+        if microbatches != self.microbatches:
+            self._set_microbatches(microbatches)
+
+    def rows(self, microbatches: int) -> int:
+        """How many samples of each of so many microbatches are this worker's."""
+        return self._job.training.global_batch // microbatches // self._workers_per_mesh
+
+    @attributed_to(Reason.DATA_FAILED)
+    def microbatch(self, step: int, microbatch: int) -> MicrobatchTensors:
+        """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
+        first = self._microbatches.order.first_step
+        reads = self._loader if self._loader is not None and step >= first else self._microbatches
+        rows = self._checked(reads.read(step, microbatch, self._part))
+        self._check_shapes(rows, step, microbatch)
+        return rows
+
+    @attributed_to(Reason.DATA_FAILED)
+    def samples(self, workers: int) -> list[tuple[torch.Tensor, ...]]:
+        """The inputs of the first microbatch, as each worker of a mesh of so many has them."""
+        first = self._microbatches.order.first_step - 1
+        return [
+            self._checked(self._microbatches.read(first, 0, BatchSlice(worker, workers)))[0]
+            for worker in range(workers)
+        ]
+
+    @attributed_to(Reason.DATA_FAILED)
+    def checksums(self) -> tuple[str, str]:
+        """Of the first samples, whichever of them are this worker's, read twice."""
+        return self._first_samples(again=False), self._first_samples(again=True)
+
+    @attributed_to(Reason.DATA_FAILED)
+    def position(self, step: int) -> Mapping[str, Any] | None:
+        """What a checkpoint keeps of where `step` begins; None where it was not come to."""
+        if self._loader is not None and isinstance(self._source, StreamSource):
+            return self._loader.place(step)
+        return self._source.place(step)
+
+    @attributed_to(Reason.DATA_FAILED)
+    def go_to(self, step: int, position: Mapping[str, Any] | None) -> None:
+        """Go on at the begin of `step`, of which a checkpoint kept `position`."""
+        if self._loader is not None:
+            self._loader.go_to(step, position)
+        if self._loader is None or isinstance(self._source, IndexedSource):
+            self._source.go_to(step, position)
+
+    def reading(self) -> str:
+        """Who reads what at the moment, for messages."""
+        name = self.data.factory
+        return f"data {name}" if self._loader is None else f"data {name}: {self._loader.reading()}"
+
+    def close(self) -> None:
+        """End the processes that read."""
+        if self._loader is not None:
+            self._loader.close()
+
+    @property
+    def _source(self) -> IndexedSource | StreamSource:
+        return self._microbatches.source
+
+    @property
+    def _dataset(self) -> Any:
+        return getattr(self._source, "dataset", None)  # a stream has none that is alike for all
+
+    def _first_samples(self, *, again: bool) -> str:
+        order, source = self._microbatches.order, self._source
+        first, count = order.first_step - 1, min(order.size, _FINGERPRINT_SAMPLES)
+        if order.data.collate is not None:
+            found = [self._microbatches.read(first, 0, BatchSlice(0, 1)).rows]
+        elif again and isinstance(source, StreamSource):
+            found = [self._microbatches.stack_samples(source.first_samples_again(count)).rows]
+        else:
+            found = [self._microbatches.stack_samples(source.rows(first, 0, 0, count)).rows]
+        if isinstance(source, IndexedSource) and order.data.collate is None:
+            found.append(self._microbatches.stack_samples([source.example(0, 0)]).rows)
+        return checksum(found)
+
+    def _checked(self, read: ReadMicrobatch) -> MicrobatchTensors:
+        """The rows; ValueError where they have other names than those before."""
+        if self._names is not None and read.names != self._names:
+            raise ValueError(
+                f"a sample of data {self.data.factory!r} has the inputs {', '.join(read.names) or 'by position'}, an "
+                f"earlier one {', '.join(self._names) or 'by position'}: return the same fields for every index"
+            )
+        self._names = read.names
+        return read.rows
+
+    def _check_shapes(self, rows: MicrobatchTensors, step: int, microbatch: int) -> None:
+        """ValueError where tensors are not like those of the first microbatch, for which the model was traced."""
+        if self.sample is None:
+            return
+        (inputs, target), (first, first_target) = rows, self.sample
+        mine_all, first_all = (
+            (*one, *target_tensors(wanted)) for one, wanted in ((inputs, target), (first, first_target))
+        )
+        names = [f"input {name}" for name in self._names or range(len(first))]
+        names += ["target"] * (len(first_all) - len(first))
+        if len(inputs) != len(first):
+            raise ValueError(
+                f"a sample of data {self.data.factory!r} in step {step} has {len(inputs)} inputs, one of the first "
+                f"microbatch {len(first)}: return equally many for every index"
+            )
+        for name, mine, other in zip(names, mine_all, first_all, strict=True):
+            if mine.shape != other.shape or mine.dtype != other.dtype:
+                raise ValueError(
+                    f"{name} of data {self.data.factory!r} is {list(mine.shape)} of {mine.dtype} in step {step}, "
+                    f"microbatch {microbatch}, and {list(other.shape)} of {other.dtype} in the first, for which the model "
+                    "was traced: cut or pad all samples to one shape"
+                )
+
+    def _set_microbatches(self, microbatches: int) -> None:
+        training = self._job.training
+        if training.microbatches not in (AUTO, microbatches):
+            raise ValueError(
+                f"{microbatches} microbatches were planned, but the job says {training.microbatches}"
+            )
+        self.close()
+        dataset = self._dataset if self._microbatches and isinstance(self._source, IndexedSource) else None
+        order, own_loss = self._order(microbatches), self._job.loss is None
+        self._microbatches = Microbatches(
+            order, own_loss=own_loss, with_inputs=self._with_inputs, dataset=dataset
+        )
+        self.sample = None
+        if self.data.loader.workers:
+            self._loader = self._processes()
+        self.sample = self._checked(
+            self._microbatches.read(self._microbatches.order.first_step - 1, 0, self._part)
+        )
+
+    def _processes(self) -> LoaderProcesses:
+        if isinstance(self._source, StreamSource) and self.data.loader.workers > 1:
+            raise FactoryError(
+                f"data {self.data.factory!r} is a stream, and data.loader.workers is {self.data.loader.workers}: its "
+                "samples come one after the other, so give 1, or return a map-style data set"
+            )
+        return LoaderProcesses(
+            self._microbatches.order,
+            own_loss=self._job.loss is None,
+            with_inputs=self._with_inputs,
+            last=self._last_step(),
+            is_stream=isinstance(self._source, StreamSource),
+        )
+
+    def _order(self, microbatches: int) -> SampleOrder:
+        training = self._job.training
+        return SampleOrder(self.data, training.seed, training.global_batch, microbatches)
+
+    def _last_step(self) -> int:
+        return self._job.training.steps
+
+
+StepSamples = tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]
+
+_READER_START_S = 60.0
+_DATA_STATE_KEY = "data"  # of a checkpoint's state
+
+
+class StageReader:
+    """`take(step)` has the inputs and targets of a step's microbatches for `stages`; see `read_steps`."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageModule],
+        batches: Batches,
+        *,
+        device: str,
+        last: int,
+        limit_s: float,
+    ):
+        self._batches, self._resumed_at = batches, None
+        self._nothing = [()] * batches.microbatches
+        self.has_output = any("output" in stage.outputs for stage in stages.values())
+        inputs = any(name.startswith("input:") for stage in stages.values() for name in stage.inputs)
+        self._reader = None
+        if inputs or self.has_output:
+            loader = batches.data.loader
+            limit_s = min(limit_s, loader.timeout_s) if loader.workers else limit_s
+            self._first_limit_s = limit_s + _READER_START_S + batches.data.skip_limit_s
+            self._reader = prefetch_steps(
+                batches.microbatch,
+                batches.microbatches,
+                device=device,
+                ahead=batches.ahead,
+                last=last,
+                limit_s=limit_s,
+                reading=batches.reading,
+                pinned=loader.pin_memory,
+            )
+
+    def take(self, step: int, *, first: bool = False) -> StepSamples:
+        """Raises AttemptFailure DATA_FAILED. With `first` the next call has the same again, and there is time to begin:
+        to start processes, and to come to the place where a resume goes on."""
+        if self._reader is None:
+            return self._nothing, None
+        self._begin(step)
+        try:
+            return self._reader.take(step, keep=first, limit_s=self._first_limit_s if first else None)
+        except ReadTooSlowError as error:
+            raise as_failure(error, Reason.DATA_FAILED) from None
+
+    def has(self, step: int) -> bool | None:
+        """Whether there are samples for this step; raises as `take`. None where none are read."""
+        if self._reader is None:
+            return None
+        try:
+            self.take(step, first=True)
+        except DataEndedError:
+            return False
+        return True
+
+    def ready(self, step: int) -> None:
+        """Have the samples of `step`, where they are read ahead, before anybody waits for this mesh."""
+        if self._reader is not None and self._batches.ahead:
+            self.has(step)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` keeps, as a part of its own; nothing where no samples are read."""
+        position = None if self._reader is None else self._batches.position(step + 1)
+        return {} if position is None else {_DATA_STATE_KEY: dict(position)}
+
+    def load_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """Go on after `step`, of whose checkpoint this is the state. Raises AttemptFailure DATA_FAILED where the data
+        is another."""
+        if self._reader is None:
+            return
+        position = state.get(_DATA_STATE_KEY)
+        if position is not None and "samples" in position:
+            self._batches.go_to(step + 1, position)
+        else:
+            self._resumed_at = (step + 1, position)  # on the way to the first sample: it may take long
+
+    def _begin(self, step: int) -> None:
+        resumed_at, self._resumed_at = self._resumed_at, None
+        if resumed_at is not None and resumed_at[0] == step and resumed_at[1] is not None:
+            self._batches.go_to(*resumed_at)
+
+    def close(self) -> None:
+        """End the thread, and processes."""
+        self._batches.close()
+        if self._reader is not None:
+            self._reader.close()

@@ -1,0 +1,209 @@
+"""Chooses a worker's accelerator, node address, TF32 mode and transport (NCCL on CUDA, gloo on CPU).
+
+choose_device must run before anything else uses CUDA in this thread. TF32 is set for the whole process, by the names
+that torch had before 2.9: what they set can be read under both names, while code that reads the old names after the
+new were set gets an error. SLOTLINE_NCCL_MAX_P2P_CHANNELS and SLOTLINE_NCCL_MAX_CTAS limit the width of NCCL's
+kernels (GPU.md: a waiting kernel takes multiprocessors from compute).
+WorkerAddress and processor_cores need no torch; Ray is imported only when a function is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.contract.job import Job
+from worker.transport.base import Topology, Transport
+from worker.transport.gloo import GlooTransport
+
+# Hardware queues of a process: with CUDA's own 8, lanes of several peers share one, and compute waits behind a
+# receive that waits. (32 in each of four processes on one GPU ran out of memory under MPS.) CUDA has 32 at most.
+_MIN_HARDWARE_QUEUES, _MAX_HARDWARE_QUEUES = 16, 32
+_STREAMS_BESIDE_LANES = 4  # compute, reduce, that of samples, and CUDA's own
+log = logging.getLogger(__name__)
+
+_NOSET_VISIBLE_DEVICES = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> int:
+    """The index at which torch finds the GPU that Ray assigned.
+
+    Ray narrows CUDA_VISIBLE_DEVICES to the assigned GPU, so that it is 0, unless the user turned
+    that off (it slows NCCL on some hosts). Then torch counts what the node's own CUDA_VISIBLE_DEVICES
+    names (indices or UUIDs), and Ray answers with one of these names; without it, with an index.
+    """
+    if environment.get(_NOSET_VISIBLE_DEVICES, "").lower() not in ("1", "true"):  # as Ray reads it
+        return 0
+    if not assigned:
+        raise RuntimeError(
+            f"{_NOSET_VISIBLE_DEVICES} is set, but Ray assigned no GPU to this worker: unset it, or start Ray nodes with GPUs"
+        )
+    name = str(assigned[0])
+    visible = [
+        part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()
+    ]
+    if name in visible:
+        return visible.index(name)
+    if not visible and name.isdigit():
+        return int(name)
+    raise RuntimeError(
+        f"Ray assigned GPU {name!r} to this worker, but CUDA_VISIBLE_DEVICES is {','.join(visible)!r}: "
+        f"start the Ray node with the GPUs that it may use, or unset {_NOSET_VISIBLE_DEVICES}"
+    )
+
+
+def choose_device(device: str, assigned: Callable[[], Sequence[str | int]], meshes: int = 1) -> None:
+    """Make this worker's GPU the current device of this thread, before anything else uses CUDA here, with a hardware queue
+    for each lane of a job of so many `meshes`; nothing to do on CPU."""
+    if device == "cuda":
+        lanes = 2 * (meshes - 1) + _STREAMS_BESIDE_LANES
+        queues = min(max(_MIN_HARDWARE_QUEUES, lanes), _MAX_HARDWARE_QUEUES)
+        given = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+        if not given.isdigit() or int(given) < lanes:
+            log.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS is %s, and a worker of %d meshes has up to %d streams: some share a hardware "
+                "queue, in which compute waits behind transfers%s",
+                given,
+                meshes,
+                lanes,
+                "" if given == str(queues) else "; leave it unset",
+            )
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()}: "
+                "install a CUDA build of torch there, or set resources.device to cpu"
+            )
+        torch.cuda.set_device(gpu_index(os.environ, assigned()))
+
+
+def device_kind(device: str) -> str:
+    """What has the same speed: the name of this worker's GPU, or of the processor with how many cores we may use."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_model_name()}, {cores} cores"
+
+
+def _cpu_model_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def make_transport(
+    device: str,
+    topology: Topology,
+    *,
+    mesh: str,
+    worker: int,
+    store: tuple[str, int],
+    host: str,
+    connect_s: float,
+) -> Transport:
+    """A transport that is not connected yet. `host` is the address on which gloo's peers reach this worker."""
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "worker": worker,
+        "store_host": store[0],
+        "store_port": store[1],
+        "connect_timeout_s": connect_s,
+    }
+    if device != "cuda":
+        return GlooTransport(topology, host=host, **common)
+    from worker.transport.nccl import NcclSettings, NcclTransport
+
+    settings = NcclSettings(
+        max_p2p_channels=_integer_variable("SLOTLINE_NCCL_MAX_P2P_CHANNELS", 2),
+        max_ctas=_integer_variable("SLOTLINE_NCCL_MAX_CTAS", None),
+    )
+    return NcclTransport(topology, settings=settings, **common)
+
+
+def _integer_variable(name: str, default: int | None) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}: give a whole number") from None
+
+
+PROCESSOR_SHARE_S = 0.3
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where one worker runs; JSON of it goes to the control plane with the request for a plan."""
+
+    mesh: str
+    worker: int
+    node: str
+    node_id: str
+    process_id: int
+    device: str
+
+
+def processor_cores() -> float:
+    """How many cores the processes of this node (or container) may use together."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds of each period
+        quota, period = _CGROUP_CPU_MAX.read_text().split()
+        cores = min(cores, float(quota) / float(period))
+    return cores
+
+
+def processor_share(seconds: float = PROCESSOR_SHARE_S) -> float:
+    """The part of a core that a thread of this process gets now, while it computes for `seconds`.
+
+    Called by all workers of a node at once their sum is how many cores they have together: fewer than are there where
+    others compute too, or where the machine is a guest that does not get all of its processors.
+    """
+    wall, own = time.monotonic(), time.thread_time()
+    while time.monotonic() - wall < seconds:
+        sum(range(1000))
+    return (time.thread_time() - own) / (time.monotonic() - wall)
+
+
+def own_node_address() -> str:
+    """The address under which the cluster knows the node of this process."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+
+
+def use_tf32(allowed: bool | None) -> None:
+    """Set it for matrix products and for cuDNN's convolutions and recurrent layers; None leaves torch's own choice.
+
+    By the names that torch had before 2.9: what they set reads alike under both, while code that asks by the old ones
+    after the new were set gets an error.
+    """
+    if allowed is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are new names
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+def tf32_notes(job: Job, device: str) -> list[str]:
+    """What to tell where it does nothing."""
+    if job.training.tf32 is None or device == "cuda":
+        return []
+    given = str(job.training.tf32).lower()
+    return [f"training.tf32 is {given} and has no effect: the job runs on CPU, which has no TF32"]

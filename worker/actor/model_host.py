@@ -1,0 +1,387 @@
+"""Builds, traces and cuts the job's model on one worker, or receives the graph from the worker that traced it.
+
+Only the worker that traces ever holds all parameters; the others receive the graph without them and then the initial
+values of their own stages. After the cut the whole model is dropped.
+build_job_model freezes parameters and checks optimizer groups and weights by name; the plain reference model of
+`verify` is built by it as well.
+Everything raised is an AttemptFailure with a reason code. Must not know the gang, Ray or the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.actor.batch_feed import Batches
+from worker.actor.device import tf32_notes
+from worker.actor.loss import JobLoss
+from worker.actor.optimizer import check_parameter_groups, make_loss
+from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
+from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
+from worker.checks.export import check_trace, trace_check_bytes
+from worker.checks.sharding import SamplesByRank, check_batch_sharding
+from worker.contract.failures import as_failure, attributed_to, is_out_of_memory
+from worker.contract.job import FP16, Job
+from worker.contract.model_signature import ModelSignature
+from worker.contract.profile import ModelError
+from worker.contract.reasons import Reason
+from worker.engine.results import autocast_dtype
+from worker.model.eval_mode import (
+    EvaluationEdge,
+    EvaluationStages,
+    evaluation_edges,
+    evaluation_stage_starts,
+    evaluation_stages,
+    trace_in_eval_mode,
+)
+from worker.model.export import TracedModel, tensor_aliases, trace
+from worker.model.factory import build_model, check_patterns_match, pattern_matches
+from worker.model.hazards import check_trainable
+from worker.model.interface import ModelInterface, adapt_model
+from worker.model.pytree import Target, TreeSpec
+from worker.model.serialization import (
+    ParameterValues,
+    deserialize_models,
+    load_values,
+    parameter_values,
+    serialize_models,
+)
+from worker.model.stages import StageGraph, StageModule
+from worker.model.tolerance import tolerance_for
+from worker.parallel.sync_batch_norm import batch_norm_notes
+from worker.parallel.tensor.shards import check_tensor_plan_of
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model, and its record from before anything was changed in it."""
+
+    model: nn.Module
+    record: ModelRecord
+
+
+def build_job_model(job: Job) -> BuiltModel:
+    """The model of `job` with its initial weights, those of model.weights not among them; ModelError for what is wrong.
+
+    What is frozen takes no gradient. Weights, patterns of frozen parameters and of optimizer groups have been compared
+    with the model's names.
+    """
+    spec = job.model
+    model = build_model(spec.factory, spec.args, seed=job.training.seed)
+    built = BuiltModel(model, make_record(model))
+    names, aliases = [name for name, _ in model.named_parameters()], tensor_aliases(model)
+    check_patterns_match("model.freeze", spec.freeze, names, aliases)
+    for name, parameter in model.named_parameters():
+        if any(pattern_matches(pattern, name) for pattern in spec.freeze):
+            parameter.requires_grad_(False)
+    check_trainable(model)
+    check_parameter_groups(
+        job.optimizer.groups, [name for name, p in model.named_parameters() if p.requires_grad], aliases
+    )
+    if spec.weights:
+        check_weights(spec.weights, built.record)
+    return built
+
+
+log = logging.getLogger(__name__)
+
+
+class JobModel:
+    """The traced model of `job`, whose stages will run on a `device`; see `worker/model/serialization.py` for what travels."""
+
+    def __init__(self, job: Job, device: str):
+        self._job, self._device = job, device
+        self._built: nn.Module | None = None  # on the worker that builds, until it is cut
+        self._traced: TracedModel | None = None
+        self._evaluation: TracedModel | None = None
+        self._eval_traces_by_workers: dict[int, TracedModel] = {}
+        self._graph_received = False
+        self._traces_by_workers: dict[int, TracedModel] = {}
+        self._traces_for_all = True  # until another worker's graph is taken
+        self._record: ModelRecord | None = None
+        self._interface = ModelInterface()
+        self._unused_state: dict[str, Any] | None = None  # on the worker that leads, once it is cut
+        self.form: TreeSpec | None = None  # of what the model returns, once it is cut
+        self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        """The model for inputs like `sample`; built and traced now where that was not done."""
+        if self._traced is None:
+            model = self._job.model
+            if self._built is None:
+                built = build_job_model(self._job)
+                self._built, self._record = built.model, built.record
+                _check_loss_scalable(self._built, self._job.training.precision)
+                self._interface = adapt_model(
+                    self._built, self.keywords, output=model.output, own_loss=self._job.loss is None
+                )
+            self._traced = self._trace(sample)
+        return self._traced
+
+    def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        traced = trace(self._built, sample, **self._trace_options)
+        traced.form, traced.notes = self._interface.form, (*self._interface.notes, *traced.notes)
+        return traced
+
+    @property
+    def _trace_options(self) -> dict[str, Any]:
+        training = self._job.training
+        return {
+            "autocast": autocast_dtype(training.precision),
+            "device": self._device,
+            "transfers": training.transfers,
+        }
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def _traced_in_eval_mode(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        """The model in eval mode, where it was built; traced now where that was not done."""
+        if self._evaluation is None:
+            self.traced(sample)
+            self._evaluation = self._trace_in_eval_mode(sample)
+        return self._evaluation
+
+    def _trace_in_eval_mode(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
+        traced = trace_in_eval_mode(self._built, sample, **self._trace_options)
+        traced.form = self._interface.form
+        return traced
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def evaluation_edges(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], own: int = 1
+    ) -> list[EvaluationEdge]:
+        """What crosses the borders of a cut while it is evaluated; `own` workers share a microbatch here."""
+        models = {own: self._traced_in_eval_mode(sample), **self._eval_traces_by_workers}
+        return evaluation_edges(models, self._evaluation_begins(sample, begins, models))
+
+    def _evaluation_begins(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], models: Mapping[int, TracedModel]
+    ) -> dict[int, list[str]]:
+        trained = self.traced(sample).layers
+        return {
+            size: evaluation_stage_starts(trained, begins, model.layers) for size, model in models.items()
+        }
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def evaluation_stages(
+        self,
+        begins: Sequence[str],
+        trained: Mapping[int, StageModule],
+        device: str,
+        alike: Callable[[StageModule], StageModule] = lambda stage: stage,
+    ) -> EvaluationStages:
+        """The evaluated stages on the parameters of `trained`, as `cut` and `alike` made them; their origin is forgotten.
+
+        Each worker of a mesh has running statistics of its own: where there are several an evaluation has those of one.
+        """
+        evaluated, self._evaluation = self._evaluation, None
+        begins = evaluation_stage_starts(self._layers, begins, evaluated.layers)
+        several = self._job.max_dp_size > 1
+        stages = evaluation_stages(
+            evaluated, begins, trained, device=device, own_statistics=several, alike=alike
+        )
+        if path := self._job.model.weights:
+            fill_tensors(path, stages.alone, evaluated.aliases)
+        return stages
+
+    @attributed_to(Reason.USER_CODE_RAISED)
+    def check(
+        self, sample: tuple[torch.Tensor, ...], target: Target, *, device: str, free_bytes: int | None
+    ) -> list[str]:
+        """Refuse a model whose graph computes something else than it does itself; what to tell of the check.
+
+        Only where the model was built and finds place beside its graph in `free_bytes` of `device`.
+        """
+        traced = self.traced(sample)
+        if self._built is None:
+            return []
+        needed = trace_check_bytes(self._built, traced, device)
+        if free_bytes is not None and needed > free_bytes:
+            return [
+                f"the traced model was not compared with the model itself: both would take about {needed:,} bytes, "
+                f"and {free_bytes:,} are free"
+            ]
+        loss = functools.partial(self._make_loss, device)
+        try:
+            return check_trace(self._built, traced, loss, target, device=device)
+        except ModelError as error:
+            raise as_failure(error, Reason.MODEL_BUILD_FAILED) from None
+        except Exception as error:
+            if device == "cpu":
+                raise
+            # the graph makes its constants on the accelerator, a model may only run where it was built
+            lack = (
+                "it has no room for both" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            )
+        return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
+
+    def _make_loss(self, device: str) -> JobLoss:
+        return make_loss(self._job.loss, device).with_output_spec(self._traced.form)
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:
+        """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent.
+
+        `workers`: of a mesh of another size, whose workers have other rows, like `sample`; traced now for them.
+        """
+        evaluates, evaluated = self._job.evaluation is not None, None
+        if workers is None:
+            traced = self.traced(sample)
+            evaluated = self._traced_in_eval_mode(sample) if evaluates else None
+        else:
+            traced = self._traces_by_workers[workers] = self._trace(sample)
+            if evaluates:
+                evaluated = self._eval_traces_by_workers[workers] = self._trace_in_eval_mode(sample)
+        try:
+            return serialize_models([traced] if evaluated is None else [traced, evaluated])
+        except Exception as error:  # an object of a user's own, say
+            log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
+            return b""
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def receive_graph(self, graph: bytes) -> None:
+        """Have what another worker traced: nothing is built here, unless it could not be sent."""
+        self._traces_for_all = False
+        if graph:
+            (self._traced, *others), self._graph_received = deserialize_models(graph), True
+            self._evaluation = others[0] if others else None
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def check_batch_sharding(
+        self,
+        own: int,
+        samples: Callable[[int], SamplesByRank],
+        begins: Sequence[str],
+        workers_of_stage: Sequence[int],
+    ) -> None:
+        """Refuse a cut between meshes of unlike sizes where parts of a tensor are not what their shapes say; `samples`
+        gives the inputs of each worker of a mesh of so many. On the worker that traced for all, of `own` workers."""
+        if self._built is None or not self._traces_by_workers:
+            return
+        models = {own: self.traced(samples(own)[0]), **self._traces_by_workers}
+        tolerance = tolerance_for(self._built, models[own].placed.autocast, "cpu")
+        inputs = {size: samples(size) for size in models}
+        check_batch_sharding(models, inputs, begins, workers_of_stage, tolerance)
+        if self._job.evaluation is not None:
+            evaluated = {own: self._traced_in_eval_mode(inputs[own][0]), **self._eval_traces_by_workers}
+            starts = self._evaluation_begins(inputs[own][0], begins, evaluated)
+            check_batch_sharding(
+                evaluated, inputs, starts[own], workers_of_stage, tolerance, when=" in eval mode"
+            )
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def weights(
+        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], stages: Sequence[int]
+    ) -> ParameterValues:
+        """The initial values of the parameters of some stages, for the worker that runs them."""
+        traced = self.traced(sample)
+        return parameter_values(traced, traced.parameters(begins, stages))
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def cut(
+        self,
+        sample: tuple[torch.Tensor, ...],
+        begins: Sequence[str],
+        keep: Sequence[int],
+        weights: ParameterValues | None,
+    ) -> StageGraph:
+        """The stages `keep`, with their initial values or those of model.weights; all else is forgotten."""
+        traced, path = self.traced(sample), self._job.model.weights
+        if weights is not None and self._graph_received:
+            load_values(traced, weights)
+        graph = traced.cut(begins, keep=keep)
+        if self._job.evaluation is not None and self._evaluation is None:
+            self._traced_in_eval_mode(sample)
+        if path:
+            fill_stages(path, [graph.stages[index] for index in keep], traced.aliases)
+        if self._traces_for_all and self._built is not None:
+            unused = unused_tensors(self._built, self._record, traced.state_names())
+            if path:
+                fill_tensors(path, unused, traced.aliases)
+            self._unused_state = record_to_state(self._record, unused)
+        self._layers, self.form = traced.layers, traced.form
+        self._traced = self._built = None
+        self._traces_by_workers, self._eval_traces_by_workers = {}, {}
+        return graph
+
+    def unused_state(self) -> dict[str, Any]:
+        """The states by name of the shards of a checkpoint that are no mesh's, see worker/checkpoint/record.py; they never
+        change, and only one worker has any."""
+        return {} if self._unused_state is None else {RECORD_SHARD: self._unused_state}
+
+    def forget_graph(self) -> None:
+        """The next sample has other shapes: trace anew, or take a new graph."""
+        self._traced, self._evaluation, self._graph_received = None, None, False
+        self._traces_by_workers, self._eval_traces_by_workers = {}, {}
+
+
+def _check_loss_scalable(model: nn.Module, precision: str) -> None:
+    """Refuse parameters whose gradients have no room for a loss scale, as torch's GradScaler does."""
+    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if precision == FP16 and half:
+        raise ModelError(
+            f"training.precision is fp16, and parameter {half[0]!r} ({len(half)} in all) is float16 itself, whose "
+            "gradient cannot be scaled: build the model in float32 (autocast computes in float16), or freeze it"
+        )
+
+
+class ModelCalls:
+    """The calls of a worker before its stages are known: one worker traces for all."""
+
+    _job: Job
+    _device: str
+    _model: JobModel
+    _batches: Batches
+    _data_workers: int
+
+    def _set_microbatches(self, microbatches: int | None) -> None:
+        raise NotImplementedError
+
+    def memory_limit(self, sharing: int) -> int | None:
+        raise NotImplementedError
+
+    def trace(self, microbatches: int) -> list[str]:
+        """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
+        self._set_microbatches(microbatches)
+        inputs, target = self._batches.sample
+        traced, resources = self._model.traced(inputs), self._job.resources
+        for tensor in sorted({*self._job.tensors} - {1}):
+            check_tensor_plan_of(traced, resources.tensor_plan, tensor)
+        notes = batch_norm_notes(traced, self._job) + tf32_notes(self._job, self._device)
+        if not self._job.training.check_trace:
+            return notes
+        return notes + self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
+
+    def graph(self, workers: int | None = None) -> bytes:
+        """The traced model for the other workers, without its parameters; for those that are `workers` to share a
+        microbatch."""
+        if workers in (None, self._data_workers):
+            return self._model.graph(self._batches.sample[0])
+        return self._model.graph(self._batches.samples(workers)[0], workers)
+
+    def model_signature(self, whole: bool) -> ModelSignature:
+        """Of the traced model, for the worker that traced; not `whole`: without its parameters."""
+        return self._model.traced(self._batches.sample[0]).signature(whole=whole)
+
+    def check_batch_sharding(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
+        """Refuse a cut whose tensors would not arrive as they are meant, between meshes of unlike sizes."""
+        self._model.check_batch_sharding(self._data_workers, self._batches.samples, begins, workers_of_stage)
+
+    def take_graph(self, graph: bytes, microbatches: int) -> None:
+        """Have what another worker traced for so many microbatches: nothing is built here."""
+        self._set_microbatches(microbatches)
+        self._model.receive_graph(graph)
+
+    def weights(self, begins: Sequence[str], stages: Sequence[int]) -> ParameterValues:
+        """The initial values of the parameters of some stages, for the worker that runs them."""
+        return self._model.weights(self._batches.sample[0], begins, stages)
+
+    def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
+        """What crosses the borders of the stages of a cut while they are evaluated; for the worker that traced."""
+        return self._model.evaluation_edges(self._batches.sample[0], begins, self._data_workers)

@@ -1,0 +1,299 @@
+"""Creates a job's loss, optimizer, parameter groups and LR schedule; a wrong setting is a FactoryError.
+
+Every mesh has all parameter groups, in one order, also those of which it holds no parameter: a schedule's lists with
+one entry a group fit everywhere. Group 0 holds the parameters that no pattern matches.
+On CUDA torch's fused implementation is taken unless the arguments choose: it skips a step of non-finite gradients
+without asking the host.
+Must not know stages, the engine's steps or Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.actor.loss import JobLoss
+from worker.contract.failures import attributed_to
+from worker.contract.job import Factory, Job, Optimizer, ParameterGroup
+from worker.contract.profile import FactoryError, ModelError, OptimizerState
+from worker.contract.reasons import Reason
+from worker.engine.optim.state_dict import GROUP_NUMBER_KEY, IMPLEMENTATION_FLAGS
+from worker.engine.optim.zero1 import check_tensor_parallel_optimizer, check_zero1_optimizer
+from worker.model.factory import call_factory, check_patterns_match, pattern_matches, resolve
+
+
+def parameter_groups(
+    groups: Sequence[ParameterGroup], names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """What the optimizer is called with in place of `parameters`, which are called `names`."""
+    made: list[dict[str, Any]] = [{"params": [], GROUP_NUMBER_KEY: 0}]
+    made += [
+        {"params": [], GROUP_NUMBER_KEY: number, **one.settings} for number, one in enumerate(groups, start=1)
+    ]
+    for name, parameter in zip(names, parameters, strict=True):
+        made[_group_number(groups, name)]["params"].append(parameter)
+    return made
+
+
+def check_parameter_groups(
+    groups: Sequence[ParameterGroup], names: Sequence[str], aliases: Mapping[str, Sequence[str]]
+) -> None:
+    """ModelError for patterns that match no trained parameter of the model, or only those of groups before theirs."""
+    taken: dict[str, int] = {}
+    for number, one in enumerate(groups):
+        field = f"optimizer.groups[{number}].match"
+        check_patterns_match(field, one.match, names, aliases)
+        for pattern in one.match:
+            found = [name for name in names if pattern_matches(pattern, name)]
+            if found and all(taken.get(name, number) < number for name in found):
+                raise ModelError(
+                    f"{field}: all that {pattern!r} matches ({', '.join(found[:4])}) is in groups before it, of which the "
+                    "first counts: change their order, or remove it"
+                )
+        for name in names:
+            if any(pattern_matches(pattern, name) for pattern in one.match):
+                taken.setdefault(name, number)
+
+
+def check_group_settings(groups: Sequence[ParameterGroup], optimizer: torch.optim.Optimizer) -> None:
+    """FactoryError for settings of a group that the optimizer does not have: torch takes any, and uses none of them."""
+    for number, one in enumerate(groups):
+        if unknown := sorted(one.settings.keys() - optimizer.defaults.keys()):
+            raise FactoryError(
+                f"optimizer.groups[{number}] sets {', '.join(unknown)}, which {type(optimizer).__name__} does not know: "
+                f"it has {', '.join(sorted(optimizer.defaults))}"
+            )
+
+
+def _group_number(groups: Sequence[ParameterGroup], name: str) -> int:
+    for number, one in enumerate(groups, start=1):
+        if any(pattern_matches(pattern, name) for pattern in one.match):
+            return number
+    return 0
+
+
+# Optimizers whose fused CUDA kernels skip a step by themselves when a norm is not finite, so that the host
+# need not look at it.
+_FUSED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+# Names under which schedules of the field take what an evaluation measured.
+_METRIC_PARAMETERS = {"metric", "metrics", "loss", "val_loss", "current", "score", "value"}
+# The parameters whose state is counted, beside one of a single element: a vector and a matrix.
+_STATE_SHAPES = ((4096,), (64, 64))
+
+
+def make_loss(spec: Factory | None, device: str = "cpu") -> JobLoss:
+    """A loss module of a class, on `device`, or a function with its keyword arguments bound.
+
+    None: the model returns its loss, which is taken as it is.
+    """
+    if spec is None:
+        return JobLoss("of the model itself", lambda output, _: output)
+    path, arguments = spec.factory, dict(spec.args)
+    target = resolve(path)
+    if not isinstance(target, type):
+        return JobLoss(path, functools.partial(target, **arguments))
+    loss = call_factory(path, arguments)
+    if isinstance(loss, nn.Module):
+        if trained := [name for name, p in loss.named_parameters() if p.requires_grad]:
+            raise FactoryError(
+                f"loss {path!r} has parameters of its own ({', '.join(trained)}), which nobody would train: "
+                "move them into the model"
+            )
+        loss = loss.to(device)
+    return JobLoss(path, loss)
+
+
+def target_ignore_index(job: Job) -> int | None:
+    """The target that is no token, where microbatches count by their tokens; None where they count alike."""
+    if job.training.loss_reduction != "tokens":
+        return None
+    return int((job.loss.args if job.loss else {}).get("ignore_index", -100))
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def make_optimizer(
+    spec: Factory, parameters: Sequence[nn.Parameter], names: Sequence[str] = ()
+) -> torch.optim.Optimizer:
+    """The job's optimizer; for parameters on CUDA the fused one of torch, unless its arguments choose.
+
+    With the `names` of the parameters they are in the job's groups.
+    """
+    path, arguments = spec.factory, dict(spec.args)
+    groups = spec.groups if isinstance(spec, Optimizer) else ()
+    try:
+        target = resolve(path)
+        given = parameter_groups(groups, names, parameters) if names and groups else parameters
+        optimizer = target(given, **arguments, **_fused_flag(target, arguments, parameters))
+    except FactoryError:
+        raise
+    except Exception as error:
+        raise FactoryError(
+            f"optimizer {path!r}({_call_arguments('parameters', arguments)}) raised {type(error).__name__}: {error}; "
+            "correct optimizer.args"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
+    check_group_settings(groups, optimizer)
+    return optimizer
+
+
+def optimizer_state_bytes(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], shape: Sequence[int], device: str = "cpu"
+) -> int:
+    """Bytes of all tensors that the optimizer of `make` keeps of one fp32 parameter after its first step."""
+    parameter = nn.Parameter(torch.zeros(*shape, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    return _tensor_bytes(list(optimizer.state.values()))
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def measure_optimizer_state(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
+) -> OptimizerState:
+    """What the optimizer of `make` keeps, found by steps of small parameters.
+
+    State that grows more slowly than its parameter (Adafactor's rows and columns) is taken as that of a
+    vector, which is more than a matrix needs. Shapes that the optimizer refuses are left out (Muon takes
+    matrices only); what it raises for all of them is raised.
+    """
+    found: dict[tuple[int, ...], int] = {}
+    refused: list[Exception] = []
+    for shape in ((1,), *_STATE_SHAPES):
+        try:
+            found[shape] = optimizer_state_bytes(make, shape, device)
+        except Exception as error:
+            refused.append(error)
+    if not found.keys() - {(1,)}:
+        raise refused[-1]
+    least = found.get((1,), 0)
+    item = torch.get_default_dtype().itemsize
+    each = max(
+        (size - least) / (item * (math.prod(shape) - (1 if least else 0)))
+        for shape, size in found.items()
+        if shape != (1,)
+    )
+    each = max(each, 0.0)
+    return OptimizerState(each, max(0, round(least - each * item)))
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def check_optimizer_for_zero1(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
+) -> None:
+    """FactoryError unless the workers of a mesh can share the state of the optimizer of `make`."""
+    try:
+        check_zero1_optimizer(make, device)
+    except ValueError as error:
+        raise FactoryError(f"resources.shard is optimizer: {error}") from error
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def check_optimizer_for_tensor_parallel(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensor: int, device: str = "cpu"
+) -> None:
+    """FactoryError unless the optimizer of `make` may update what each of `tensor` workers has of shared matrices."""
+    try:
+        check_tensor_parallel_optimizer(make, device)
+    except ValueError as error:
+        raise FactoryError(f"resources.tensor is {tensor}: {error}") from error
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _fused_flag(
+    target: Any, arguments: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> dict[str, bool]:
+    fits = all(p.is_cuda and p.is_floating_point() for p in parameters)
+    return (
+        {"fused": True}
+        if fits and target in _FUSED_OPTIMIZERS and not arguments.keys() & {*IMPLEMENTATION_FLAGS}
+        else {}
+    )
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning-rate schedule of `optimizer`: an object with step(), state_dict() and load_state_dict().
+
+    The engine calls step() once after each optimizer step; a step that is skipped because its gradients
+    are not finite does not count, neither here nor in the optimizer's own state.
+    """
+    path, arguments = spec.factory, dict(spec.args)
+    call = f"schedule {path!r}({_call_arguments('optimizer', arguments)})"
+    try:
+        schedule = resolve(path)(optimizer, **arguments)
+    except FactoryError:
+        raise
+    except Exception as error:
+        raise FactoryError(
+            f"{call} raised {type(error).__name__}: {error}; correct optimizer.schedule.args"
+        ) from error
+    if missing := [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(schedule, name)]:
+        raise FactoryError(
+            f"{call} returned {type(schedule).__name__}, which has no {', '.join(missing)}: "
+            "return a scheduler of torch.optim.lr_scheduler, or one like it"
+        )
+    if metric := _metric_dependence(schedule):
+        raise FactoryError(
+            f"{call} returned {type(schedule).__name__}, which changes the rate by {metric}: every mesh steps a "
+            "schedule of its own, after every training step, and knows no loss or metric of the whole; choose a "
+            "schedule that depends on the number of steps only"
+        )
+    try:
+        inspect.signature(schedule.step).bind()
+    except TypeError as error:
+        raise FactoryError(
+            f"{call} returned {type(schedule).__name__}, whose step() wants more than the number of steps "
+            f"({error}): choose a schedule that depends on nothing else"
+        ) from None
+    _check_storable(call, schedule.state_dict())
+    return schedule
+
+
+def _metric_dependence(schedule: Any) -> str | None:
+    """What of a schedule, or of one inside it, depends on a measured value; None if nothing does."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return f"a metric ({type(schedule).__name__})"
+    for name in inspect.signature(schedule.step).parameters:
+        if name.lower().strip("_") in _METRIC_PARAMETERS:
+            return f"a metric ({type(schedule).__name__}.step takes {name!r})"
+    inner = getattr(schedule, "_schedulers", ())
+    return next((found for one in inner if (found := _metric_dependence(one))), None)
+
+
+def _check_storable(call: str, state: Any) -> None:
+    content = io.BytesIO()
+    try:
+        torch.save(state, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FactoryError(
+            f"{call}: its state_dict() holds objects that a checkpoint cannot store ({reason}): "
+            "keep numbers, texts, lists and tensors there"
+        ) from error
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group of parameters, as the next step will use it."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _call_arguments(first: str, arguments: Mapping[str, Any]) -> str:
+    return ", ".join([first, *(f"{key}={value!r}" for key, value in arguments.items())])

@@ -1,0 +1,41 @@
+"""Values that one worker returns for a training step and for an evaluation batch.
+
+The driver combines them over the gang (worker/driver/step_record.py). Light: plain dataclasses, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from worker.actor.telemetry import GpuUsage
+from worker.contract.program import MeasuredSlot
+
+
+@dataclass(frozen=True)
+class WorkerStep:
+    """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are told only
+    where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
+    without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
+    because gradients `overflowed` in fp16 or a number was not finite."""
+
+    slots: list[MeasuredSlot]
+    losses: list[float] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    skipped: bool = False
+    loss_scale: float | None = None
+    overflowed: bool = False
+    peak_memory_bytes: int = 0
+    tokens_per_sample: int | None = None
+    gpu: GpuUsage | None = None
+
+
+@dataclass(frozen=True)
+class EvaluatedBatch:
+    """The microbatches of a batch that count, where the model's output is: their losses, metrics by name, and what each
+    counts."""
+
+    losses: list[float]
+    metrics: dict[str, list[float]]
+    weights: list[float]

@@ -1,0 +1,435 @@
+"""Measures time, memory and FLOPs of every layer of a traced model, forward and backward, on one device.
+
+One layer at a time, so that a model that fits on no single device can be measured on one. A tensor-parallel layer is
+measured by one rank alone: its collectives are counted, not run.
+FLOPs come from torch's FlopCounterMode: a multiplication and an addition are two; matrix products, convolutions and
+attention are counted. Attention counts the whole square, also where it is causal, and its backward twice the forward:
+what fused kernels recompute to save memory is no work of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from worker.contract.failures import attributed_to
+from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
+from worker.contract.reasons import Reason
+from worker.engine.autograd import WeightBackward, backward, backward_input
+from worker.engine.compile import StageCompiler, uncompiled
+from worker.engine.forward import drop_casts, run_forward
+from worker.model.export import TracedModel
+from worker.model.stages import OUTPUT_NAME, StageBuilder, StageModule, input_name, is_output
+from worker.parallel.sync_batch_norm import batch_norm_collectives
+from worker.parallel.tensor.collectives import TensorGroup
+from worker.parallel.tensor.stage import tensor_stage
+
+log = logging.getLogger(__name__)
+
+
+def count_flops(run: Callable[[], None]) -> int | None:
+    """The operations of what `run` calls; None where torch cannot count them. Never raises for that."""
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_FLOPS)
+    try:
+        with counter:
+            run()
+    except Exception as error:  # an operator that knows no such mode: the same runs without it
+        log.warning("the model's operations are not counted: %s", error)
+        run()
+        return None
+    return int(counter.get_total_flops())
+
+
+def _attention_forward_flops(
+    query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(
+    _gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return 2 * sdpa_flop_count(query, key, value)
+
+
+_ATTENTION_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,  # torch counts CUDA's only
+    **dict.fromkeys(
+        (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            torch.ops.aten._scaled_dot_product_flash_attention_backward,
+            torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+            torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _attention_backward_flops,
+    ),
+}
+
+
+class TensorParallelProbe:
+    """What the first of `workers` runs of a stage by `plan`, and how much it would have summed with the others."""
+
+    def __init__(self, workers: int, plan: Mapping[str, str] | None):
+        self._plan = plan
+        self._counted = _CountingTransport()
+        self._group = TensorGroup(0, workers, self._counted)
+
+    @attributed_to(Reason.PLAN_INFEASIBLE)
+    def tensor_parallel_stage(self, stage: StageModule) -> tuple[StageModule, frozenset[str]]:
+        """The stage, and of which parameters it has a part, by their names in the model; AttemptFailure for what so many
+        workers cannot share."""
+        shared = tensor_stage(stage, self._plan, self._group)
+        return shared.module, frozenset(shared.splits)
+
+    def take_counts(self) -> list[tuple[str, int, int]]:
+        """What it would have done since this was asked last: of each way to sum (those of SumCosts) how often, and bytes of
+        whole tensors in all."""
+        found, self._counted.totals = self._counted.totals, {}
+        return [(way, count, size) for way, (count, size) in sorted(found.items())]
+
+
+class _CountingTransport:
+    """In place of the group's transport: what would be gathered is this worker's own."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, tuple[int, int]] = {}
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._add("reduce", tensor)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._add("gather", out)
+        out.copy_(tensor.expand_as(out))
+
+    def _add(self, way: str, whole: torch.Tensor) -> None:
+        count, size = self.totals.get(way, (0, 0))
+        self.totals[way] = (count + 1, size + whole.nbytes)
+
+
+# Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
+MEASURE_BUDGET_S = 2.0
+MIN_REPEATS = 2
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _LayerTimes:
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+
+
+def measure_layers(
+    traced: TracedModel,
+    loss: LossFunction,
+    target: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+    sharing: TensorParallelProbe | None = None,
+    compiler: StageCompiler | None = None,
+) -> LayerProfile:
+    """The profile of `traced` for its example inputs; `target` belongs to them.
+
+    Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
+    autograd keeps; on CPU they are processor time. The loss counts as a part of the last layer. With `sharing` each
+    layer is what one of several workers runs that share its matrices; with a `compiler` it is compiled.
+    """
+    device, placed = torch.device(device), traced.placed
+    builder = traced.builder(range(len(placed.layers)))
+    edges = builder.edges()
+    tensors: dict[str, Tensor] = {input_name(k): value for k, value in enumerate(traced.example_inputs)}
+    differentiable = {edge.tensor for edge in edges if edge.differentiable}
+    last_use = {edge.tensor: edge.target for edge in edges}  # edges are sorted by source only
+    for edge in edges:
+        last_use[edge.tensor] = max(last_use[edge.tensor], edge.target)
+    costs, sizes, buffer_sizes, frozen = [], {}, {}, {}
+    updated: set[str] = set()
+    compiled: set[str] = set()
+    split: set[str] = set()
+    saved_at: dict[str, set[int]] = {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for index, name in enumerate(placed.layers):
+            stage = builder.stage(index)
+            if sharing is not None:
+                stage, parts = sharing.tensor_parallel_stage(stage)
+                split |= parts
+            stage = stage.to(device)
+            run = _LayerRun(
+                stage,
+                {key: tensors[key].to(device) for key in stage.inputs},
+                differentiable,
+                loss=(lambda output: loss(output, target.to(device)))
+                if OUTPUT_NAME in stage.outputs
+                else None,
+                device_type=device.type,
+                autocast=placed.autocast,
+            )
+            if compiler is not None and compiler.compile(f"layer {name}", stage, run.module_alone):
+                compiled.add(name)
+            saved = run.keep_count()
+            for tensor in saved.tensors:
+                saved_at.setdefault(tensor, set()).add(index)
+            sums = () if sharing is None else _layer_collectives(run, sharing)
+            times = _layer_times(run, device, repeats, MEASURE_BUDGET_S / len(placed.layers))
+            stage.zero_grad(set_to_none=True)
+            names = {stage.original_names[local]: p for local, p in stage.named_parameters()}
+            sizes |= {key: value.nbytes for key, value in names.items()}
+            frozen |= {key: None for key, value in names.items() if not value.requires_grad}
+            buffers = {stage.original_names.get(local, local): b for local, b in stage.named_buffers()}
+            buffer_sizes |= {key: value.nbytes for key, value in buffers.items()}
+            updated |= {stage.original_names.get(local, local) for local in stage.updated_buffers}
+            costs.append(
+                LayerCost(
+                    name=name,
+                    forward_s=times.forward_s,
+                    backward_input_s=times.backward_input_s,
+                    backward_weight_s=times.backward_weight_s,
+                    backward_s=times.backward_s,
+                    activation_bytes=saved.bytes,
+                    weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(builder, index, placed)),
+                    parameter_bytes=sum(value.nbytes for value in names.values()),
+                    parameters=tuple(names),
+                    buffers=tuple(buffers),
+                    cast_bytes=saved.cast_bytes,
+                    sums=sums,
+                    norm_sums=batch_norm_collectives(builder.operations(index), placed.values),
+                    flops=saved.flops,
+                )
+            )
+            tensors |= run.results()
+            tensors = {key: value for key, value in tensors.items() if last_use.get(key, index + 1) > index}
+    order = {tensor: place for place, tensor in enumerate(builder.tensors())}
+    return LayerProfile(
+        layers=tuple(costs),
+        edges=tuple(
+            LayerEdge(
+                source=edge.source,
+                target=edge.target,
+                tensor=edge.tensor,
+                bytes=edge.bytes,
+                differentiable=edge.differentiable,
+                order=order[edge.tensor],
+                saved_by_source=edge.source in saved_at.get(edge.tensor, ()),
+                saved_by_target=edge.target in saved_at.get(edge.tensor, ()),
+                shape=edge.shape,
+            )
+            for edge in edges
+        ),
+        device_type=device.type,
+        microbatch=", ".join(f"{list(value.shape)} {_dtype_name(value)}" for value in traced.example_inputs),
+        parameter_sizes=sizes,
+        frozen_parameters=tuple(frozen),
+        buffer_sizes=buffer_sizes,
+        updated_buffers=frozenset(updated),
+        checkpointed=traced.checkpointed,
+        compiled=frozenset(compiled),
+        split_parameters=frozenset(split),
+    )
+
+
+@dataclass(frozen=True)
+class _SavedForBackward:
+    """What autograd keeps of a layer: bytes in all, and which of the layer's inputs and outputs; and its operations."""
+
+    bytes: int
+    tensors: frozenset[str]
+    cast_bytes: int
+    flops: int | None
+
+
+class _LayerRun:
+    """Runs one layer forward and backward with gradients of ones for what leaves it."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        inputs: Mapping[str, Tensor],
+        differentiable: set[str],
+        *,
+        loss: Callable[[Tensor], Tensor] | None,
+        device_type: str,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.stage = stage
+        self.inputs = {
+            name: value.detach().requires_grad_(name in differentiable) for name, value in inputs.items()
+        }
+        self.leaves = [value for value in self.inputs.values() if value.requires_grad]
+        self.loss = loss
+        self.device_type = device_type
+        self.autocast = autocast
+        self.outputs: dict[str, Tensor] = {}
+        self.rest = WeightBackward()
+
+    def forward(self) -> None:
+        position = self.stage.model_outputs if self.loss is not None else None
+        run = run_forward(
+            self.stage,
+            list(self.inputs.values()),
+            device_type=self.device_type,
+            training=True,
+            autocast_dtype=self.autocast,
+            loss_of=position,
+            loss=self.loss,
+        )
+        self.outputs = dict(zip(self.stage.outputs, run.outputs, strict=True))
+        self.roots = run.roots(position)
+        self.gradients = [torch.ones_like(root) for root in self.roots]
+
+    def module_alone(self, training: bool) -> None:
+        """The forward without the loss."""
+        run_forward(
+            self.stage,
+            list(self.inputs.values()),
+            device_type=self.device_type,
+            training=training,
+            autocast_dtype=self.autocast,
+        )
+
+    def backward_input(self) -> None:
+        _, self.rest = backward_input(self.roots, self.gradients, self.leaves)
+
+    def backward_weight(self) -> None:
+        self.rest.run()
+
+    def backward(self) -> None:
+        backward(self.roots, self.gradients, self.leaves)
+
+    def keep_count(self) -> _SavedForBackward:
+        """One run to warm up (under autocast two), counting what is saved; shared memory once, parameters and
+        buffers never. Of the autocast type, what both keep, as two microbatches would, is a cast of a weight."""
+        fixed = {
+            value.untyped_storage().data_ptr() for value in [*self.stage.parameters(), *self.stage.buffers()]
+        }
+        kept: dict[int, Tensor] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            if value.untyped_storage().data_ptr() not in fixed:
+                kept.setdefault(value.untyped_storage().data_ptr(), value)
+            return value
+
+        again: dict[int, Tensor] = {}
+
+        def keep_again(value: Tensor) -> Tensor:
+            again.setdefault(value.untyped_storage().data_ptr(), value)
+            return value
+
+        drop_casts()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            self.forward()
+        named = {**self.inputs, **self.outputs}
+        if self.autocast is not None:  # `named` keeps the first graph while the other runs
+            with torch.autograd.graph.saved_tensors_hooks(keep_again, lambda value: value):
+                self.forward()
+        received = {value.untyped_storage().data_ptr(): value for value in self.inputs.values()}
+        shared = kept.keys() & again.keys() - received.keys()
+        casts = {place for place in shared if kept[place].dtype == self.autocast}
+        size = sum(
+            received[place].nbytes if place in received else value.untyped_storage().nbytes()
+            for place, value in kept.items()
+            if place not in casts
+        )
+        cast_bytes = sum(kept[place].untyped_storage().nbytes() for place in casts)
+        saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
+        self.backward_input()
+        self.backward_weight()
+        with uncompiled(self.stage):  # what is counted are calls of torch's operations
+            flops = count_flops(self.both)
+        return _SavedForBackward(bytes=size, tensors=saved, cast_bytes=cast_bytes, flops=flops)
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
+
+    def results(self) -> dict[str, Tensor]:
+        """What the layer made, on the host."""
+        return {name: value.detach().cpu() for name, value in self.outputs.items() if not is_output(name)}
+
+
+def _layer_collectives(run: _LayerRun, sharing: TensorParallelProbe) -> tuple[tuple[str, str, int, int], ...]:
+    """What each action of a layer sums with others."""
+    actions = (
+        ("forward_s", run.forward),
+        ("backward_s", run.backward),
+        ("", run.forward),
+        ("backward_input_s", run.backward_input),
+        ("backward_weight_s", run.backward_weight),
+    )
+    found = []
+    sharing.take_counts()
+    for name, action in actions:
+        action()
+        done = sharing.take_counts()
+        if name:
+            found += [(name, *one) for one in done]
+    return tuple(found)
+
+
+def _layer_times(run: _LayerRun, device: torch.device, repeats: int, budget_s: float) -> _LayerTimes:
+    rounds = []
+    actions = (run.forward, run.backward, run.forward, run.backward_input, run.backward_weight)
+    started = time.perf_counter()
+    for count in range(max(1, repeats)):
+        if count >= MIN_REPEATS and time.perf_counter() - started > budget_s:
+            break
+        rounds.append([_seconds(action, device) for action in actions])
+    forward, whole, again, inputs, weights = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return _LayerTimes(min(forward, again), whole, inputs, weights)
+
+
+def _seconds(action: Callable[[], None], device: torch.device) -> float:
+    with _clock(device) as read:
+        action()
+    return read()
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        yield lambda: start.elapsed_time(end) / 1e3
+        end.record()
+        torch.cuda.synchronize(device)
+        return
+    # this thread's own: what others on the same cores took is theirs, and a plan knows who shares them
+    times = [time.thread_time()]
+    yield lambda: times[1] - times[0]
+    times.append(time.thread_time())
+
+
+def _weight_stash_bytes(builder: StageBuilder, index: int, placed: Any) -> int:
+    """Bytes that the gradients of weights need: what meets a trained parameter, and the gradient there."""
+    total = 0
+    counted: set[fx.Node] = set()
+    for node in builder.operations(index):
+        weights = [n for n in node.all_input_nodes if n in placed.parameters or n in placed.replicated]
+        if not any(placed.values[n].requires_grad for n in weights if isinstance(placed.values[n], Tensor)):
+            continue
+        met = {n for n in node.all_input_nodes if n not in weights} - counted
+        counted |= met
+        total += sum(_value_bytes(placed.values[n]) for n in [*met, node])
+    return total
+
+
+def _value_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_value_bytes, value)) if isinstance(value, Sequence) and not isinstance(value, str) else 0
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

@@ -1,0 +1,356 @@
+"""Measures latency, bandwidth and contention of transfers between meshes, and derives the NetworkSpec of a plan.
+
+Probes run one after the other on the job's own transport, worker 0 of every mesh at the same time, so that nothing
+else moves meanwhile. Pairs and triples of meshes on the same nodes are measured once.
+Must not know stages or schedules. The JSON form of a result is stored by the control plane: keep its keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from worker.transport.base import Topology, Transport, finish
+
+# Of two transfers at once, the part of the shorter one that the longer one had to wait for: 0 where they run
+# beside each other, 1 where they run one after the other. From here on a plan takes them to share.
+CONTENTION_THRESHOLD = 0.5
+# Pairs (and as many triples) of meshes that are measured at most; the others are taken to be the slowest.
+MAX_PROBES = 64
+_REFERENCE_BYTES = 4 << 20
+
+ConcurrencyKind = Literal["both ways", "two sends", "two receives"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is measured at `hub`: its link with one peer in both ways, or its transfers with two peers at once."""
+
+    hub: str
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way from `source` to `target`: a transfer of n bytes takes latency_s + n / bandwidth_bytes_per_s."""
+
+    source: str
+    target: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class ConcurrentTransfers:
+    """Seconds that two transfers of one size took, each alone and both at once.
+
+    "both ways" are those of one pair of meshes; "two sends" and "two receives" those of one mesh and two peers.
+    """
+
+    kind: ConcurrencyKind
+    alone_s: tuple[float, float]
+    together_s: float
+
+    @property
+    def delay_ratio(self) -> float:
+        """The part of the shorter transfer that the other one delayed: about 0 to about 1."""
+        return (self.together_s - max(self.alone_s)) / max(min(self.alone_s), 1e-9)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one probe found."""
+
+    links: tuple[Link, ...]
+    together: tuple[ConcurrentTransfers, ...]
+
+    def to_json(self, role_of: Mapping[str, int]) -> dict[str, Any]:
+        """Plain values, with a number in place of each mesh's name."""
+        return {
+            "links": [
+                [role_of[link.source], role_of[link.target], link.latency_s, link.bandwidth_bytes_per_s]
+                for link in self.links
+            ],
+            "together": [[one.kind, *one.alone_s, one.together_s] for one in self.together],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any], names: Sequence[str]) -> ProbeResult:
+        """The same with `names` for the numbers. KeyError, TypeError, ValueError, IndexError for anything else."""
+        return cls(
+            tuple(
+                Link(names[source], names[target], float(latency_s), float(bandwidth))
+                for source, target, latency_s, bandwidth in body["links"]
+            ),
+            tuple(
+                ConcurrentTransfers(kind, (float(first), float(second)), float(both))
+                for kind, first, second, both in body["together"]
+            ),
+        )
+
+
+def contention_model(measurements: Sequence[ConcurrentTransfers]) -> str:
+    """The contention model (DESIGN section 4) of these measurements: link, full-duplex or half-duplex.
+
+    The strictest that any of them shows, since one model serves the whole plan; link without measurements.
+    """
+    sharing = {one.kind for one in measurements if one.delay_ratio >= CONTENTION_THRESHOLD}
+    if "both ways" in sharing:
+        return "half-duplex"
+    return "full-duplex" if sharing else "link"
+
+
+def slowest_link(links: Sequence[Link]) -> Link | None:
+    """The link that a transfer of some megabytes notices most; None without links."""
+    return max(
+        links, key=lambda link: link.latency_s + _REFERENCE_BYTES / link.bandwidth_bytes_per_s, default=None
+    )
+
+
+def pairs_in_use(meshes: Sequence[str], *, loops: bool, skips: bool) -> list[tuple[str, str]]:
+    """The pairs of meshes, earlier one first, between which stages may exchange tensors.
+
+    Neighbours; last and first where stages go round (`loops`); all pairs where the model has `skips`.
+    """
+    pairs = list(itertools.pairwise(meshes))
+    if loops and len(meshes) > 2:
+        pairs.append((meshes[0], meshes[-1]))
+    if skips:
+        pairs += [pair for pair in itertools.combinations(meshes, 2) if pair not in set(pairs)]
+    return pairs
+
+
+def choose_probes(
+    meshes: Sequence[str], node_of: Mapping[str, str], *, loops: bool, skips: bool
+) -> list[Probe]:
+    """What to measure: of pairs and of triples of meshes on the same nodes in the same order the first alone."""
+    pairs: dict[tuple[str, ...], Probe] = {}
+    for first, second in pairs_in_use(meshes, loops=loops, skips=skips):
+        pairs.setdefault((node_of[first], node_of[second]), Probe(first, (second,)))
+    triples: dict[tuple[str, ...], Probe] = {}
+    for before, hub, after in zip(meshes, meshes[1:], meshes[2:], strict=False):
+        nodes = (node_of[hub], *sorted((node_of[before], node_of[after])))
+        triples.setdefault(nodes, Probe(hub, (before, after)))
+    return [*list(pairs.values())[:MAX_PROBES], *list(triples.values())[:MAX_PROBES]]
+
+
+def network_spec(
+    measured: Sequence[ProbeResult],
+    meshes: Sequence[str],
+    node_of: Mapping[str, str],
+    *,
+    loops: bool,
+    skips: bool,
+) -> dict[str, Any]:
+    """JSON of a NetworkSpec: contention, the slowest link for all, and a link for each directed pair in use.
+
+    A pair that was not measured itself has the costs of the one on the same two nodes, or the slowest.
+    """
+    links = [link for one in measured for link in one.links]
+    place = {mesh: index for index, mesh in enumerate(meshes)}
+
+    def route(source: str, target: str) -> tuple[str, str, bool]:
+        return node_of[source], node_of[target], place[source] < place[target]
+
+    by_route = {route(link.source, link.target): link for link in links}
+    pairs = pairs_in_use(meshes, loops=loops, skips=skips)
+    directed = [way for first, second in pairs for way in ((first, second), (second, first))]
+    default = slowest_link(links)
+    return {
+        "contention": contention_model([together for one in measured for together in one.together]),
+        "bandwidth_bytes_per_s": default.bandwidth_bytes_per_s if default else None,
+        "latency_s": default.latency_s if default else 0.0,
+        "links": [
+            {
+                "source": source,
+                "target": target,
+                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+                "latency_s": link.latency_s,
+            }
+            for source, target in directed
+            if (link := by_route.get(route(source, target))) is not None
+        ],
+    }
+
+
+SMALL_BYTES = 4
+LARGE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # long against what starting a transfer takes
+SMALL_ROUNDS = 20
+LARGE_ROUNDS = 5
+WARM_UP_ROUNDS = 2
+MESH_LEADERS = "everybody"
+_TAG_GO, _TAG_BULK, _TAG_DONE = range(3)
+
+# A transfer of a round, seen from the hub: to a peer, or from it.
+Flow = tuple[str, str]
+SEND_TO, RECEIVE_FROM = "to", "from"
+
+
+def probe_lanes(probes: Sequence[Probe]) -> tuple[tuple[str, str], ...]:
+    """The directed pairs of meshes that `measure_links` uses; the transport connects these."""
+    pairs = {tuple(sorted((probe.hub, peer))): None for probe in probes for peer in probe.peers}
+    return tuple(way for a, b in pairs for way in ((a, b), (b, a)))
+
+
+def probe_groups(topology: Topology) -> dict[str, tuple[int, ...]]:
+    """The group that `measure_links` waits with between two probes; the transport connects it."""
+    return {MESH_LEADERS: tuple(topology.rank(mesh, 0) for mesh in topology.meshes)}
+
+
+def measure_links(transport: Transport, probes: Sequence[Probe], device: str = "cpu") -> list[ProbeResult]:
+    """What the probes found whose hub this mesh is.
+
+    Worker 0 of every mesh calls this at the same time with the same probes, which run one after the other,
+    so that nothing else moves while one is measured.
+    """
+    found = []
+    for probe in probes:
+        _barrier(transport, device)
+        if transport.mesh == probe.hub:
+            found.append(_run_as_hub(transport, probe, device))
+        elif transport.mesh in probe.peers:
+            _run_as_peer(transport, probe, device)
+    _barrier(transport, device)
+    return found
+
+
+def _probe_flows(probe: Probe) -> list[tuple[Flow, ...]]:
+    """What a probe runs at once, in order: for a pair and for two peers the third of each three is both."""
+    if len(probe.peers) == 1:
+        to, back = (SEND_TO, probe.peers[0]), (RECEIVE_FROM, probe.peers[0])
+        return [(to,), (back,), (to, back)]
+    sends, receives = ([(way, peer) for peer in probe.peers] for way in (SEND_TO, RECEIVE_FROM))
+    return [*((one,) for one in sends), tuple(sends), *((one,) for one in receives), tuple(receives)]
+
+
+def _probe_rounds(probe: Probe, device: str) -> list[tuple[int, tuple[Flow, ...], int]]:
+    """(tag, flows, bytes) of every round, the same list on hub and peers; kinds of rounds take turns, so that
+    a busy moment of the machine meets them all."""
+    flows = _probe_flows(probe)
+    small = [((), SMALL_BYTES), *((one, SMALL_BYTES) for one in flows)] * (WARM_UP_ROUNDS + SMALL_ROUNDS)
+    large = [(one, LARGE_BYTES[device]) for one in flows] * (WARM_UP_ROUNDS + LARGE_ROUNDS)
+    return [(3 * number, *one) for number, one in enumerate([*small, *large])]
+
+
+def _run_as_hub(transport: Transport, probe: Probe, device: str) -> ProbeResult:
+    """Run the rounds of a probe and time them: from the word to begin until all peers said that they are done."""
+    end = _LinkEndpoint(transport, device)
+    times: dict[tuple[tuple[Flow, ...], int], list[float]] = {}
+    for tag, flows, size in _probe_rounds(probe, device):
+        started = time.monotonic()
+        for way, peer in flows:
+            if way == RECEIVE_FROM:
+                end.receive(peer, tag + _TAG_BULK, size)
+        for peer in probe.peers:
+            end.send(peer, tag + _TAG_GO, SMALL_BYTES)
+        for way, peer in flows:
+            if way == SEND_TO:
+                end.send(peer, tag + _TAG_BULK, size)
+        for peer in probe.peers:
+            end.receive(peer, tag + _TAG_DONE, SMALL_BYTES)
+        end.finish()
+        times.setdefault((flows, size), []).append(time.monotonic() - started)
+    return _probe_result(
+        probe, {key: taken[WARM_UP_ROUNDS:] for key, taken in times.items()}, LARGE_BYTES[device]
+    )
+
+
+def _run_as_peer(transport: Transport, probe: Probe, device: str) -> None:
+    end, here = _LinkEndpoint(transport, device), transport.mesh
+    for tag, flows, size in _probe_rounds(probe, device):
+        end.receive(probe.hub, tag + _TAG_GO, SMALL_BYTES)
+        end.finish()
+        if (SEND_TO, here) in flows:
+            end.receive(probe.hub, tag + _TAG_BULK, size)
+        if (RECEIVE_FROM, here) in flows:
+            end.send(probe.hub, tag + _TAG_BULK, size)
+        end.finish()
+        end.send(probe.hub, tag + _TAG_DONE, SMALL_BYTES)
+        end.finish()
+
+
+def _probe_result(
+    probe: Probe, times: dict[tuple[tuple[Flow, ...], int], list[float]], large: int
+) -> ProbeResult:
+    """Links by medians, as a step will meet them; sharing by the quickest rounds, which nothing else delayed."""
+
+    def moving_s(flows: tuple[Flow, ...], of_rounds: Callable[[list[float]], float]) -> float:
+        whole_s, starting_s = of_rounds(times[flows, large]), of_rounds(times[flows, SMALL_BYTES])
+        return max(whole_s - starting_s, whole_s / 10)  # on a busy machine starting may seem to take longer
+
+    kinds = _probe_flows(probe)
+    if len(probe.peers) == 1:
+        latency_s = statistics.median(times[(), SMALL_BYTES]) / 2
+        ways = ((probe.hub, probe.peers[0]), (probe.peers[0], probe.hub))
+        links = tuple(
+            Link(*way, latency_s, (large - SMALL_BYTES) / moving_s(flows, statistics.median))
+            for way, flows in zip(ways, kinds[:2], strict=True)
+        )
+        names = ("both ways",)
+    else:
+        links, names = (), ("two sends", "two receives")
+    quickest = [moving_s(flows, min) for flows in kinds]
+    return ProbeResult(
+        links,
+        tuple(
+            ConcurrentTransfers(name, (quickest[3 * i], quickest[3 * i + 1]), quickest[3 * i + 2])
+            for i, name in enumerate(names)
+        ),
+    )
+
+
+class _LinkEndpoint:
+    """This mesh's end of the transfers of a probe; on CUDA each direction of each pair has its own stream, as
+    it has when the job runs."""
+
+    def __init__(self, transport: Transport, device: str):
+        self._transport, self._device = transport, device
+        self._buffers: dict[tuple[str, str, int], torch.Tensor] = {}
+        self._streams: dict[tuple[str, str], Any] = {}
+        self._started: list[Callable[[], None] | None] = []
+
+    def send(self, peer: str, tag: int, size: int) -> None:
+        buffer = self._buffer(SEND_TO, peer, size)
+        with self._lane(SEND_TO, peer):
+            self._started.append(self._transport.send(peer, tag, buffer))
+
+    def receive(self, peer: str, tag: int, size: int) -> None:
+        buffer = self._buffer(RECEIVE_FROM, peer, size)
+        with self._lane(RECEIVE_FROM, peer):
+            self._started.append(self._transport.receive(peer, tag, buffer))
+
+    def finish(self) -> None:
+        """Block until everything that was started has ended."""
+        started, self._started = self._started, []
+        for transfer in started:
+            finish(transfer)
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _buffer(self, way: str, peer: str, size: int) -> torch.Tensor:
+        key = (way, peer, size)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+        return self._buffers[key]
+
+    def _lane(self, way: str, peer: str) -> Any:
+        if self._device != "cuda":
+            return contextlib.nullcontext()
+        if (way, peer) not in self._streams:
+            self._streams[way, peer] = torch.cuda.Stream()
+        return torch.cuda.stream(self._streams[way, peer])
+
+
+def _barrier(transport: Transport, device: str) -> None:
+    transport.all_reduce(MESH_LEADERS, torch.zeros(1, device=device))
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()

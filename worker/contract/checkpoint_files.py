@@ -1,0 +1,298 @@
+"""Lists the checkpoints and exports of a job in storage, and verifies their manifests, sizes and checksums.
+
+Light: no torch, so that the control plane can look too. Tensors are read and written by worker/checkpoint. A
+step's folder without a manifest is not finished: it is being written, or its writer died. Formats 1 and 2 are
+readable; format 1 had optimizer groups without the names of their parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+from fsspec import AbstractFileSystem
+
+# 1 had the groups of each mesh's optimizer without the names of their parameters
+CHECKPOINT_FORMAT = 2
+_READABLE_FORMATS = (1, 2)
+MANIFEST = "manifest.json"
+_STEP_FOLDER_PREFIX = "step-"
+_READ_BLOCK_BYTES = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message says which file and why."""
+
+
+@dataclass(frozen=True)
+class SaveSeconds:
+    """How long a save took: training stood still for `blocking`, and the slowest worker's `writing`, which may have
+    gone on beside training."""
+
+    blocking: float
+    writing: float
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A step's folder as it lies there. `damage` says what is wrong with it, None where it is whole; `summed`: its
+    checksums were compared too, not only sizes; not `finished`: it has no manifest, as while it is being written.
+    `saved_at` is the manifest's time, in Unix seconds, of one without that of its newest file; `seconds` None where an
+    older version saved it."""
+
+    step: int
+    uri: str
+    size_bytes: int
+    saved_at: float | None
+    damage: str | None = None
+    summed: bool = False
+    finished: bool = True
+    seconds: SaveSeconds | None = None
+
+
+def step_uri(uri: str, job: str, step: int) -> str:
+    """Where the checkpoint of `job` after `step` lies below `uri`."""
+    return f"{job_uri(uri, job)}/{step_folder_name(step)}"
+
+
+def job_uri(uri: str, job: str) -> str:
+    """Where all checkpoints of `job` lie below `uri`."""
+    return f"{uri.rstrip('/')}/{job}"
+
+
+def complete_checkpoints(uri: str, job: str) -> list[str]:
+    """The complete checkpoints of `job` below `uri`, the newest first."""
+    files, folder = fsspec.core.url_to_fs(job_uri(uri, job))
+    steps = [
+        step
+        for step, _ in step_folders(files, folder)
+        if files.exists(f"{folder}/{step_folder_name(step)}/{MANIFEST}")
+    ]
+    return [step_uri(uri, job, step) for step in reversed(steps)]
+
+
+def inspect_checkpoints(
+    uri: str, job: str, *, sums: bool = False, limit_s: float = 30.0
+) -> list[FoundCheckpoint]:
+    """All checkpoints of `job` below `uri`, the newest first, with what is wrong with each.
+
+    With `sums` their content is read and compared, until `limit_s` have passed; of those that were not come to by
+    then, or that an older version saved, only sizes are known. Raises CheckpointError where the folder itself cannot be
+    read: then nothing is known of what it holds.
+    """
+    latest = time.monotonic() + limit_s
+    place = job_uri(uri, job)
+    try:
+        files, folder = fsspec.core.url_to_fs(place)
+        if not files.exists(folder):
+            raise CheckpointError(f"there is no {place} to be seen from here")
+        folders = step_folders(files, folder)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of whatever storage: credentials, names, packages that are not installed
+        raise CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+    return [
+        _inspect_folder(files, path, step_uri(uri, job, step), step, latest if sums else None)
+        for step, path in reversed(folders)
+    ]
+
+
+def stored_bytes(uri: str, job: str) -> int | None:
+    """What all that `job` has saved below `uri` takes, exports too; None where the storage does not say."""
+    with suppress(Exception):
+        files, folder = fsspec.core.url_to_fs(job_uri(uri, job))
+        return sum(one["size"] or 0 for one in files.find(folder, detail=True).values())
+    return None
+
+
+def step_folder_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"{_STEP_FOLDER_PREFIX}{step:010d}"
+
+
+def shard_path(folder: str, shard: str) -> str:
+    """The file of one mesh's part."""
+    return f"{folder}/{shard}.pt"
+
+
+def step_folders(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, str]]:
+    """(step, path) of all step folders of a job, complete or not."""
+    try:
+        paths = files.ls(job_folder, detail=False, refresh=True)
+    except FileNotFoundError:
+        return []
+    found = []
+    for path in paths:
+        step = _parse_step(path)
+        if step is not None and step_folder_name(step) == path.rstrip("/").rsplit("/", 1)[-1]:
+            found.append((step, path))
+    return sorted(found)
+
+
+def _parse_step(folder: str) -> int | None:
+    """The step that a folder's name says, None for other names."""
+    name = folder.rstrip("/").rsplit("/", 1)[-1]
+    number = name.removeprefix(_STEP_FOLDER_PREFIX)
+    return int(number) if name.startswith(_STEP_FOLDER_PREFIX) and number.isdecimal() else None
+
+
+def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
+    """What the manifest says; CheckpointError where there is none, or none that can be read, or one of another step
+    than its folder's."""
+    try:
+        manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{MANIFEST} of {uri} is no manifest: it holds a {type(manifest).__name__}")
+    if manifest.get("format") not in _READABLE_FORMATS:
+        known = " and ".join(map(str, _READABLE_FORMATS))
+        raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {known}")
+    shards, step = manifest.get("shards"), manifest.get("step")
+    if not isinstance(step, int) or not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{MANIFEST} of {uri} says no step or no shards: it is damaged")
+    if (said := _parse_step(folder)) not in (None, step):
+        raise CheckpointError(f"{MANIFEST} of {uri} is of step {step}, its folder of step {said}")
+    return manifest
+
+
+def check_size(files: AbstractFileSystem, path: str, size: int) -> None:
+    """CheckpointError where the shard has not the size that the manifest says, or is not there."""
+    try:
+        found = files.size(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"shard {path} is missing") from None
+    if found != size:
+        raise CheckpointError(f"shard {path} has {found} bytes, the manifest says {size}: it is damaged")
+
+
+def check_sha256(path: str, expected: str | None, digest: Callable[[], str]) -> None:
+    """CheckpointError where the digest is not the manifest's; None is what an older version saved."""
+    if expected is not None and (found := digest()) != expected:
+        raise CheckpointError(
+            f"shard {path} has the SHA-256 {found[:16]}..., the manifest says {expected[:16]}...: it is damaged"
+        )
+
+
+class _InspectionTimeout(Exception):
+    pass
+
+
+def _inspect_folder(
+    files: AbstractFileSystem, folder: str, uri: str, step: int, latest: float | None
+) -> FoundCheckpoint:
+    """`latest`: until when checksums may be computed, None for none."""
+    size, saved_at, damage, summed, seconds = 0, None, None, False, None
+    try:
+        manifest = read_manifest(files, folder, uri)
+        if (told := manifest.get("seconds")) is not None:
+            seconds = SaveSeconds(told["blocking"], told["writing"])
+        saved_at = _modified_at(files, f"{folder}/{MANIFEST}")
+        size = sum(manifest["shards"].values())
+        for shard, expected in manifest["shards"].items():
+            check_size(files, shard_path(folder, shard), expected)
+        if latest is not None and (told := manifest.get("sha256")):
+            for shard in manifest["shards"]:
+                path = shard_path(folder, shard)
+                check_sha256(path, told[shard], lambda path=path: _sha256_of(files, path, latest))
+            summed = True
+    except _InspectionTimeout:
+        pass
+    except CheckpointError as error:
+        damage = str(error)
+    except Exception as error:  # a manifest of another make, a file without rights
+        damage = f"{uri} cannot be read: {type(error).__name__}: {error}"
+    finished = True
+    if damage is not None:
+        with suppress(Exception):
+            finished = files.exists(f"{folder}/{MANIFEST}")
+            saved_at = saved_at or _newest_modified_at(files, folder)
+            size = size or _folder_bytes(files, folder)
+    return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished, seconds)
+
+
+def _sha256_of(files: AbstractFileSystem, path: str, latest: float) -> str:
+    digest = hashlib.sha256()
+    with files.open(path, "rb") as file:
+        while block := file.read(_READ_BLOCK_BYTES):
+            digest.update(block)
+            if time.monotonic() > latest:
+                raise _InspectionTimeout
+    return digest.hexdigest()
+
+
+def _modified_at(files: AbstractFileSystem, path: str) -> float | None:
+    try:
+        return files.modified(path).timestamp()
+    except NotImplementedError:
+        return None
+
+
+def _newest_modified_at(files: AbstractFileSystem, folder: str) -> float | None:
+    there = [one["name"] for one in files.ls(folder, detail=True) if one["type"] == "file"]
+    return max((time for path in there if (time := _modified_at(files, path)) is not None), default=None)
+
+
+def _folder_bytes(files: AbstractFileSystem, folder: str) -> int:
+    return sum(one["size"] or 0 for one in files.ls(folder, detail=True) if one["type"] == "file")
+
+
+ARTIFACT_NAME = re.compile(r"(step|export|export-dcp|merged)(?:-step)?-(\d{10})")
+
+
+@dataclass(frozen=True)
+class FoundExport:
+    """A folder of exported weights, after which step; `made_at` in Unix seconds, None where the storage does not say."""
+
+    name: str
+    uri: str
+    step: int
+    files: int
+    size_bytes: int
+    made_at: float | None
+
+
+def find_exports(uri: str, job: str) -> list[FoundExport]:
+    """All exports beside the checkpoints of `job` below `uri`. Raises CheckpointError where the place cannot be read."""
+    place = job_uri(uri, job)
+    try:
+        files, folder = fsspec.core.url_to_fs(place)
+        if not files.exists(folder):
+            raise CheckpointError(f"there is no {place} to be seen from here")
+        found = []
+        for path in files.ls(folder, detail=False, refresh=True):
+            name = path.rstrip("/").rsplit("/", 1)[-1]
+            if is_artifact(name) and not name.startswith("step-"):
+                held = [one for one in files.ls(path, detail=True, refresh=True) if one["type"] == "file"]
+                times = []
+                for one in held:
+                    with suppress(NotImplementedError):
+                        times.append(files.modified(one["name"]).timestamp())
+                step = int(ARTIFACT_NAME.fullmatch(name)[2])
+                size = sum(one["size"] or 0 for one in held)
+                found.append(
+                    FoundExport(name, f"{place}/{name}", step, len(held), size, max(times, default=None))
+                )
+        return sorted(found, key=lambda one: (-one.step, one.name))
+    except CheckpointError:
+        raise
+    except Exception as error:  # of whatever storage
+        raise CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def is_artifact(name: str) -> bool:
+    """Whether a folder of this name is one that checkpoints or exports make."""
+    found = ARTIFACT_NAME.fullmatch(name)
+    return found is not None and name in (
+        step_folder_name(int(found[2])),
+        *(f"{kind}-{step_folder_name(int(found[2]))}" for kind in ("export", "export-dcp", "merged")),
+    )

@@ -1,0 +1,175 @@
+"""Logging set-up for control plane and drivers: text or JSON lines with job and trace context, secrets blanked.
+
+A JSON line has time (UTC), level, logger, message and, where known, job, attempt, step, trace_id; a traceback
+stands under `error`. Time comes first: `slotline logs --since` looks there. Masking covers Python's stdout and
+stderr (Ray passes workers' prints through them) and reports; what native code writes itself, and Ray's own log
+files on the nodes, stay unmasked. Light: no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Self, TextIO
+
+LOG_FORMATS = ("text", "json")
+_TEXT_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+_process_fields: dict[str, Any] = {}
+_task_fields: ContextVar[dict[str, Any] | None] = ContextVar("slotline_log_fields", default=None)
+
+
+@dataclass(frozen=True)
+class TraceParent:
+    """A W3C trace context: which trace something belongs to, and the span that caused it."""
+
+    trace_id: str
+    span_id: str
+    flags: str = "01"
+
+    @classmethod
+    def read(cls, text: str | None) -> Self | None:
+        """The context in a `traceparent`; None for what the specification has receivers ignore."""
+        found = _TRACEPARENT.fullmatch((text or "").strip())
+        if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
+            return None
+        if set(found[2]) == {"0"} or set(found[3]) == {"0"}:
+            return None
+        return cls(found[2], found[3], found[4])
+
+    @classmethod
+    def new(cls) -> Self:
+        """The first span of a trace of its own."""
+        return cls(secrets.token_hex(16), secrets.token_hex(8))
+
+    def child(self) -> TraceParent:
+        """A span of the same trace, caused by this one."""
+        return TraceParent(self.trace_id, secrets.token_hex(8), self.flags)
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
+
+
+def bind_process_fields(**fields: Any) -> None:
+    """Have every line of this process say these from now on (a driver has one job and one attempt)."""
+    _process_fields.update(fields)
+
+
+@contextlib.contextmanager
+def log_fields(**fields: Any) -> Iterator[None]:
+    """Have the lines of this task, within, say these as well; what is None is left out."""
+    token = _task_fields.set((_task_fields.get() or {}) | {k: v for k, v in fields.items() if v is not None})
+    try:
+        yield
+    finally:
+        _task_fields.reset(token)
+
+
+def bind_task_fields(**fields: Any) -> None:
+    """Have the lines of this task, and of what it begins, say these until it ends; what is None is left out."""
+    _task_fields.set((_task_fields.get() or {}) | {k: v for k, v in fields.items() if v is not None})
+
+
+def set_up_logging(
+    *, level: str, form: str, text: str = _TEXT_FORMAT, clock: str | None = _TIME_FORMAT
+) -> None:
+    """Begin logging to standard error, as `form` says; `text` and `clock` are the format of lines for people."""
+    if form not in LOG_FORMATS:
+        raise ValueError(f"SLOTLINE_LOG_FORMAT is {form!r}: use one of {', '.join(LOG_FORMATS)}")
+    if clock is not None:
+        logging.Formatter.converter = time.gmtime  # it says Z: `slotline logs --since` compares it
+    logging.basicConfig(level=level, format=text, datefmt=clock)
+    if form == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+
+
+class JsonFormatter(logging.Formatter):
+    """One line a record, whatever is in it. The time stands first: who reads since a time looks there."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime(_TIME_FORMAT, time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{clock}.{int(record.msecs):03}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_process_fields,
+            **(_task_fields.get() or {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+MASKED_TEXT = "***"
+_MIN_SECRET_CHARS = 8
+"""The control plane takes no shorter secret; of one with several lines, shorter lines are no secret."""
+
+
+class SecretMask:
+    """Blanks values out of texts; knows none in the beginning."""
+
+    def __init__(self) -> None:
+        self._pattern: re.Pattern[str] | None = None
+
+    def hide(self, values: Iterable[str]) -> None:
+        """From now on these are blanked, whole and line by line."""
+        parts = {part for value in values for part in (value, value.strip(), *value.splitlines())}
+        # the longest first: one may begin as another does
+        hidden = sorted((part for part in parts if len(part) >= _MIN_SECRET_CHARS), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, hidden))) if hidden else None
+
+    def text(self, text: str) -> str:
+        return text if self._pattern is None else self._pattern.sub(MASKED_TEXT, text)
+
+    def json(self, value: Any) -> Any:
+        """The same JSON value with its texts blanked, names of fields too."""
+        if self._pattern is None:
+            return value
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(key)): self.json(entry) for key, entry in value.items()}
+        return [self.json(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+class MaskedStream:
+    """A text stream that blanks what is written to it."""
+
+    def __init__(self, stream: TextIO, mask: SecretMask) -> None:
+        self._stream, self._mask = stream, mask
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._mask.text(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def mask_output() -> SecretMask:
+    """Put a mask, with nothing to hide yet, before standard output and error of this process."""
+    mask = SecretMask()
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout, mask), MaskedStream(sys.stderr, mask)
+    return mask
+
+
+def set_environment(_actor: object, values: Mapping[str, str]) -> None:
+    """Called in a worker's process, before it runs anything of the user's."""
+    os.environ.update(values)

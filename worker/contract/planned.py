@@ -1,0 +1,192 @@
+"""PlannedJob: the control plane's answer to a plan request, with planned times and planned peak memory.
+
+Instructions are counted by their place in a mesh's program; slots name their stage. Slots of gradient buckets
+share one key a stage and come in the order of their lane. After an out-of-memory attempt
+`corrected_activation_factor` raises profiled activations by at least a quarter, with limits on each step and in
+all, so that the next plan differs but no mistake in the memory model makes all plans impossible. Pure values,
+light: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.contract.costs import MeshUpdate
+from worker.contract.model_signature import ModelSignature
+from worker.contract.resharding import ReshardingPlan
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What the control plane answered: JSON of a PipelineSpec and a Plan, the layers that begin stages, and
+    of each mesh what REDUCE and STEP take behind the makespan.
+
+    `slowdown` is how many times as long as alone actions take by it, where workers share processor cores;
+    `reshardings` are the transfers that do not go in pairs of workers, by edge and whether they are of gradients.
+    """
+
+    begins: tuple[str, ...]
+    spec: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    update: tuple[MeshUpdate, ...] = ()
+    slowdown: float = 1.0
+    reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
+    update_s: float | None = None
+    saved_plan: str | None = None
+    """The plan that the job was submitted with; `forms` of the model that it was made for, by how many
+    workers a microbatch is dealt among."""
+    model_signatures: Mapping[int, ModelSignature] = field(default_factory=dict)
+
+    @property
+    def provenance(self) -> str:
+        """What to tell of where it comes from."""
+        return "" if self.saved_plan is None else f" as the plan {self.saved_plan!r} has it"
+
+    @property
+    def microbatches(self) -> int:
+        return self.spec["microbatches"]
+
+    @property
+    def step_s(self) -> float:
+        """The planned length of a step: the makespan, and the longest REDUCE and STEP behind it."""
+        longest = max((one.total_s for one in self.update), default=0.0)
+        return self.plan["makespan_s"] + (longest if self.update_s is None else self.update_s)
+
+    @property
+    def stage_names(self) -> list[str]:
+        return [stage["name"] for stage in self.spec["stages"]]
+
+    @property
+    def recomputed(self) -> list[int]:
+        """The stages that keep their inputs only."""
+        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
+
+    def stages_of(self, mesh: str) -> list[int]:
+        """The stages that a mesh runs."""
+        return [index for index, other in enumerate(self.mesh_of_stage) if other == mesh]
+
+    @property
+    def mesh_of_stage(self) -> list[str]:
+        return [stage["mesh"] for stage in self.spec["stages"]]
+
+
+def parse_planned_job(answer: Mapping[str, Any]) -> PlannedJob:
+    """The control plane's answer to a request for a plan, read."""
+    return PlannedJob(
+        begins=tuple(answer["begins"]),
+        spec=answer["spec"],
+        plan=answer["plan"],
+        update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
+        slowdown=answer.get("slowdown", 1.0),
+        update_s=answer.get("update_s"),
+        reshardings=parse_reshardings(answer),
+        saved_plan=(answer.get("named") or {}).get("name"),
+        model_signatures={
+            int(workers): ModelSignature.from_json(form)
+            for workers, form in (answer.get("made_for") or {}).get("forms", {}).items()
+        },
+    )
+
+
+def parse_reshardings(answer: Mapping[str, Any]) -> dict[tuple[int, bool], ReshardingPlan]:
+    """The reshardings in an answer, by edge and whether they are of gradients."""
+    return {
+        (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
+        for one in answer.get("reshardings") or ()
+    }
+
+
+def planned_seconds(
+    plan: Mapping[str, Any], stage_names: Sequence[str], update: Sequence[MeshUpdate] = ()
+) -> dict[str, list[float]]:
+    """Planned seconds of every instruction of every mesh's program; those of REDUCE (but for its
+    buckets) and STEP are in `update`.
+
+    Slots name their stage, instructions count it: `stage_names` are in that order.
+    """
+    behind = {
+        (one.mesh, op): s for one in update for op, s in (("REDUCE", one.reduce_s), ("STEP", one.step_s))
+    }
+    slots = _slots_of_instructions(plan, stage_names)
+    return {
+        mesh: [
+            behind.get((mesh, i["op"]), 0.0) if s is None else s["end_s"] - s["start_s"]
+            for i, s in zip(plan["programs"][mesh], found, strict=True)
+        ]
+        for mesh, found in slots.items()
+    }
+
+
+def planned_starts(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float | None]]:
+    """When every instruction of every mesh's program starts by the plan (None for REDUCE and STEP)."""
+    slots = _slots_of_instructions(plan, stage_names)
+    return {mesh: [None if s is None else s["start_s"] for s in found] for mesh, found in slots.items()}
+
+
+def _slots_of_instructions(
+    plan: Mapping[str, Any], stage_names: Sequence[str]
+) -> dict[str, list[Mapping[str, Any] | None]]:
+    number = {name: i for i, name in enumerate(stage_names)}
+    planned: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for s in plan["slots"]:  # those of buckets have one key a stage: they come in the order of their lane
+        key = (s["mesh"], s["action"], number[s["stage"]], s["microbatch"], s.get("edge"))
+        planned.setdefault(key, []).append(s)
+    for slots in planned.values():
+        slots.reverse()
+    return {
+        mesh: [
+            _pop_slot(planned.get((mesh, i["op"], i["stage"], i["microbatch"], i["edge"])))
+            for i in instructions
+        ]
+        for mesh, instructions in plan["programs"].items()
+    }
+
+
+def _pop_slot(slots: list[Mapping[str, Any]] | None) -> Mapping[str, Any] | None:
+    return slots.pop() if slots else None
+
+
+# How much larger than profiled activations are taken to be after an attempt ran out of memory. What was seen
+# tells it; but the next plan must differ, and a mistake in the model must not make all plans impossible.
+MIN_ACTIVATION_CORRECTION = 1.25
+MAX_ACTIVATION_CORRECTION = 4.0
+MAX_TOTAL_CORRECTION = 8.0
+
+
+def static_bytes_by_mesh(spec: Mapping[str, Any]) -> dict[str, int]:
+    """What the stages of every mesh always hold, by the JSON of a PipelineSpec."""
+    total = {mesh["name"]: 0 for mesh in spec["meshes"]}
+    for stage in spec["stages"]:
+        total[stage["mesh"]] += stage.get("static_bytes", 0)
+    return total
+
+
+def planned_peak_bytes(spec: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, int]:
+    """The most bytes that each mesh holds by its plan (JSON of a Plan).
+
+    A plan without `peak_memory_bytes` counts static bytes and activations.
+    """
+    static = static_bytes_by_mesh(spec)
+    peaks = {}
+    for mesh in plan["meshes"]:
+        whole = mesh.get("peak_memory_bytes")
+        name = mesh["name"]
+        peaks[name] = static.get(name, 0) + mesh["peak_activation_bytes"] if whole is None else whole
+    return peaks
+
+
+def corrected_activation_factor(
+    before: float, *, planned_bytes: int, static_bytes: int, seen_bytes: int
+) -> float:
+    """The factor on profiled activations to plan with after a mesh ran out that was planned with `before`.
+
+    It grows by what was seen above the static bytes against what was planned there, at least by a quarter.
+    `seen_bytes` is the most that the mesh held and wanted when it ran out; 0 where nobody saw it.
+    """
+    activations = planned_bytes - static_bytes
+    found = (seen_bytes - static_bytes) / activations if activations > 0 else MIN_ACTIVATION_CORRECTION
+    return min(
+        before * min(max(found, MIN_ACTIVATION_CORRECTION), MAX_ACTIVATION_CORRECTION), MAX_TOTAL_CORRECTION
+    )

@@ -1,0 +1,396 @@
+"""LayerProfile: measured time and memory of each layer for one microbatch, the input of the partition.
+
+Plain data that travels as JSON between worker and control plane; PROFILE_FORMAT counts the JSON and the meaning
+of its numbers, and a stored profile of another format is measured anew. Includes the cost of collectives inside a
+layer (CollectiveCost) and the errors of a model that cannot be built, traced or cut. Light: no torch at import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any
+
+
+class ModelError(ValueError):
+    """A model that cannot be built, traced or cut; the message says what to change."""
+
+
+class FactoryError(ModelError):
+    """An import path that leads nowhere, or a factory that returns or raises the wrong thing."""
+
+
+class TraceError(ModelError):
+    """A model that torch.export cannot trace, or whose graph has no pipeline form."""
+
+
+class CutError(ModelError):
+    """A cut that the model does not admit: too many stages, unknown or unordered names."""
+
+
+LatencyBandwidth = tuple[float, float]
+"""Seconds to begin, and bytes of the whole tensor a second."""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Of an all-reduce; and of a reduce-scatter and an all-gather, each of which moves half as much, where they were
+    measured."""
+
+    reduce: LatencyBandwidth
+    scatter: LatencyBandwidth | None = None
+    gather: LatencyBandwidth | None = None
+
+    def seconds(self, way: str, count: int, size_bytes: int) -> float:
+        """So many sums of so many bytes in all, one way (the name of a field); as all-reduces where it was not measured."""
+        latency_s, bandwidth = getattr(self, way) or self.reduce
+        return count * latency_s + size_bytes / bandwidth
+
+
+@dataclass(frozen=True)
+class MeshCollectiveCosts:
+    """Of one mesh: `data` between workers that have other samples, `tensor` between those that share matrices; None where
+    there are no two."""
+
+    data: CollectiveCost | None = None
+    tensor: CollectiveCost | None = None
+
+
+def slowest_collective_cost(found: Sequence[CollectiveCost | None]) -> CollectiveCost | None:
+    """The latest to begin and the slowest of each way."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    ways = ([one.reduce for one in known], [one.scatter for one in known], [one.gather for one in known])
+    return CollectiveCost(
+        *(None if None in way else (max(a for a, _ in way), min(b for _, b in way)) for way in ways)
+    )
+
+
+# Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
+PROFILE_FORMAT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Costs of one layer for one microbatch.
+
+    Seconds are those of the device; on CPU of the processor, so that they do not depend on who else used it.
+    `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
+    `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
+    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
+    autocast's copies of its weights take, one for all microbatches of a step. `flops` are the operations of a forward and
+    a backward without recomputation; None: not counted.
+    `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
+    over workers that share the layer's matrices, which its times leave out: of a time's name and a way to sum (SumCosts)
+    how many, and bytes in all. `norm_sums` are those that its batch norms would make over all workers of a mesh
+    (training.sync_batch_norm): of a time's name how many, and bytes in all.
+    """
+
+    name: str
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    activation_bytes: int
+    weight_stash_bytes: int
+    parameter_bytes: int
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    backward_s: float | None = None
+    cast_bytes: int = 0
+    flops: int | None = None
+    sums: tuple[tuple[str, str, int, int], ...] = ()
+    norm_sums: tuple[tuple[str, int, int], ...] = ()
+
+    def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerCost:
+        """The same with `sums` made part of its times, each as long as measured between these workers."""
+        return replace(self._with_collectives(self.sums, between), sums=())
+
+    def with_sync_batch_norm_sums(self, between: CollectiveCost) -> LayerCost:
+        """The same with `norm_sums` made part of its times."""
+        sums = [(name, "reduce", count, size) for name, count, size in self.norm_sums]
+        return replace(self._with_collectives(sums, between), norm_sums=())
+
+    def _with_collectives(
+        self, sums: Iterable[tuple[str, str, int, int]], between: CollectiveCost
+    ) -> LayerCost:
+        longer: dict[str, float] = {}
+        for name, way, count, size in sums:
+            alone_s = self.whole_backward_s if name == "backward_s" else getattr(self, name)
+            so_far = longer.get(name, alone_s)
+            longer[name] = so_far + between.seconds(way, count, size)
+        return replace(self, **longer)
+
+    @property
+    def whole_backward_s(self) -> float:
+        """How long a backward in one piece takes."""
+        split_s = self.backward_input_s + self.backward_weight_s
+        return split_s if self.backward_s is None else self.backward_s
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward, this in the way that takes less."""
+        split_s = self.backward_input_s + self.backward_weight_s
+        return self.forward_s + min(split_s, self.whole_backward_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEdge:
+    """A tensor that layer `source` makes and layer `target` uses.
+
+    `order` is the tensor's place among all tensors in order of production. `saved_by_source` and
+    `saved_by_target` say whose activation_bytes contain it. `shape` is that of one worker's part of a microbatch, as it
+    travels; None where it was not told.
+    """
+
+    source: int
+    target: int
+    tensor: str
+    bytes: int
+    differentiable: bool
+    order: int = 0
+    saved_by_source: bool = False
+    saved_by_target: bool = False
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer keeps of trained parameters: so many bytes for each of their bytes, and for each tensor."""
+
+    bytes_per_parameter_byte: float = 0.0
+    bytes_per_tensor: int = 0
+
+    def on(self, mesh: str) -> OptimizerState:
+        """What one worker of `mesh` keeps."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Zero1OptimizerState(OptimizerState):
+    """That of an optimizer whose state some meshes share among so many `workers`: each keeps its part."""
+
+    workers: Mapping[str, int] = field(default_factory=dict)
+
+    def on(self, mesh: str) -> OptimizerState:
+        each = self.bytes_per_parameter_byte / self.workers.get(mesh, 1)
+        return OptimizerState(each, self.bytes_per_tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """The layers of a model in execution order and the tensors between them.
+
+    `parameter_sizes` and `buffer_sizes` are bytes by original name; `frozen_parameters` get no gradient,
+    `updated_buffers` are changed by forward. The model itself asks to recompute the layers `checkpointed`. Those
+    `compiled` were measured so (training.compile), all others as traced. Of the parameters `split_parameters` each worker
+    of several that share matrices has its part; of all others it has the whole.
+    `activation_factor` corrects all activation bytes, where an attempt has met more than were measured.
+    """
+
+    layers: tuple[LayerCost, ...]
+    edges: tuple[LayerEdge, ...]
+    device_type: str
+    microbatch: str
+    parameter_sizes: Mapping[str, int]
+    frozen_parameters: tuple[str, ...] = ()
+    buffer_sizes: Mapping[str, int] = field(default_factory=dict)
+    updated_buffers: frozenset[str] = frozenset()
+    checkpointed: frozenset[str] = frozenset()
+    activation_factor: float = 1.0
+    compiled: frozenset[str] = frozenset()
+    split_parameters: frozenset[str] = frozenset()
+
+    def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
+        """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
+        the optimizer's state and buffers, each once however many layers use it, and the casts of weights that
+        autocast keeps through a step (a weight that several layers use is counted in each).
+        """
+        layers = self.layers[first:end]
+        parameters = {name for layer in layers for name in layer.parameters}
+        trained = parameters - set(self.frozen_parameters)
+        trained_bytes = sum(self.parameter_sizes[name] for name in trained)
+        state = trained_bytes * optimizer.bytes_per_parameter_byte + len(trained) * optimizer.bytes_per_tensor
+        buffers = {name for layer in layers for name in layer.buffers}
+        return (
+            sum(self.parameter_sizes[name] for name in parameters)
+            + trained_bytes
+            + math.ceil(state)
+            + sum(layer.cast_bytes for layer in layers)
+            + sum(self.buffer_sizes[name] for name in buffers)
+        )
+
+    def corrected(self) -> LayerProfile:
+        """The same with `activation_factor` made part of the layers' bytes."""
+
+        def more(size: int) -> int:
+            return math.ceil(size * self.activation_factor)
+
+        layers = (
+            replace(
+                layer,
+                activation_bytes=more(layer.activation_bytes),
+                weight_stash_bytes=more(layer.weight_stash_bytes),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers), activation_factor=1.0)
+
+    def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerProfile:
+        """The same with what workers that share matrices sum made part of the layers' times."""
+        return replace(self, layers=tuple(layer.with_tensor_parallel_sums(between) for layer in self.layers))
+
+    def with_sync_batch_norm_sums(self, between: CollectiveCost) -> LayerProfile:
+        """The same with what batch norms sum over the workers of a mesh made part of the layers' times."""
+        return replace(self, layers=tuple(layer.with_sync_batch_norm_sums(between) for layer in self.layers))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `from_json` is its inverse."""
+        out = asdict(self)
+        out["layers"] = [
+            {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
+            for layer in out["layers"]
+        ]
+        for layer in out["layers"]:
+            if not layer["norm_sums"]:
+                del layer["norm_sums"]
+        sets = ("updated_buffers", "checkpointed", "compiled", "split_parameters")
+        out |= {name: sorted(out[name]) for name in sets}
+        for name in ("compiled", "split_parameters"):
+            if not out[name]:
+                del out[name]  # which a control plane of before it need not know
+        return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LayerProfile:
+        """Inverse of `to_json`; raises ValueError naming a missing or unknown field."""
+        top = _check_fields(cls, data)
+        layers = [_check_fields(LayerCost, item) for item in top["layers"]]
+        for field_name, sizes in (("parameters", "parameter_sizes"), ("buffers", "buffer_sizes")):
+            known = top.get(sizes, {})
+            if lost := sorted({n for layer in layers for n in layer.get(field_name, ())} - set(known)):
+                raise ValueError(f"LayerProfile's {sizes} lack {', '.join(lost)}, which its layers use")
+        return cls(
+            **{
+                **top,
+                "layers": tuple(
+                    LayerCost(
+                        **{
+                            **layer,
+                            "parameters": tuple(layer.get("parameters", ())),
+                            "buffers": tuple(layer.get("buffers", ())),
+                            "sums": tuple(tuple(one) for one in layer.get("sums", ())),
+                            "norm_sums": tuple(tuple(one) for one in layer.get("norm_sums", ())),
+                        }
+                    )
+                    for layer in layers
+                ),
+                "frozen_parameters": tuple(top.get("frozen_parameters", ())),
+                "updated_buffers": frozenset(top.get("updated_buffers", ())),
+                "checkpointed": frozenset(top.get("checkpointed", ())),
+                "compiled": frozenset(top.get("compiled", ())),
+                "split_parameters": frozenset(top.get("split_parameters", ())),
+                "edges": tuple(_parse_edge(_check_fields(LayerEdge, item)) for item in top["edges"]),
+            }
+        )
+
+
+def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    """One profile with the mean times of several workers' profiles of the same layers.
+
+    Workers that share cores and measure at the same time slow each other down as they will when
+    they train. Raises ValueError when the layers differ.
+    """
+    first = profiles[0]
+    if any([c.name for c in other.layers] != [c.name for c in first.layers] for other in profiles):
+        raise ValueError("the workers' profiles are of different layers: do all build the same model?")
+
+    def mean(index: int, name: str) -> float | None:
+        times = [getattr(profile.layers[index], name) for profile in profiles]
+        return None if None in times else sum(times) / len(times)
+
+    times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
+    layers = (
+        replace(layer, **{name: mean(i, name) for name in times}) for i, layer in enumerate(first.layers)
+    )
+    return replace(first, layers=tuple(layers))
+
+
+def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    """Of one model's profiles on several kinds of accelerators the one whose layers take longest in sum.
+
+    Stages are cut before it is known which kind runs which: a plan with these times is late nowhere. The
+    largest correction of activations goes with it. Raises ValueError when the layers differ.
+    """
+    mean_profile(profiles)
+    slowest = max(
+        profiles,
+        key=lambda profile: sum(layer.compute_s for layer in profile.layers),
+    )
+    return replace(slowest, activation_factor=max(profile.activation_factor for profile in profiles))
+
+
+def resolve_stage_starts(layers: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The layers that begin the stages of a cut given by names, the first layer always first.
+
+    A name is a layer, or a module that contains layers (its first layer is meant). Raises
+    CutError for an unknown name, one given twice, or names out of execution order.
+    """
+    if not layers:
+        raise CutError("the model has no layers to cut")
+    found = [_find_layer(layers, name) for name in names]
+    if not found or found[0] != 0:
+        found = [0, *found]
+        names = [layers[0], *names]
+    for (before, first), (after, second) in zip(
+        zip(found, names, strict=True), zip(found[1:], names[1:], strict=True), strict=False
+    ):
+        if after == before:
+            raise CutError(f"cut names {second!r} and {first!r} begin the same stage: remove one")
+        if after < before:
+            raise CutError(
+                f"cut name {second!r} comes after {first!r}, but the model runs it earlier: "
+                "name the modules in execution order"
+            )
+    return [layers[index] for index in found]
+
+
+def check_stage_count(layers: Sequence[str], stages: int) -> None:
+    """Raise CutError when the model has fewer layers than `stages`, or `stages` is below 1."""
+    if stages < 1:
+        raise CutError(f"{stages} stages asked for: ask for at least 1")
+    if stages > len(layers):
+        shown = ", ".join(layers[:12]) + (f" and {len(layers) - 12} more" if len(layers) > 12 else "")
+        raise CutError(
+            f"{stages} stages asked for, but the model has only {len(layers)} modules that may begin a stage "
+            f"({shown}): ask for at most {len(layers)} stages, or split the model into more modules"
+        )
+
+
+def _find_layer(layers: Sequence[str], name: str) -> int:
+    if name in layers:
+        return list(layers).index(name)
+    for index, layer in enumerate(layers):
+        if layer.startswith(f"{name}."):
+            return index
+    near = difflib.get_close_matches(name, layers, n=3) or list(layers[:8])
+    raise CutError(f"cut name {name!r} is no module that may begin a stage: did you mean {', '.join(near)}?")
+
+
+def _parse_edge(data: Mapping[str, Any]) -> LayerEdge:
+    shape = data.get("shape")
+    return LayerEdge(**{**data, "shape": None if shape is None else tuple(shape)})
+
+
+def _check_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    known = {one.name for one in fields(cls)}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(
+            f"{cls.__name__} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
+    if missing := sorted(required - set(data)):
+        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
+    return dict(data)

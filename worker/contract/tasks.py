@@ -1,0 +1,129 @@
+"""Requests and results of one-shot worker processes: the marked result line, and the request of an export.
+
+A task reads its request from an environment variable and prints one JSON line behind a mark; other output of the
+process and its libraries is skipped, and the last whole line counts. Light: no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def task_result(output: str, mark: str) -> dict[str, Any] | None:
+    """The JSON object behind `mark` in the last line that has one whole; None where it has not come to its end."""
+    for line in reversed(output.splitlines()):
+        _, found, text = line.partition(mark)
+        if not found:
+            continue
+        try:
+            return json.loads(text)
+        except ValueError:
+            continue
+    return None
+
+
+PROOF_RESULT_MARK = "SLOTLINE_PROOF "
+"""`python -m worker.tasks verify` answers in a line of its output with this mark."""
+
+
+REMOVAL_REQUEST_VARIABLE = "SLOTLINE_REMOVE"
+REMOVAL_RESULT_MARK = "SLOTLINE_REMOVED "
+
+
+@dataclass(frozen=True)
+class RemovalRequest:
+    """Folders of `job` below `uri`, by name; None: all that checkpoints and exports made. `in_use`: the job has not
+    ended, and keeps the checkpoint that an attempt would go on from, and what is newer."""
+
+    uri: str
+    job: str
+    folders: tuple[str, ...] | None = None
+    in_use: bool = False
+
+
+@dataclass(frozen=True)
+class RemovalResult:
+    """The folders that are gone now and were there before, those that stay and why, the steps of the whole checkpoints
+    that are left, and bytes: how many were freed, and how many all checkpoints still hold."""
+
+    removed: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    left: tuple[int, ...] = ()
+    freed_bytes: int = 0
+    left_bytes: int = 0
+    failed: str | None = None
+
+
+def removal_requests_json(requests: Sequence[RemovalRequest]) -> str:
+    """For the variable of the environment."""
+    return json.dumps([asdict(one) for one in requests])
+
+
+def removal_requests_from_json(text: str) -> list[RemovalRequest]:
+    """Inverse of `removal_requests_json`."""
+    return [
+        RemovalRequest(
+            one["uri"], one["job"], None if one["folders"] is None else tuple(one["folders"]), one["in_use"]
+        )
+        for one in json.loads(text)
+    ]
+
+
+def read_removal_results(output: str) -> list[RemovalResult] | None:
+    """What was deleted, one for each request; None where the process has not come to its end."""
+    answer = task_result(output, REMOVAL_RESULT_MARK)
+    if answer is None:
+        return None
+    return [removal_result_from_json(one) for one in answer["jobs"]]
+
+
+def removal_result_from_json(data: Mapping[str, Any]) -> RemovalResult:
+    """A Removed from its JSON."""
+    return RemovalResult(**{**data, "removed": tuple(data["removed"]), "left": tuple(data["left"])})
+
+
+EXPORT_REQUEST_VARIABLE = "SLOTLINE_EXPORT"
+EXPORT_RESULT_MARK = "SLOTLINE_EXPORTED "
+DCP_METADATA = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
+EXPORT_FORMATS = ("safetensors", "dcp")
+"""Weights alone, for from_pretrained; all of a checkpoint, as torch.distributed.checkpoint writes one."""
+
+
+class ExportFailedError(ValueError):
+    """There are no weights; the message says why."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; `format`
+    is one of FORMATS. `merged`: of a model of peft not the adapters, but the model below with them in its weights."""
+
+    uri: str
+    job: str
+    step: int | None = None
+    target: str | None = None
+    format: str = "safetensors"
+    merged: bool = False
+
+    def to_json(self) -> str:
+        """For the variable of the environment; `from_json` is its inverse."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ExportRequest:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+def read_export_result(output: str) -> Mapping[str, Any] | None:
+    """What an export found, in its output: JSON of an Exported; None where it has not come to its end.
+
+    Raises ExportFailedError with what it says of its failure.
+    """
+    answer = task_result(output, EXPORT_RESULT_MARK)
+    if answer is not None and "failed" in answer:
+        raise ExportFailedError(answer["failed"])
+    return answer

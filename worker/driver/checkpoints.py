@@ -1,0 +1,427 @@
+"""Decides when the workers save, tracks the checkpoint being written, and chooses the checkpoint to resume from.
+
+PendingCheckpoint is polled between steps and waited for only where it must be; one is being written at a time. Its
+manifest is written by a thread once every worker has written its shard. A write that fails is reported and the next
+due one tried; after three failures in a row the attempt ends.
+Asynchronous writes need room for a copy of each mesh's state beside its plan. The file format is
+worker/checkpoint/format.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from worker.actor.saver import BackgroundTask, ShardWriteResult, SnapshotMemory
+from worker.checkpoint import format as checkpoint_format
+from worker.contract.checkpoint_files import SaveSeconds, stored_bytes
+from worker.contract.failures import AttemptFailure, attributed_to
+from worker.contract.job import CheckpointPolicy
+from worker.contract.planned import PlannedJob, planned_peak_bytes
+from worker.contract.reasons import Reason
+from worker.driver.evaluation import BestCheckpoint, EarlyStopping, Evaluations
+from worker.driver.gang import Gang
+from worker.driver.limits import Limits
+from worker.driver.reporter import Reporter
+
+_POLL_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True)
+class CheckpointOutcome:
+    """How a checkpoint on its way ended: the slowest worker's seconds of writing, and why it failed, if it did."""
+
+    write_s: float
+    error: str | None = None
+
+
+class PendingCheckpoint:
+    """The checkpoint after `step`, which the workers have begun to write.
+
+    `commit(shards, write_s)` makes it one, on a thread of its own: `shards` are those beside the meshes'. Workers have
+    to end within `limit_s` of now, and so long the manifest may take behind them.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        gang: Gang,
+        commit: Callable[[Sequence[str], float], None],
+        limit_s: float,
+        interrupted: Callable[[], None],
+    ):
+        self.step = step
+        self._gang, self._commit, self._interrupted = gang, commit, interrupted
+        self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
+        self._asked: dict[int, list[ray.ObjectRef]] = {}
+        self._saved: list[ShardWriteResult] | None = None
+        self._committing: BackgroundTask[None] | None = None
+        self._waiting: Sequence[int] = ()  # workers that still write, as far as is known
+
+    def poll_behind(self, step: int) -> None:
+        """Have the workers say how far they are when they have ended `step`, which they were asked for before."""
+        if self._saved is None:
+            self._asked[step] = self._ask()
+
+    def outcome_after(self, step: int) -> CheckpointOutcome | None:
+        """How it has ended, as far as is known after `step`; None while it is on its way. Raises AttemptFailure where
+        a worker is gone, or it took too long."""
+        refs = self._asked.pop(step, None)
+        if refs is not None and self._saved is None:
+            self._take_answers(self._answers(refs))
+        return self._outcome()
+
+    def wait_until_written(self) -> CheckpointOutcome:
+        """Wait until it has ended; AttemptFailure as above. The workers run no step meanwhile."""
+        while (found := self._outcome()) is None:
+            if self._saved is None:
+                self._take_answers(self._answers(self._ask()))
+            self._interrupted()
+            time.sleep(_POLL_INTERVAL_S)
+        return found
+
+    def _ask(self) -> list[ray.ObjectRef]:
+        return [worker.saved.remote() for worker in self._gang.workers]
+
+    def _answers(self, refs: list[ray.ObjectRef]) -> list[ShardWriteResult | None]:
+        return self._gang.call(
+            refs, what=self._description(), limit_s=self._limit_s, interrupted=self._interrupted
+        )
+
+    def _take_answers(self, answers: Sequence[ShardWriteResult | None]) -> None:
+        """Write the manifest as soon as every worker has written and summed what is its."""
+        self._waiting = [index for index, one in enumerate(answers) if one is None]
+        if self._waiting:
+            return
+        self._saved = list(answers)
+        self._asked.clear()
+        if not any(one.error for one in self._saved):
+            shards = [name for one in self._saved for name in one.shards]
+            self._deadline = time.monotonic() + self._limit_s
+            self._committing = BackgroundTask(
+                lambda: self._commit(shards, self._write_s()), "slotline-manifest"
+            )
+
+    def _outcome(self) -> CheckpointOutcome | None:
+        if self._saved is None:
+            self._check_deadline(lambda: ", ".join(self._gang.name(index) for index in self._waiting))
+            return None
+        if errors := [one.error for one in self._saved if one.error]:
+            return CheckpointOutcome(self._write_s(), "; ".join(errors))
+        if not self._committing.done:
+            self._check_deadline(lambda: "the manifest, which this driver writes")
+            return None
+        try:
+            self._committing.result(0.0)
+        except Exception as error:
+            return CheckpointOutcome(self._write_s(), f"its manifest: {type(error).__name__}: {error}")
+        return CheckpointOutcome(self._write_s())
+
+    def _write_s(self) -> float:
+        return max(one.write_s for one in self._saved)
+
+    def _check_deadline(self, of: Callable[[], str]) -> None:
+        if time.monotonic() > self._deadline:
+            who = of() or "any worker"
+            raise AttemptFailure(
+                Reason.CHECKPOINT_FAILED,
+                f"{self._description()} is still being written after {self._limit_s:.0f} s, by {who}: is the storage stuck, or "
+                "too slow for so large a state?",
+            )
+
+    def _description(self) -> str:
+        return f"the checkpoint after step {self.step}"
+
+
+log = logging.getLogger(__name__)
+
+_EARLY_STOPPING_NOTE = "evaluation"  # its name in a manifest
+# So many checkpoints in a row that could not be written beside training end the attempt: the place can never be.
+_MAX_WRITE_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class _SaveRequest:
+    """A checkpoint to be made, and where evaluations stood after its step."""
+
+    step: int
+    uri: str
+    best: BestCheckpoint | None
+    course: EarlyStopping | None
+
+
+class Checkpoints:
+    """The checkpoints of one job. `policy` is the job's, None for none; `interrupted` is that of `Gang.call`; with
+    `keeps_best` the best one by the job's evaluations stays too; `timed` is told how many seconds each save and
+    restore took, and of a save for how many training stood still ("block") and the slowest worker wrote ("write").
+
+    After `write_beside_training` the workers only copy their states while training waits. One checkpoint is on its way
+    at a time; one that cannot be written is told, and the next one tried when it is due."""
+
+    def __init__(
+        self,
+        policy: CheckpointPolicy | None,
+        job_id: str,
+        *,
+        gang: Gang,
+        reporter: Reporter,
+        limit_s: float,
+        interrupted: Callable[[], None],
+        timed: Callable[[str, float], None] = lambda operation, seconds: None,
+        keeps_best: bool = False,
+    ):
+        self._timed = timed
+        self._policy = policy
+        self._job_id = job_id
+        self._gang = gang
+        self._reporter = reporter
+        self._limit_s = limit_s
+        self._interrupted = interrupted
+        self._keeps_best = keeps_best
+        self.course = (
+            EarlyStopping()
+        )  # of the evaluations, as the checkpoint has it from which the attempt goes on
+        self._asynchronous = False
+        self._pending: PendingCheckpoint | None = None
+        self._pending_save: tuple[_SaveRequest, float, float] | None = (
+            None  # since when, and how long training stood still
+        )
+        self._saved_step: int | None = None
+        self._failures = 0
+        self._stored_bytes: int | None = None
+
+    def write_asynchronously(self) -> None:
+        """From now on training goes on while checkpoints are written, but for the last."""
+        self._asynchronous = True
+
+    def check_writable(self) -> None:
+        """Have every worker write a file where checkpoints will go; AttemptFailure CHECKPOINT_UNWRITABLE."""
+        if self._policy:
+            uri = self._policy.uri
+            self._call(lambda w: w.try_checkpoints.remote(uri), f"trying to write to {uri}")
+
+    def restore(self, reported: str | None) -> int:
+        """Load the newest checkpoint that can be read; the step after which it was taken, 0 without any.
+
+        `reported` is the one that the control plane knows: there may be a newer one, which an attempt finished
+        but never reported. One that is damaged is passed over with an event. Raises AttemptFailure
+        CHECKPOINT_FAILED when `reported` or what is there cannot be read and nothing older can.
+        """
+        candidates = self._complete()
+        if reported and reported not in candidates:
+            candidates.append(reported)
+        for position, uri in enumerate(candidates):
+            began = time.monotonic()
+            try:
+                step = self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
+                self.course = self._early_stopping_of(uri)
+                self._timed("restore", time.monotonic() - began)
+                self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
+                return step
+            except AttemptFailure as failure:
+                older = candidates[position + 1 :]
+                if failure.reason != Reason.CHECKPOINT_FAILED or not older:
+                    raise
+                log.warning("%s cannot be restored: %s", uri, failure.message)
+                self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
+        return 0
+
+    def poll_behind(self, step: int) -> None:
+        """The workers were asked for `step`: have them say behind it how far a checkpoint on its way is."""
+        if self._pending is not None:
+            self._pending.poll_behind(step)
+
+    def after(self, step: int, *, last: bool, evaluations: Evaluations | None = None) -> None:
+        """Save when it is time to, or when the evaluation after this step is the best so far; the workers run nothing
+        meanwhile. After the last step all is saved when this returns."""
+        if self._pending is not None and (landed := self._pending.outcome_after(step)) is not None:
+            self._handle_outcome(landed)
+        if not self._saves(step, last, evaluations):
+            return
+        save = self._save_request(step, evaluations)
+        if self._asynchronous and not last:
+            self._begin(save)
+        else:
+            self._finish_pending()
+            self._save(save)
+
+    def save(self, step: int, evaluations: Evaluations | None = None) -> bool:
+        """Have the state after this step saved when this returns; False where the job saves nothing."""
+        if self._policy is None:
+            return False
+        self._finish_pending()
+        if self._saved_step != step:  # it was not due, or could not be written
+            self._save(self._save_request(step, evaluations))
+        return True
+
+    def _saves(self, step: int, last: bool, evaluations: Evaluations | None) -> bool:
+        best = None if evaluations is None else evaluations.best
+        return self.due(step, last=last) or (
+            self._policy is not None and best is not None and best.step == step
+        )
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether `after` of this step saves."""
+        return self._policy is not None and (step % self._policy.every_steps == 0 or last)
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def _complete(self) -> list[str]:
+        return checkpoint_format.complete_checkpoints(self._policy.uri, self._job_id) if self._policy else []
+
+    def _early_stopping_of(self, uri: str) -> EarlyStopping:
+        """Where evaluations stood; without the best one where its checkpoint is gone: the next is the best then."""
+        with attributed_to(Reason.CHECKPOINT_FAILED):
+            noted = checkpoint_format.checkpoint_notes(uri).get(_EARLY_STOPPING_NOTE)
+        course = EarlyStopping.from_json(noted) if noted else EarlyStopping()
+        if course.best_step is None or not self._keeps_best or uri == self._uri(course.best_step):
+            return course
+        return course if self._uri(course.best_step) in self._complete() else EarlyStopping()
+
+    def _uri(self, step: int) -> str:
+        return checkpoint_format.step_uri(self._policy.uri, self._job_id, step) if self._policy else ""
+
+    def _save_request(self, step: int, evaluations: Evaluations | None) -> _SaveRequest:
+        best, course = (None, None) if evaluations is None else (evaluations.best, evaluations.course)
+        return _SaveRequest(step, self._uri(step), best, course)
+
+    def _save(self, save: _SaveRequest) -> None:
+        """Save while training waits. Raises AttemptFailure CHECKPOINT_FAILED."""
+        began = time.monotonic()
+        written = self._call(
+            lambda w: w.save.remote(save.uri, save.step), f"checkpoint after step {save.step}"
+        )
+        seconds = time.monotonic() - began
+        with attributed_to(Reason.CHECKPOINT_FAILED):
+            self._commit(
+                save, [name for names in written for name in names or ()], SaveSeconds(seconds, seconds)
+            )
+        whole_s = time.monotonic() - began
+        self._report_saved(save, whole_s, block_s=whole_s, write_s=seconds)
+
+    def _begin(self, save: _SaveRequest) -> None:
+        """Have every worker copy its state, and write the copy while training goes on."""
+        began = time.monotonic()
+        self._finish_pending()
+        try:
+            self._call(
+                lambda w: w.begin_save.remote(save.uri, save.step),
+                f"copying the state after step {save.step} for a checkpoint",
+            )
+        except AttemptFailure as failure:
+            if failure.reason is not Reason.CHECKPOINT_FAILED:
+                raise
+            self._asynchronous = False
+            self._reporter.event(
+                "checkpoint", f"{failure.message}; from now on training waits while checkpoints are written"
+            )
+            self._save(save)
+            return
+        block_s = time.monotonic() - began
+        self._pending_save = save, began, block_s
+        self._pending = PendingCheckpoint(
+            save.step,
+            gang=self._gang,
+            commit=lambda shards, write_s: self._commit(save, shards, SaveSeconds(block_s, write_s)),
+            limit_s=self._limit_s,
+            interrupted=self._interrupted,
+        )
+
+    def _finish_pending(self) -> None:
+        """Wait for the checkpoint on its way, if there is one."""
+        if self._pending is not None:
+            self._handle_outcome(self._pending.wait_until_written())
+
+    def _handle_outcome(self, landed: CheckpointOutcome) -> None:
+        """The checkpoint on its way is there, or could not be written."""
+        (save, began, block_s), self._pending_save, self._pending = self._pending_save, None, None
+        if landed.error is None:
+            self._report_saved(save, time.monotonic() - began, block_s=block_s, write_s=landed.write_s)
+            return
+        self._failures += 1
+        told = f"the checkpoint after step {save.step} could not be written: {landed.error}"
+        if self._failures >= _MAX_WRITE_FAILURES:
+            raise AttemptFailure(
+                Reason.CHECKPOINT_FAILED, f"{told}; nor could the {self._failures - 1} before it"
+            )
+        log.warning("%s", told)
+        self._reporter.event("checkpoint", f"{told}; training goes on, and the next one is tried")
+
+    def _commit(self, save: _SaveRequest, others: Sequence[str], seconds: SaveSeconds) -> None:
+        """Make what all workers wrote a checkpoint. On any thread."""
+        checkpoint_format.finish_checkpoint(
+            save.uri,
+            step=save.step,
+            shards=[*(mesh.name for mesh in self._gang.meshes), *others],
+            keep=self._policy.keep,
+            keep_also=save.best and save.best.step,
+            keep_every=self._policy.keep_every,
+            notes={} if save.course is None else {_EARLY_STOPPING_NOTE: save.course.to_json()},
+            seconds=seconds,
+        )
+        self._stored_bytes = stored_bytes(self._policy.uri, self._job_id)
+
+    def _report_saved(self, save: _SaveRequest, seconds: float, *, block_s: float, write_s: float) -> None:
+        self._failures, self._saved_step = 0, save.step
+        for operation, took_s in (("save", seconds), ("block", block_s), ("write", write_s)):
+            self._timed(operation, took_s)
+        step, uri, best = save.step, save.uri, save.best
+        self._reporter.checkpoint(step, uri, self._stored_bytes)
+        if best is not None and best.step == step:
+            self._reporter.best_checkpoint(
+                {"step": step, "uri": uri, "metric": best.metric, "value": best.value}
+            )
+            self._reporter.event(
+                "best_checkpoint", f"{best.metric} {best.value:.6g} after step {step}: {uri}"
+            )
+        self._reporter.event("checkpoint", f"after step {step}: {uri}")
+
+    def _call(self, method: Callable[[Any], Any], what: str) -> list[Any]:
+        refs = [method(worker) for worker in self._gang.workers]
+        return self._gang.call(refs, what=what, limit_s=self._limit_s, interrupted=self._interrupted)
+
+
+def snapshot_shortfall(
+    planned: PlannedJob, *, gang: Gang, limits: Limits, interrupted: Callable[[], None], device: str
+) -> str | None:
+    """Which mesh has no room for a copy of its state, with the numbers; None where all have.
+
+    On CPU the copy is in the memory that is planned with, on CUDA in the host's.
+    """
+    on_node = [sum(other.node_id == one.node_id for other in gang.addresses) for one in gang.addresses]
+    rooms: list[SnapshotMemory] = gang.call(
+        [
+            worker.snapshot_memory.remote(sharing)
+            for worker, sharing in zip(gang.workers, on_node, strict=True)
+        ],
+        what="looking for room for copies of the state",
+        limit_s=limits.prepare_s,
+        interrupted=interrupted,
+    )
+    peaks = planned_peak_bytes(planned.spec, planned.plan)
+    for address, room in zip(gang.addresses, rooms, strict=True):
+        if room.bytes == 0:
+            continue
+        if device == "cuda":
+            if room.host_bytes is not None and room.bytes > room.host_bytes:
+                return (
+                    f"a copy of mesh {address.mesh}'s state takes {room.bytes:,} bytes of its host, which offers "
+                    f"{room.host_bytes:,}"
+                )
+            continue
+        limit, peak = _mesh_memory_limit(planned.spec, address.mesh), peaks.get(address.mesh, 0)
+        if limit is not None and peak + room.bytes > limit:
+            return (
+                f"mesh {address.mesh} may hold {limit:,} bytes, its plan takes {peak:,}, and a copy of its state "
+                f"{room.bytes:,}"
+            )
+    return None
+
+
+def _mesh_memory_limit(spec: Mapping[str, Any], mesh: str) -> int | None:
+    return next(one.get("memory_bytes") for one in spec["meshes"] if one["name"] == mesh)

@@ -1,0 +1,210 @@
+"""Runs one forward of a stage, and keeps what a recomputed stage needs to run it again for its backward.
+
+The engine's actions, the warm-up and the benchmark of layers all come here, so what is warmed up and measured
+is what runs. Autocast's casts of weights outlive a forward until `drop_casts`: else each microbatch in flight
+would keep a copy of every weight.
+A recomputed stage keeps its arguments and the buffers that forward updates (running statistics) as they were
+before F. The second run sees what the first one saw and leaves no trace: buffers are restored when its backward
+has ended. Must not know step state, lanes, transports or the RNG state (operations seed themselves by name).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.engine.routes import LocalInput, ModelInput, RemoteInput
+
+InputSource = ModelInput | LocalInput | RemoteInput
+OutputPositions = int | Sequence[int] | None
+"""Which of a module's outputs are the model's; of several the loss takes a tuple."""
+
+
+@dataclass(frozen=True)
+class StageArguments:
+    """Arguments of a stage's module. `leaves` are those that take a gradient, `sources` where each came from."""
+
+    values: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    sources: list[LocalInput | RemoteInput]
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What a forward made: the module's outputs in order, and the loss of the model's output."""
+
+    outputs: list[torch.Tensor]
+    loss: torch.Tensor | None
+
+    def roots(self, loss_of: OutputPositions) -> list[torch.Tensor]:
+        """Everything that a backward may start from, the loss in place of the outputs `loss_of`."""
+        places = _output_positions(loss_of)
+        candidates = list(self.outputs)
+        if self.loss is not None and places:
+            candidates[places[0]] = self.loss
+            candidates = [root for at, root in enumerate(candidates) if at not in places[1:]]
+        return [root for root in candidates if root.requires_grad]
+
+
+def gather_arguments(
+    sources: Sequence[InputSource], fetch: Callable[[InputSource], torch.Tensor], *, training: bool
+) -> StageArguments:
+    """The tensors that `fetch` gives for `sources`; with `training`, leaves for those that take a gradient."""
+    values, leaves, leaf_sources = [], [], []
+    for source in sources:
+        tensor = fetch(source)
+        if not isinstance(source, ModelInput):
+            tensor = tensor.detach()
+            if training and _takes_gradient(source, tensor):
+                leaves.append(tensor.requires_grad_())
+                leaf_sources.append(source)
+        values.append(tensor)
+    return StageArguments(values, leaves, leaf_sources)
+
+
+def _takes_gradient(source: LocalInput | RemoteInput, tensor: torch.Tensor) -> bool:
+    if isinstance(source, RemoteInput):
+        return source.route.differentiable
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@contextlib.contextmanager
+def _autocast(device_type: str, dtype: torch.dtype, *, keep_casts: bool) -> Iterator[None]:
+    """Autocast whose casts of weights outlive it, until `drop_casts`: torch's own drops them with the outermost
+    context, and each microbatch in flight would keep a copy of every weight. (Of a frozen one each still does:
+    torch keeps casts of what takes a gradient.) Without gradients none is kept.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts):
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+def drop_casts() -> None:
+    """Forget the casts of weights that forwards under autocast share; to be called when weights change."""
+    torch.clear_autocast_cache()
+
+
+def _as_non_leaf(argument: torch.Tensor) -> torch.Tensor:
+    """The same values and gradients, but not what autocast takes for a weight, whose cast would be kept."""
+    return argument.view_as(argument) if argument.requires_grad and argument.is_leaf else argument
+
+
+@contextlib.contextmanager
+def compute_context(
+    device_type: str, *, training: bool, autocast_dtype: torch.dtype | None
+) -> Iterator[None]:
+    """The body computes with gradients (`training`) and under autocast (a dtype), as a stage does."""
+    grad = torch.enable_grad() if training else torch.no_grad()
+    autocast = contextlib.nullcontext()
+    if autocast_dtype is not None:
+        autocast = _autocast(device_type, autocast_dtype, keep_casts=training)
+    with grad, autocast:
+        yield
+
+
+def run_forward(
+    module: nn.Module,
+    arguments: Sequence[torch.Tensor],
+    *,
+    device_type: str,
+    training: bool,
+    autocast_dtype: torch.dtype | None,
+    accept: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list,
+    loss_of: OutputPositions = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> ForwardResult:
+    """Run `module`, and `loss` on its outputs `loss_of`, with gradients (`training`) and under autocast (a dtype).
+
+    `accept` makes of the module's outputs those that are handed on; the loss sees these.
+    """
+    if autocast_dtype is not None:
+        arguments = [_as_non_leaf(argument) for argument in arguments]
+    with compute_context(device_type, training=training, autocast_dtype=autocast_dtype):
+        results = module(*arguments)
+        outputs = accept((results,) if isinstance(results, torch.Tensor) else results)
+        value = None
+        if loss is not None and (places := _output_positions(loss_of)):
+            value = loss(outputs[places[0]] if len(places) == 1 else tuple(outputs[at] for at in places))
+    return ForwardResult(outputs, value)
+
+
+def _output_positions(loss_of: OutputPositions) -> tuple[int, ...]:
+    if loss_of is None:
+        return ()
+    return (loss_of,) if isinstance(loss_of, int) else tuple(loss_of)
+
+
+BufferValues = dict[str, torch.Tensor]
+
+
+@dataclass
+class RecomputeInputs:
+    """The arguments of a forward, how often each had been written to, and the buffers before it.
+
+    From the second run to W, `buffers` are those that the second run left, and the arguments are autograd's.
+    """
+
+    arguments: StageArguments
+    versions: tuple[int, ...]
+    buffers: BufferValues
+
+    def take_arguments(self) -> StageArguments:
+        """The arguments for the second run; from then on they are held no longer than that run holds them."""
+        self.check_unchanged()
+        taken, self.arguments, self.versions = self.arguments, StageArguments([], [], []), ()
+        return taken
+
+    def check_unchanged(self) -> None:
+        """RuntimeError when something has written to an argument since: what is computed again would differ."""
+        for position, (value, version) in enumerate(zip(self.arguments.values, self.versions, strict=True)):
+            if value._version != version:
+                raise RuntimeError(
+                    f"argument {position} of the stage was changed in place after it was kept for recomputing: let "
+                    "forward change a copy, or leave this stage out of pipeline.recompute"
+                )
+
+
+class UpdatedBuffers:
+    """The buffers of a stage that its forward updates; all of them where the stage does not say which."""
+
+    def __init__(self, module: nn.Module):
+        named = dict(module.named_buffers())
+        names = getattr(module, "updated_buffers", None)
+        self._buffers = named if names is None else {name: named[name] for name in names}
+
+    def copy(self) -> BufferValues:
+        """Their values now."""
+        return {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+
+    @contextlib.contextmanager
+    def restored_to(self, kept: RecomputeInputs) -> Iterator[None]:
+        """The body sees the buffers of `kept`; what it leaves in them goes there, and they are as before."""
+        now = self.copy()
+        self._put(kept.buffers)
+        try:
+            yield
+        finally:
+            kept.buffers = self.copy()
+            self._put(now)
+
+    def _put(self, values: BufferValues) -> None:
+        for name, value in values.items():
+            # through `data`, which autograd does not count: a graph that saved a buffer finds its own values there
+            self._buffers[name].data.copy_(value)
+
+
+def save_recompute_inputs(arguments: StageArguments, buffers: UpdatedBuffers) -> RecomputeInputs:
+    """Before F: what the second run will need."""
+    return RecomputeInputs(arguments, _versions(arguments.values), buffers.copy())
+
+
+def _versions(values: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(value._version for value in values)

@@ -1,0 +1,134 @@
+"""Lowers a planned program for one engine: checks stages and batches, and bounds send lifetimes on CUDA.
+
+The host enqueues a whole step before the device has done any of it, so it cannot see a send end, and
+record_stream would keep every sent tensor of the step. Here the plan says which sends have ended when a compute
+action starts; that action waits for them on the device, which by the plan costs nothing, and later allocations
+may reuse their memory. Waits for a send that stands earlier in the program cannot make a cycle: the programs of
+all meshes follow one order of all actions and transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from worker.contract.program import COMPUTE_OPS, SEND_OPS, Instruction, Program
+from worker.engine.routes import Route
+
+
+def check_stages(
+    mesh: str, program: Program, stages: Collection[int], planned_s: Sequence[float] | None
+) -> None:
+    """ValueError for stages that the program runs and nobody gave, and for times of another program."""
+    needed = {i.stage for i in program if i.op in COMPUTE_OPS}
+    if missing := sorted(needed - set(stages)):
+        raise ValueError(f"the program of mesh {mesh} runs stages {missing}, which were not given")
+    if planned_s is not None and len(planned_s) != len(program):
+        raise ValueError(f"planned_s has {len(planned_s)} times for {len(program)} instructions")
+
+
+def check_batch(
+    inputs: Sequence[tuple[torch.Tensor, ...]],
+    targets: Sequence[torch.Tensor] | None,
+    *,
+    microbatches: int,
+    needs_targets: bool,
+) -> None:
+    """ValueError unless there are samples, and where they are needed targets, of every microbatch."""
+    if len(inputs) != microbatches:
+        raise ValueError(f"run_step got {len(inputs)} microbatches, the program has {microbatches}")
+    if needs_targets and (targets is None or len(targets) != microbatches):
+        raise ValueError(f"run_step needs {microbatches} targets where the model's output is")
+
+
+_TIME_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class SendLifetimes:
+    """`program` with the waits; `of[i]` are the sends whose tensors instruction i may drop first, `peak_bytes`
+    the most that sent tensors hold, what an action makes included."""
+
+    program: Program
+    of: Mapping[int, tuple[int, ...]]
+    peak_bytes: int
+
+
+def bound_send_lifetimes(
+    program: Program,
+    starts_s: Sequence[float | None],
+    planned_s: Sequence[float],
+    routes: Mapping[int, Route],
+    size_of: Callable[[Route], int],
+) -> SendLifetimes:
+    """Release sends as late as the plan's own peak allows, so that a late one is waited for as late as can be.
+
+    `starts_s` and `planned_s` are the planned start and length of each instruction.
+    """
+    sends = {i: size_of(routes[s.edge]) for i, s in enumerate(program) if s.op in SEND_OPS}
+    ends_s = {i: starts_s[i] + planned_s[i] for i in sends if starts_s[i] is not None}
+    made_by = _sends_by_producer(program, routes, sends)
+    actions = [i for i, one in enumerate(program) if one.op in COMPUTE_OPS and starts_s[i] is not None]
+
+    def over(send: int, action: int) -> bool:
+        limit_s = starts_s[action] + _TIME_TOLERANCE * abs(starts_s[action])
+        return send in ends_s and send < action and ends_s[send] <= limit_s
+
+    made: list[int] = []
+    peak = 0
+    for action in actions:
+        made += made_by.get(action, ())
+        peak = max(peak, sum(sends[s] for s in made if not over(s, action)))
+    held: list[int] = []
+    of: dict[int, tuple[int, ...]] = {}
+    for action in actions:
+        new = made_by.get(action, [])
+        excess = sum(sends[s] for s in (*held, *new)) - peak
+        dropped = []
+        for send in sorted((s for s in held if over(s, action)), key=lambda s: (ends_s[s], s)):
+            if excess <= 0:
+                break
+            dropped.append(send)
+            held.remove(send)
+            excess -= sends[send]
+        held += new
+        if dropped:
+            of[action] = tuple(dropped)
+    return SendLifetimes(_with_send_waits(program, of), of, peak)
+
+
+def _sends_by_producer(
+    program: Program, routes: Mapping[int, Route], sends: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """The sends of what each compute action makes last."""
+    made: dict[tuple[str, int, int], int] = {}
+    for index, one in enumerate(program):
+        if one.op in ("F", "B", "I"):
+            made["F" if one.op == "F" else "B", one.stage, one.microbatch] = index
+    found: dict[int, list[int]] = {}
+    for send in sends:
+        one = program[send]
+        route = routes[one.edge]
+        forward = one.op == "SEND_F"
+        stages = (route.source,) if forward else route.consumers
+        kind = "F" if forward else "B"
+        found.setdefault(max(made[kind, stage, one.microbatch] for stage in stages), []).append(send)
+    return found
+
+
+def _with_send_waits(program: Program, of: Mapping[int, tuple[int, ...]]) -> Program:
+    out: list[Instruction] = list(program)
+    free = 1 + max((i.record for i in program if i.record is not None), default=-1)
+    for action, sends in of.items():
+        last: dict[str, int] = {}
+        for send in sends:  # the last one of a lane stands for those before it
+            last[program[send].lane] = max(send, last.get(program[send].lane, send))
+        for send in last.values():
+            if out[send].record is None:
+                out[send] = replace(out[send], record=free)
+                free += 1
+        events = {out[send].record for send in last.values()} - {*out[action].wait}
+        out[action] = replace(out[action], wait=(*out[action].wait, *sorted(events)))
+    return tuple(out)

@@ -1,0 +1,372 @@
+"""ZeRO-1: REDUCE and STEP of a mesh whose dp ranks share the optimizer state (`shard: optimizer` in the job).
+
+Gradients are reduce-scattered, each rank updates its own partition of every parameter, and parameters are
+all-gathered. A partition is a run of a parameter's elements in memory order: equal ones, of which the last may
+be shorter or empty. With tensor parallelism the dp ranks that hold the same shard form the group. Gradients of
+a parameter that other meshes hold too are summed whole: its copies stay equal to the bit. Collectives come in
+one order on all ranks: buckets in program order, then REDUCE, then STEP, each through parameters in one order.
+Two trials refuse an optimizer that is not elementwise: on flat partitions, and on halves of a matrix (tensor
+parallel). Must not know programs, lanes or microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from worker.contract.buckets import BUCKET_BYTES
+from worker.engine.lanes.base import Finish, chain_finish
+from worker.engine.optim.step import ModelUpdate, UpdateSettings
+from worker.transport.base import Transport, finish
+
+# The state of torch's optimizers that is one number for a whole parameter, also for one that is a single number.
+_STEP_KEY = "step"
+_TRIAL_SHAPES = ((6, 4), (5,), ())
+_TRIAL_STEPS = 3
+_TRIAL_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class FlatPartition:
+    """Which part of every parameter worker `worker` of `workers` has."""
+
+    worker: int
+    workers: int
+
+    def length(self, elements: int) -> int:
+        """Of every part of so many elements, with what fills up the last ones."""
+        return -(-elements // self.workers)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This worker's part of a vector: a view."""
+        length = self.length(flat.numel())
+        return flat[min(self.worker * length, flat.numel()) : min((self.worker + 1) * length, flat.numel())]
+
+    def all_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All parts of a tensor, one a row, filled up with zeros."""
+        flat = tensor.reshape(-1)
+        length = self.length(flat.numel())
+        return functional.pad(flat, (0, self.workers * length - flat.numel())).view(self.workers, length)
+
+    def filled(self, part: torch.Tensor, elements: int) -> torch.Tensor:
+        """This worker's `part` of so many elements as long as all others."""
+        return functional.pad(part, (0, self.length(elements) - part.numel()))
+
+
+def local_partitions(parameters: Mapping[str, nn.Parameter], parts: FlatPartition) -> dict[str, nn.Parameter]:
+    """This worker's part of each parameter that is trained: an update of it is one of the parameter."""
+    found = {}
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_contiguous():  # its elements must lie in memory as all workers count them
+            parameter.data = parameter.data.contiguous()
+        found[name] = nn.Parameter(parts.of(parameter.detach().view(-1)))
+    return found
+
+
+def partition_optimizer(
+    optimizer: torch.optim.Optimizer, own: Mapping[nn.Parameter, nn.Parameter], parts: FlatPartition
+) -> None:
+    """Have `optimizer`, made for whole parameters, which it may have grouped by their shapes, update their parts."""
+    for group in optimizer.param_groups:
+        group["params"] = [own[parameter] for parameter in group["params"]]
+    for parameter, entry in list(optimizer.state.items()):
+        del optimizer.state[parameter]
+        optimizer.state[own[parameter]] = partition_state_entry(entry, parameter, parts)
+
+
+def partition_state_entry(
+    entry: Mapping[str, Any], whole: torch.Tensor, parts: FlatPartition
+) -> dict[str, Any]:
+    """What a worker keeps of the optimizer's state of a parameter; copies, so that the rest can go."""
+    return {
+        key: parts.of(value.reshape(-1)).clone() if _is_elementwise(key, value, whole) else value
+        for key, value in entry.items()
+    }
+
+
+def elementwise_keys(entry: Mapping[str, Any], own: torch.Tensor) -> list[str]:
+    """What of the state of a part is one number for each of its elements."""
+    return [key for key, value in entry.items() if _is_elementwise(key, value, own)]
+
+
+def _is_elementwise(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    return key != _STEP_KEY and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def check_zero1_optimizer(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
+) -> None:
+    """Raise ValueError unless the optimizer of `make` does the same to parameters in two parts as to whole ones; on
+    `device`, since some know no other."""
+    whole, *halves = (
+        _run_flat_trial(make, parts, device) for parts in (None, FlatPartition(0, 2), FlatPartition(1, 2))
+    )
+    name = whole.name
+    for halved in halves:
+        parts = halved.parts
+        wanted = [parts.of(value.reshape(-1)) for value in whole.values]
+        moved = max(float(move) for move in whole.moved)
+        if any(
+            float((a - b).abs().max()) > _TRIAL_TOLERANCE * moved
+            for a, b in zip(halved.values, wanted, strict=True)
+            if b.numel()
+        ):
+            raise ValueError(
+                f"optimizer {name} updates a part of a parameter otherwise than it would as a part of the whole: its "
+                "state cannot be shared over the workers of a mesh; set shard to none, or choose one that updates each "
+                "element by itself (torch's SGD, Adam, AdamW, ...)"
+            )
+
+
+@dataclass(frozen=True)
+class _FlatTrial:
+    name: str
+    parts: FlatPartition
+    values: Sequence[torch.Tensor]
+    moved: Sequence[torch.Tensor]
+
+
+def _run_flat_trial(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parts: FlatPartition | None, device: str
+) -> _FlatTrial:
+    """Parameters after a few steps on gradients that are always the same; of `parts` of them, or of whole ones."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(_random_tensor(shape, generator, device)) for shape in _TRIAL_SHAPES]
+    gradients = [
+        [_random_tensor(shape, generator, device) for shape in _TRIAL_SHAPES] for _ in range(_TRIAL_STEPS)
+    ]
+    started = [parameter.detach().clone() for parameter in parameters]
+    name = ""
+    try:
+        optimizer = make(parameters)
+        name = f" {type(optimizer).__name__}"
+        updated = parameters
+        if parts is not None:
+            own = local_partitions({str(number): one for number, one in enumerate(parameters)}, parts)
+            updated = list(own.values())
+            partition_optimizer(optimizer, dict(zip(parameters, updated, strict=True)), parts)
+        for of_step in gradients:
+            for parameter, gradient in zip(updated, of_step, strict=True):
+                parameter.grad = gradient.clone() if parts is None else parts.of(gradient.reshape(-1)).clone()
+            optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"optimizer{name} cannot update parameters in parts ({type(error).__name__}: {error}): its state cannot be "
+            "shared over the workers of a mesh; set shard to none, or choose one that updates each element by itself "
+            "(torch's SGD, Adam, AdamW, ...)"
+        ) from error
+    return _FlatTrial(
+        type(optimizer).__name__,
+        parts or FlatPartition(0, 1),
+        [parameter.detach() for parameter in updated],
+        [(a.detach() - b).abs().max() for a, b in zip(parameters, started, strict=True)],
+    )
+
+
+def _random_tensor(shape: Sequence[int], generator: torch.Generator, device: str) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def make_update(*, transport: Transport, settings: UpdateSettings, **given: Any) -> ModelUpdate:
+    """The update of this worker's mesh; arguments are those of ModelUpdate."""
+    shared = transport.mesh in settings.sharded and _dp_size(transport, settings) > 1
+    kind = Zero1Update if shared else ModelUpdate
+    return kind(transport=transport, settings=settings, **given)
+
+
+def _dp_size(transport: Transport, settings: UpdateSettings) -> int:
+    return transport.topology.workers(transport.mesh) // settings.tensor
+
+
+class Zero1Update(ModelUpdate):
+    """What the optimizer updates are parts of the parameters, and views of them."""
+
+    def __init__(self, *, transport: Transport, settings: UpdateSettings, **given: Any):
+        super().__init__(transport=transport, settings=settings, **given)
+        self._parts = FlatPartition(transport.worker // settings.tensor, _dp_size(transport, settings))
+        self.updated = local_partitions(self.parameters, self._parts)
+        self._own = {self.parameters[name]: part for name, part in self.updated.items()}
+        self._tied = {self.parameters[name] for name in self._tied_groups}
+        if self.optimizer is not None:
+            partition_optimizer(self.optimizer, self._own, self._parts)
+
+    def begin(self) -> None:
+        super().begin()
+        for part in self.updated.values():
+            part.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        for names in _keys_by_bucket(self.updated, self.parameters):
+            parts = [self.updated[name] for name in names]
+            sizes = [self.parameters[name].numel() for name in names]
+            for name, whole in zip(names, self._gather(parts, sizes), strict=True):
+                parameter = self.parameters[name]
+                parameter.copy_(whole.view_as(parameter))
+
+    def _own_state(self) -> dict[str, Any]:
+        """As of a mesh that shares no optimizer, which every worker of this one must ask for at the same time; the
+        optimizer's state is in the host's memory, and only the first of the workers that share it has it."""
+        own = super()._own_state()
+        return {**own, "optimizer": self._gathered_state(own["optimizer"])}
+
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        parts = {
+            name: partition_state_entry(entry, self.parameters[name], self._parts)
+            for name, entry in state["optimizer"].items()
+            if name in self.updated
+        }
+        super()._load_own({**state, "optimizer": parts})
+
+    # REDUCE
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> Finish | None:
+        tied = [p for p in parameters if p in self._tied]
+        if tied:
+            finish(super()._average(tied))
+        alone = [p for p in parameters if p not in self._tied]
+        return self._scatter(alone) if alone else None
+
+    def _scatter(self, parameters: Sequence[nn.Parameter]) -> Finish | None:
+        """Start to sum this worker's parts over the mesh, and to count which workers made a gradient."""
+        unmade = [k for k, p in enumerate(parameters) if p.grad is None]
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        rows = [self._parts.all_of(p.grad) for p in parameters]
+        counts = rows[0].new_ones(len(parameters))
+        for k in unmade:
+            counts[k] = 0.0
+        flat = torch.cat([*rows, counts.expand(self._parts.workers, -1)], dim=1)
+        out = flat.new_empty(flat.shape[1])
+
+        @torch.no_grad()
+        def hand_out() -> None:
+            *parts, makers = out.split([*(row.shape[1] for row in rows), len(parameters)])
+            for parameter, part in zip(parameters, parts, strict=True):
+                self._take_part(parameter)
+                own = self._own[parameter].grad
+                own.copy_(part[: own.numel()] / self._dp_size_of_loss)
+            for k in unmade:
+                self._gradient_counts[parameters[k]] = makers[k].clone()
+
+        return chain_finish(self.transport.start_reduce_scatter(self._dp_group, out, flat), hand_out)
+
+    def _gradients_of_norm(self) -> list[torch.Tensor]:
+        """Of this worker's parts, all of them together are the mesh's; from here on gradients are those of parts."""
+        for parameter in self._tied:
+            if parameter.grad is not None:
+                self._take_part(parameter)
+        self._gradient_counts = {
+            self._own[parameter]: makers for parameter, makers in self._gradient_counts.items()
+        }
+        own = (self.updated[name].grad for name in self._counted_here() if name in self.updated)
+        return [gradient for gradient in own if gradient is not None]
+
+    def _take_part(self, parameter: nn.Parameter) -> None:
+        """Have the gradient of this worker's part lie in that of the parameter."""
+        self._own[parameter].grad = self._parts.of(parameter.grad.reshape(-1))
+
+    # STEP, and checkpoints
+
+    @torch.no_grad()
+    def _gathered_state(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        leads = self._parts.worker == 0
+        found = {name: dict(entry) for name, entry in own.items()} if leads else {}
+        vectors = {
+            (name, key): own[name][key]
+            for name in own
+            for key in elementwise_keys(own[name], self.updated[name])
+        }
+        for places in _keys_by_bucket(vectors, {place: self.parameters[place[0]] for place in vectors}):
+            sizes = [self.parameters[name].numel() for name, _ in places]
+            wholes = self._gather([vectors[place] for place in places], sizes)
+            for (name, key), whole in zip(places, wholes, strict=True):
+                if leads:
+                    found[name][key] = whole.view(self.parameters[name].shape).to("cpu", copy=True)
+        return found
+
+    def _gather(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The vectors of so many elements of which every worker has its part, one after the other."""
+        own = torch.cat(
+            [self._parts.filled(part.detach(), size) for part, size in zip(parts, sizes, strict=True)]
+        )
+        out = own.new_empty(self._parts.workers, own.numel())
+        finish(self.transport.start_all_gather(self._dp_group, out, own))
+        lengths = [self._parts.length(size) for size in sizes]
+        for rows, size in zip(out.split(lengths, dim=1), sizes, strict=True):
+            yield rows.reshape(-1)[:size]
+
+
+def _keys_by_bucket(
+    vectors: Mapping[Any, torch.Tensor], wholes: Mapping[Any, torch.Tensor]
+) -> list[list[Any]]:
+    """The keys of `vectors` in their order, in runs of one dtype whose wholes are about a bucket each."""
+    found: list[list[Any]] = []
+    held, kind = 0, None
+    for key, vector in vectors.items():
+        size = wholes[key].numel() * vector.element_size()
+        if not found or vector.dtype != kind or held + size > BUCKET_BYTES:
+            found.append([])
+            held, kind = 0, vector.dtype
+        found[-1].append(key)
+        held += size
+    return found
+
+
+_MATRIX_SHAPE = (6, 4)
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+TakePart = Callable[[torch.Tensor], torch.Tensor]
+
+
+def check_tensor_parallel_optimizer(make: MakeOptimizer, device: str = "cpu") -> None:
+    """Raise ValueError unless the optimizer of `make` updates halves of a matrix, by rows and by columns, as the whole; on
+    `device`, since some know no other."""
+    name, whole = _run_matrix_trial(make, torch.clone, device)
+    least = _TRIAL_TOLERANCE * float(_distance_moved(whole).max())
+    for dim in range(2):
+        for half in range(2):
+
+            def pick(tensor: torch.Tensor, dim: int = dim, half: int = half) -> torch.Tensor:
+                return tensor.chunk(2, dim)[half].clone()
+
+            if float((_run_matrix_trial(make, pick, device)[1] - pick(whole)).abs().max()) > least:
+                raise ValueError(
+                    f"optimizer {name} updates a part of a matrix otherwise than it would as a part of the whole: workers "
+                    "that share matrices would train another model; set tensor to 1 and share samples (data), or choose one "
+                    "that updates each element by itself (torch's SGD, Adam, AdamW, ...)"
+                )
+
+
+def _initial_matrix() -> torch.Tensor:
+    return torch.randn(_MATRIX_SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def _distance_moved(values: torch.Tensor) -> torch.Tensor:
+    return (values - _initial_matrix()).abs()
+
+
+def _run_matrix_trial(make: MakeOptimizer, pick: TakePart, device: str) -> tuple[str, torch.Tensor]:
+    """The optimizer's name, and what `pick` takes of a matrix after a few steps on gradients that are always the same."""
+    generator = torch.Generator().manual_seed(1)
+    parameter, name = nn.Parameter(pick(_initial_matrix()).to(device)), ""
+    try:
+        optimizer = make([parameter])
+        name = f" {type(optimizer).__name__}"
+        for _ in range(_TRIAL_STEPS):
+            parameter.grad = pick(torch.randn(_MATRIX_SHAPE, generator=generator)).to(device)
+            optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"optimizer{name} cannot update a part of a matrix ({type(error).__name__}: {error}): set tensor to 1 and "
+            "share samples (data), or choose one that updates each element by itself (torch's SGD, Adam, AdamW, ...)"
+        ) from error
+    return name.strip(), parameter.detach().cpu()

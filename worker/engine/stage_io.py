@@ -1,0 +1,254 @@
+"""StepState and StageTensors: the tensors of the step in flight, and what passes in and out of each stage.
+
+Every entry of the step state is made by one action and taken by one that the program orders after it, so no
+lock is needed; keys end with the microbatch; received tensors lie in pooled buffers. Gradients of one output
+are summed over its users in a fixed order. An observer may watch what stages take, give and have done.
+Must not know how a stage runs, lanes or transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from worker.engine.forward import InputSource, RecomputeInputs
+from worker.engine.optim.grad_scaler import PipelineGradScaler
+from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
+
+LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
+"""The loss of a microbatch, alone or with metrics by name."""
+
+
+@dataclass(frozen=True)
+class ComputeSettings:
+    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: by a step's
+    targets, what each microbatch's loss counts (1 on average), None where all count alike; `keeps_random`: RunOptions'."""
+
+    device: torch.device
+    training: bool
+    microbatches: int
+    loss: Callable[[torch.Tensor, torch.Tensor], LossValue]
+    autocast_dtype: torch.dtype | None
+    seed: int | None
+    worker: int
+    transfer_dtype: Callable[[Route], torch.dtype]
+    is_pooled: Callable[[torch.Tensor], bool]
+    weights: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    keeps_random: bool = False
+    scaler: PipelineGradScaler | None = None
+
+
+@dataclass
+class StepState:
+    """What the actions of one mesh hand to each other within a step.
+
+    Keys end with the microbatch. Every entry is made by one action and taken by one that the program
+    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers.
+    """
+
+    step: int = 0
+    inputs: Sequence[tuple[torch.Tensor, ...]] = ()
+    targets: Sequence[torch.Tensor] | None = None
+    received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    received_gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    to_send: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradients_to_send: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    local: dict[tuple[int, str, int], torch.Tensor] = field(default_factory=dict)
+    local_gradients: dict[tuple[int, str, int, int], torch.Tensor | None] = field(default_factory=dict)
+    gradient_parts: dict[tuple[int, int], dict[int, torch.Tensor | None]] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    weights: torch.Tensor | None = None
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def begin(
+        self,
+        step: int,
+        inputs: Sequence[tuple[torch.Tensor, ...]],
+        targets: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Forget the last step."""
+        self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
+        for left in (
+            self.received,
+            self.received_gradients,
+            self.to_send,
+            self.gradients_to_send,
+            self.local,
+            self.local_gradients,
+            self.gradient_parts,
+            self.losses,
+            self.metrics,
+            self.outputs,
+        ):
+            left.clear()
+
+    def losses_in_order(self) -> list[float]:
+        """One a microbatch; on CUDA the host waits, once for all."""
+        return torch.stack([self.losses[m] for m in sorted(self.losses)]).tolist() if self.losses else []
+
+    def outputs_in_order(self) -> list[torch.Tensor]:
+        """One a microbatch."""
+        return [self.outputs[m] for m in sorted(self.outputs)]
+
+    def metrics_by_name(self) -> dict[str, list[float]]:
+        """The metrics of the losses, one number a microbatch; on CUDA the host waits, once for all."""
+        if not any(self.metrics.values()):
+            return {}
+        names = list(next(iter(self.metrics.values())))
+        rows = torch.stack(
+            [torch.stack([self.metrics[m][name] for name in names]) for m in sorted(self.metrics)]
+        )
+        return dict(zip(names, rows.T.tolist(), strict=True))
+
+
+class StageObserver(Protocol):
+    """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
+
+    def made(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
+        """A stage's forward made an output."""
+
+    def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+        """A stage left `tensor` to be sent."""
+
+    def took(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+        """A stage uses `tensor`, which was received."""
+
+    def ended(self, action: str, stage: int, microbatch: int) -> None:
+        """A stage's action is over."""
+
+
+@dataclass
+class SavedForward:
+    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from.
+
+    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `kept`.
+    """
+
+    leaves: list[torch.Tensor]
+    sources: list[LocalInput | RemoteInput]
+    outputs: dict[str, torch.Tensor]
+    loss: torch.Tensor | None
+    recompute_inputs: RecomputeInputs | None = None
+
+
+class StageTensors:
+    """The inputs, outputs and gradients of the stage of `wiring`."""
+
+    def __init__(self, wiring: StageWiring, exchange: StepState, settings: ComputeSettings):
+        self._stage = wiring.stage
+        self._wiring = wiring
+        self._exchange = exchange
+        self._settings = settings
+        self.observer: StageObserver | None = None
+
+    def fetch(self, source: InputSource, microbatch: int) -> torch.Tensor:
+        """What the stage takes from `source`, as it was made."""
+        exchange = self._exchange
+        if isinstance(source, ModelInput):
+            return exchange.inputs[microbatch][source.position]
+        if isinstance(source, LocalInput):
+            return exchange.local[source.source, source.tensor, microbatch]
+        received = exchange.received[source.route.index, microbatch]
+        if self.observer is not None:
+            self.observer.took(source.route, False, microbatch, received)
+        return received.to(source.route.dtype)
+
+    def hand_on(
+        self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: SavedForward
+    ) -> None:
+        """Leave an output for its consumers here, for its transfers, and in `saved` for the backward."""
+        exchange, settings = self._exchange, self._settings
+        if self.observer is not None:
+            self.observer.made(self._stage, wiring.tensor, microbatch, output)
+        if wiring.is_model_output and exchange.targets is None:
+            made = output.detach()
+            several = len(self._wiring.model_outputs) > 1
+            exchange.outputs[microbatch] = (*exchange.outputs.get(microbatch, ()), made) if several else made
+        if wiring.local_consumers:
+            exchange.local[self._stage, wiring.tensor, microbatch] = output
+        for route in wiring.routes:
+            wire = output.detach()
+            if wire.dtype != route.dtype and settings.autocast_dtype is None:
+                raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
+            wire = wire.to(settings.transfer_dtype(route)).contiguous().resolve_conj().resolve_neg()
+            exchange.to_send[route.index, microbatch] = wire
+            if self.observer is not None:
+                self.observer.gave(route, False, microbatch, wire)
+        if (wiring.local_consumers or wiring.routes) and saved.recompute_inputs is None:
+            saved.outputs[wiring.tensor] = output
+
+    def roots(self, saved: SavedForward, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
+        exchange = self._exchange
+        roots, gradients = [], []
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            gradients.append(self._loss_gradient(saved.loss))
+        for wiring in self._wiring.outputs:
+            if wiring.tensor not in saved.outputs:
+                continue
+            parts = [
+                exchange.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
+                for user in wiring.local_consumers
+            ]
+            parts += [
+                self._received_gradient(route, microbatch) for route in wiring.routes if route.differentiable
+            ]
+            output = saved.outputs[wiring.tensor]
+            gradient = _sum_gradients([part for part in parts if part is not None], output.dtype)
+            if gradient is not None and output.requires_grad:
+                roots.append(output)
+                gradients.append(gradient)
+            exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
+        return roots, gradients
+
+    def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        scaler, microbatches = self._settings.scaler, self._settings.microbatches
+        if scaler is None:
+            return torch.full_like(loss, 1.0 / microbatches)
+        return scaler.gradient(loss) / microbatches
+
+    def _received_gradient(self, route: Route, microbatch: int) -> torch.Tensor:
+        received = self._exchange.received_gradients.pop((route.index, microbatch))
+        if self.observer is not None:
+            self.observer.took(route, True, microbatch, received)
+        return received
+
+    def pass_back(self, saved: SavedForward, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
+        """Leave the gradients of the inputs for the stages that made them."""
+        exchange = self._exchange
+        for source, gradient in zip(saved.sources, found, strict=True):
+            if gradient is not None and self._settings.is_pooled(gradient):
+                gradient = gradient.clone()
+            if isinstance(source, LocalInput):
+                exchange.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
+                continue
+            route = source.route
+            parts = exchange.gradient_parts.setdefault((route.index, microbatch), {})
+            parts[self._stage] = gradient
+            if len(parts) == len(route.consumers):
+                del exchange.gradient_parts[route.index, microbatch]
+                self._send_back(route, parts, microbatch)
+
+    def _send_back(self, route: Route, parts: dict[int, torch.Tensor | None], microbatch: int) -> None:
+        dtype = self._settings.transfer_dtype(route)
+        total = _sum_gradients([parts[user] for user in route.consumers if parts[user] is not None], dtype)
+        if total is None:
+            total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
+        total = total.contiguous().resolve_conj().resolve_neg()
+        self._exchange.gradients_to_send[route.index, microbatch] = total
+        if self.observer is not None:
+            self.observer.gave(route, True, microbatch, total)
+
+
+def _sum_gradients(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    if not parts:
+        return None
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total if total.dtype == dtype else total.to(dtype)

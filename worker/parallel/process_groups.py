@@ -1,0 +1,74 @@
+"""Names the process groups of an attempt: dp and tp groups of a mesh, pp groups, WORLD, tied parameters.
+
+A pure function of topology and stages, the same on every worker. Group names travel through the store: never
+change their values. Names and ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from worker.transport.base import Topology
+
+PP_GROUP = "meshes"
+DP_GROUP = "workers"
+WORLD = "everybody"
+TP_GROUP = "tensor"
+
+
+def reduce_groups(
+    topology: Topology,
+    tied: Mapping[str, Sequence[int]],
+    mesh_of_stage: Sequence[str],
+    sharded: bool = False,
+    tensor: int = 1,
+) -> dict[str, tuple[int, ...]]:
+    """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
+    the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
+    in place of the same ones. Where some are `sharded`, no worker of which knows the norm of its mesh, there are all
+    workers too. Of the workers of a mesh `tensor` next to each other share matrices: these are a group, and those that
+    have the same part. The same mapping on every worker."""
+    groups: dict[str, tuple[int, ...]] = {}
+    shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
+    shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
+    for mesh, size in zip(topology.meshes, topology.sizes, strict=True):
+        ranks, step = [topology.rank(mesh, w) for w in range(size)], topology.tensor(mesh, tensor)
+        for part in range(step):
+            groups[dp_group(mesh, part, step)] = tuple(ranks[part::step])
+        for first in range(0, size, step):
+            groups[tp_group(mesh, first, step)] = tuple(ranks[first : first + step])
+    if sharded or not topology.uniform:
+        groups[WORLD] = tuple(range(topology.size))
+    if not topology.uniform:
+        for name, holders in shared.items():
+            groups[f"tied/{name}"] = tuple(
+                topology.rank(mesh, w)
+                for mesh in topology.meshes
+                if mesh in holders
+                for w in range(topology.workers(mesh))
+            )
+        return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    for w in range(max(topology.sizes)):
+        groups[f"{PP_GROUP}/{w}"] = tuple(topology.rank(mesh, w) for mesh in topology.meshes)
+        for name, holders in shared.items():
+            ranks = (topology.rank(mesh, w) for mesh in topology.meshes if mesh in holders)
+            groups[f"tied/{name}/{w}"] = tuple(ranks)
+    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+
+
+def dp_group(mesh: str, worker: int, tensor: int) -> str:
+    """The workers of `mesh` that sum their gradients with worker `worker`."""
+    return f"{DP_GROUP}/{mesh}" if tensor == 1 else f"{DP_GROUP}/{mesh}/{worker % tensor}"
+
+
+def tp_group(mesh: str, worker: int, tensor: int) -> str:
+    """The workers of `mesh` that share matrices with worker `worker`."""
+    return f"{TP_GROUP}/{mesh}/{worker // tensor}"
+
+
+def in_stage_peers(topology: Topology, own: int, groups: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The workers that sum with rank `own` inside actions: those that share its matrices, or its batch statistics."""
+    inside = [ranks for name, ranks in groups.items() if name.startswith((f"{TP_GROUP}/", "norms/"))]
+    return tuple(
+        topology.name(rank) for rank in sorted({r for ranks in inside if own in ranks for r in ranks} - {own})
+    )

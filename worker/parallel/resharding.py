@@ -1,0 +1,332 @@
+"""Carries out one worker's end of a resharding plan: packs tiles, sends and receives them, unpacks them.
+
+On CPU four lanes, each a thread while a resharding runs: to and from other hosts, to and from workers of this
+host. All workers keep the plan's one order on each lane, and a message waits only for earlier ones: the first
+unfinished message of all can always go on, so no circle of waits is possible.
+On a CUDA stream packing, rounds of messages and unpacking are enqueued one behind the other on the current
+stream (that of the transfer's lane); copies are made there too, so their memory is reused only behind what read
+it. Must not know how the plan was made, nor stages and schedules.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker.contract.resharding import Message, ReshardingPlan, message_rounds
+from worker.transport.base import EngineError, finish
+
+MESSAGES_IN_FLIGHT = 2
+"""Messages of a lane that are started before the first of them has ended: the next waits at hand, and no card idles."""
+
+_POLL_S = 0.05
+
+
+class PeerTransport(Protocol):
+    """What a resharding asks of a transport: one in which each worker, by the plan's name of it, is a peer."""
+
+    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None: ...
+
+    def receive(self, peer: str, tag: int, out: torch.Tensor) -> Callable[[], None] | None: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class MessageTiming:
+    """When a message that this worker received was begun and had come, by this worker's monotonic clock."""
+
+    number: int
+    start_s: float
+    end_s: float
+
+
+class Resharder:
+    """One worker's end of one plan; runs it as often as asked, one at a time.
+
+    `limit_s`: so long no message of this worker may end before the resharding fails, naming what it waits for.
+    """
+
+    def __init__(self, plan: ReshardingPlan, worker: str, transport: PeerTransport, *, limit_s: float = 60.0):
+        if worker not in plan.sources and worker not in plan.targets:
+            known = ", ".join([*plan.sources, *plan.targets])
+            raise ValueError(f"{worker} is no worker of this resharding: its workers are {known}")
+        self._plan = plan
+        self._worker = worker
+        self._transport = transport
+        self._limit_s = limit_s
+        self._own_messages = tuple(one for one in plan.messages if worker in (one.sender, one.receiver))
+
+    def run(self, tensor: torch.Tensor, first_tag: int = 0) -> list[MessageTiming]:
+        """`start`, and wait for its end."""
+        return self.start(tensor, first_tag)()
+
+    def start(self, tensor: torch.Tensor, first_tag: int = 0) -> Callable[[], list[MessageTiming]]:
+        """Start the resharding; what is returned blocks until this worker's part has ended, and must be called, once.
+
+        `tensor` is the worker's box of the whole: of a source read, of a target filled. Message k has tag `first_tag` + k.
+        Raises ValueError where it has another shape or element size; EngineError where a peer fails or stalls: then the
+        transport is aborted.
+        """
+        return self.begin(tensor, first_tag).finish
+
+    def begin(self, tensor: torch.Tensor, first_tag: int = 0) -> ReshardingRun:
+        """As `start`, but what is returned also tells whom it waits for."""
+        check_tensor(self._worker, self._plan, tensor)
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{self._worker} has a tensor on {tensor.device}, where threads see no copy end: enqueue it"
+            )
+        return ReshardingRun(
+            self._plan,
+            self._worker,
+            self._own_messages,
+            tensor.detach(),
+            self._transport,
+            self._limit_s,
+            first_tag,
+        )
+
+
+class ReshardingRun:
+    """A resharding that runs, this worker's part of it."""
+
+    def __init__(
+        self,
+        plan: ReshardingPlan,
+        worker: str,
+        mine: tuple[Message, ...],
+        tensor: torch.Tensor,
+        transport: PeerTransport,
+        limit_s: float,
+        first_tag: int,
+    ):
+        self._worker = worker
+        self._transport = transport
+        self._limit_s = limit_s
+        self._first_tag = first_tag
+        self._tiles = TileBuffers(plan, worker, mine, tensor)
+        self._arrived = {one.number: threading.Event() for one in mine if one.receiver == worker}
+        self._open = {one.number: one for one in mine}
+        self._measured: list[MessageTiming] = []
+        self._lock = threading.Lock()
+        self._failed: BaseException | None = None
+        self._last = time.monotonic()
+        lanes: dict[tuple[bool, bool], list[Message]] = defaultdict(list)
+        for one in mine:
+            lanes[one.sender == worker, one.local].append(one)
+        self._threads = [
+            threading.Thread(
+                target=self._lane, args=(messages, self._send if sends else self._receive), daemon=True
+            )
+            for (sends, _), messages in lanes.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> list[MessageTiming]:
+        """Wait for all lanes; raises the first failure, after the transport was aborted and the lanes have ended."""
+        while self._failed is None and any(thread.is_alive() for thread in self._threads):
+            for thread in self._threads:
+                thread.join(_POLL_S)
+            if time.monotonic() - self._last > self._limit_s and self._open:
+                self._fail(EngineError(f"{self._waiting()} has not ended within {self._limit_s:g} s"))
+        for thread in self._threads:
+            thread.join(self._limit_s)
+        if self._failed is not None:
+            raise self._failed
+        return sorted(self._measured, key=lambda one: one.number)
+
+    def missing(self) -> tuple[str, ...]:
+        """The workers at the other ends of messages that could go on and have not ended."""
+        with self._lock:
+            ready = [
+                one for one in self._open.values() if not any(before in self._open for before in one.after)
+            ]
+        others = {end for one in ready for end in (one.sender, one.receiver)} - {self._worker}
+        return tuple(sorted(others))
+
+    def _waiting(self) -> str:
+        with self._lock:
+            return str(self._open[min(self._open)])
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._failed is not None:
+                return
+            self._failed = error
+        for came in self._arrived.values():
+            came.set()  # who waits sees that it failed
+        self._transport.abort()
+
+    def _lane(self, messages: list[Message], start: Callable[[Message], Callable[[], None]]) -> None:
+        """Its messages in order, the next ones begun while one is on its way."""
+        begun: list[tuple[Message, Callable[[], None]]] = []
+        try:
+            for one in messages:
+                if len(begun) == MESSAGES_IN_FLIGHT:
+                    self._end(*begun.pop(0))
+                begun.append((one, start(one)))
+            while begun:
+                self._end(*begun.pop(0))
+        except BaseException as error:
+            self._fail(error)
+
+    def _end(self, one: Message, wait: Callable[[], None]) -> None:
+        wait()
+        with self._lock:
+            del self._open[one.number]
+            self._last = time.monotonic()
+
+    def _send(self, one: Message) -> Callable[[], None]:
+        for before in one.after:
+            self._arrived[before].wait()
+            if self._failed is not None:
+                raise self._failed
+        work = self._transport.send(one.receiver, self._first_tag + one.number, self._tiles.part(one))
+
+        def wait() -> None:
+            finish(work)
+            self._tiles.sent(one)
+
+        return wait
+
+    def _receive(self, one: Message) -> Callable[[], None]:
+        begun = time.monotonic()
+        work = self._transport.receive(one.sender, self._first_tag + one.number, self._tiles.part(one))
+
+        def wait() -> None:
+            finish(work)
+            self._measured.append(MessageTiming(one.number, begun, time.monotonic()))
+            self._arrived[one.number].set()
+            self._tiles.received(one)
+
+        return wait
+
+
+class TileBuffers:
+    """The bytes of each tile of this worker's messages, in row order: a part of its tensor where that lies so, else a copy.
+
+    A copy is made when its first message goes and dropped after its last; what came is written to the tensor when all of
+    the tile is there.
+    """
+
+    def __init__(self, plan: ReshardingPlan, worker: str, mine: Sequence[Message], tensor: torch.Tensor):
+        self._plan = plan
+        self._worker = worker
+        self._tensor = tensor
+        self._box = plan.box(worker)
+        self._bytes: dict[int, torch.Tensor] = {}
+        self._uses = Counter(one.tile for one in mine)
+        self._missing = Counter(one.tile for one in mine if one.receiver == worker)
+        self._lock = threading.Lock()
+
+    def part(self, one: Message) -> torch.Tensor:
+        """The bytes of a message, to be read or to be written."""
+        size = self._plan.element_bytes
+        with self._lock:
+            if one.tile not in self._bytes:
+                self._bytes[one.tile] = self._new(one.tile)
+            return self._bytes[one.tile][one.begin * size : one.end * size]
+
+    def sent(self, one: Message) -> None:
+        """The message has left: its bytes may go when nothing else is to be sent of the tile."""
+        self._used(one)
+
+    def received(self, one: Message) -> None:
+        """The message has come; with the last of a tile that lies elsewhere in the tensor, the tile goes there."""
+        with self._lock:
+            self._missing[one.tile] -= 1
+            whole = not self._missing[one.tile]
+        if whole and self._plan.needs(self._worker, one.tile):
+            place = self._place(one.tile)
+            if not place.is_contiguous():
+                flat = self._bytes[one.tile].view(self._tensor.dtype)
+                place.copy_(flat.view(place.shape))
+        self._used(one)
+
+    def _new(self, tile: int) -> torch.Tensor:
+        if self._plan.holds(self._worker, tile):
+            return _bytes_of(self._place(tile).contiguous())
+        if self._plan.needs(self._worker, tile) and (place := self._place(tile)).is_contiguous():
+            return _bytes_of(place)
+        size = self._plan.elements(tile) * self._plan.element_bytes
+        return torch.empty(size, dtype=torch.uint8, device=self._tensor.device)
+
+    def _place(self, tile: int) -> torch.Tensor:
+        """The tile's part of this worker's tensor."""
+        slices = tuple(
+            slice(begin - start, end - start)
+            for (begin, end), (start, _) in zip(self._plan.tiles[tile], self._box, strict=True)
+        )
+        return self._tensor[slices]
+
+    def _used(self, one: Message) -> None:
+        with self._lock:
+            self._uses[one.tile] -= 1
+            if not self._uses[one.tile]:
+                del self._bytes[one.tile]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor; a dimension of length 1 may have any stride there, which bytes may not."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> None:
+    """ValueError unless `tensor` is what `worker` has of the whole by `plan`."""
+    shape = tuple(end - begin for begin, end in plan.box(worker))
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{worker} has a tensor of shape {tuple(tensor.shape)}, the plan's box is {shape}: give that"
+        )
+    if tensor.element_size() != plan.element_bytes:
+        raise ValueError(
+            f"{worker} has elements of {tensor.element_size()} bytes ({tensor.dtype}), the plan's have "
+            f"{plan.element_bytes}: plan with that size"
+        )
+
+
+class ExchangeTransport(Protocol):
+    """What this asks of a transport: messages of one round, by the plan's names of the workers."""
+
+    def exchange(
+        self,
+        group: str,
+        sends: Sequence[tuple[str, torch.Tensor]],
+        receives: Sequence[tuple[str, torch.Tensor]],
+    ) -> None: ...
+
+
+class StreamResharder:
+    """One worker's end of one plan, whose messages travel in `group`; enqueues it as often as asked."""
+
+    def __init__(self, plan: ReshardingPlan, worker: str, group: str):
+        self._plan, self._worker, self._group = plan, worker, group
+        own = ([one for one in of if worker in (one.sender, one.receiver)] for of in message_rounds(plan))
+        self._rounds = [messages for messages in own if messages]
+
+    def enqueue(self, tensor: torch.Tensor, transport: ExchangeTransport) -> None:
+        """`tensor` is the worker's box of the whole: of a source read, of a target filled. ValueError where it has
+        another shape or element size."""
+        check_tensor(self._worker, self._plan, tensor)
+        messages = [one for of in self._rounds for one in of]
+        tiles = TileBuffers(self._plan, self._worker, messages, tensor.detach())
+        for of in self._rounds:
+            sent = [one for one in of if one.sender == self._worker]
+            come = [one for one in of if one.receiver == self._worker]
+            transport.exchange(
+                self._group,
+                [(one.receiver, tiles.part(one)) for one in sent],
+                [(one.sender, tiles.part(one)) for one in come],
+            )
+            for one in sent:
+                tiles.sent(one)
+            for one in come:
+                tiles.received(one)

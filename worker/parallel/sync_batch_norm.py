@@ -1,0 +1,183 @@
+"""SyncBatchNorm: BatchNorm that normalises by the rows of all dp ranks of a mesh, put into traced stage graphs.
+
+Sums are made within the stage's forward and within its I or B, by every rank at the same place of the same
+program; W makes none, since what is summed lies before weight and bias are used. They have a process group of
+their own: gradients are summed beside them, on another lane. Also finds batch norms in traced models, prices
+their sums, and notes where dp ranks normalise each by its own rows.
+Must not know programs, lanes or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from worker.contract.job import Job
+from worker.model.export import TracedModel
+from worker.model.rng import release_rng_lock
+from worker.parallel.collectives import Collectives
+
+_TRAINING_ARGUMENT = 5  # the argument that says so
+
+
+def is_batch_norm(node: fx.Node) -> bool:
+    """Whether a node of a graph normalises by the statistics of the batch that it is given."""
+    return node.target is torch.ops.aten.batch_norm.default and bool(node.args[_TRAINING_ARGUMENT])
+
+
+def batch_norm_collectives(
+    operations: Iterable[fx.Node], values: Mapping[fx.Node, Any]
+) -> tuple[tuple[str, int, int], ...]:
+    """What the batch norms of a layer sum where they normalise over all workers of a mesh (engine/sync_norm.py): of a
+    time's name (LayerCost) how many, and bytes in all. `values` are those of the graph's nodes."""
+    norms = [values[node.args[0]] for node in operations if is_batch_norm(node)]
+    if not norms:
+        return ()
+    channels_bytes = sum(x.shape[1] * (8 if x.dtype == torch.float64 else 4) for x in norms)
+    of_backward = (len(norms), 2 * channels_bytes)
+    return (
+        ("forward_s", 2 * len(norms), 2 * channels_bytes),
+        ("backward_s", *of_backward),
+        ("backward_input_s", *of_backward),
+    )
+
+
+def batch_norm_notes(traced: TracedModel, job: Job) -> list[str]:
+    """What to tell where data-parallel workers normalise each by its own rows."""
+    workers = job.max_dp_size
+    if workers == 1 or job.training.sync_batch_norm:
+        return []
+    parts = [part for part in traced.placed.module.modules() if isinstance(part, fx.GraphModule)]
+    count = sum(is_batch_norm(node) for part in parts for node in part.graph.nodes)
+    if not count:
+        return []
+    return [
+        f"each of {workers} workers of a mesh normalises by its own rows in {count} BatchNorm layers, as torch's "
+        "DistributedDataParallel does, and checkpoints and evaluations have the running statistics of worker 0: "
+        "training.sync_batch_norm: true normalises by the whole microbatch, as on one worker"
+    ]
+
+
+AllReduce = Callable[[Tensor], None]
+"""Sums a tensor over the workers of the mesh, in place."""
+
+
+def synchronize_batch_norms(
+    stages: Mapping[int, nn.Module] | None, meetings: Collectives, tensor: int = 1
+) -> dict[str, tuple[int, ...]]:
+    """Have every BatchNorm of `stages` normalise over the workers of their mesh; the ranks that must all-reduce together
+    for that, by name, on every mesh. Nothing for None. `tensor` workers next to each other have the same rows: each adds up
+    with those that have others."""
+    if stages is None:
+        return {}
+    topology = meetings.topology
+    groups = {
+        _batch_norm_group(one, share): tuple(
+            topology.rank(one, worker) for worker in range(share, size, tensor)
+        )
+        for one, size in zip(topology.meshes, topology.sizes, strict=True)
+        if size > tensor
+        for share in range(tensor)
+    }
+    group = _batch_norm_group(meetings.mesh, meetings.worker % tensor)
+    if group not in groups:
+        return groups
+
+    def add(tensor: Tensor) -> None:
+        meetings.all_reduce(group, tensor)
+
+    for stage in stages.values():
+        for part in stage.modules():
+            if isinstance(part, fx.GraphModule):
+                _replace_batch_norms(part, add, topology.workers(meetings.mesh) // tensor)
+    return groups
+
+
+def _batch_norm_group(mesh: str, share: int) -> str:
+    return f"norms/{mesh}/{share}"
+
+
+def _replace_batch_norms(part: fx.GraphModule, add: AllReduce, workers: int) -> None:
+    found = [node for node in part.graph.nodes if is_batch_norm(node)]
+    for node in found:
+        name = f"synchronised_{node.name}"
+        part.add_submodule(name, SyncBatchNorm(add, workers))
+        with part.graph.inserting_before(node):
+            node.replace_all_uses_with(part.graph.call_module(name, node.args))
+        part.graph.erase_node(node)
+    if found:
+        part.recompile()
+
+
+class SyncBatchNorm(nn.Module):
+    """Takes what aten.batch_norm takes. All workers have equally many rows."""
+
+    def __init__(self, add: AllReduce, workers: int):
+        super().__init__()
+        self._add, self._workers = add, workers
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        made, mean, variance = _Normalise.apply(x, self._add, self._workers, eps)
+        if running_mean is not None and running_var is not None:
+            rows = self._workers * x.numel() // x.shape[1]
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((variance * (rows / (rows - 1))).to(running_var.dtype), momentum)
+        if weight is not None:
+            made = made * _by_channel(weight, x)
+        if bias is not None:
+            made = made + _by_channel(bias, x)
+        return made.to(x.dtype)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / deviation by the rows of all workers, and mean and variance; in float32 at least."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, add: AllReduce, workers: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        values = x if x.dtype == torch.float64 else x.float()
+        rows, channels = workers * (x.numel() // x.shape[1]), [d for d in range(x.dim()) if d != 1]
+        mean = values.sum(channels)
+        with release_rng_lock():  # a forward may have the generators, and so may those that it waits for
+            add(mean)
+        mean /= rows
+        made = values - _by_channel(mean, x)
+        variance = made.square().sum(channels)
+        with release_rng_lock():
+            add(variance)
+        variance /= rows
+        inverse = (variance + eps).rsqrt()
+        made *= _by_channel(inverse, x)
+        ctx.save_for_backward(made, inverse)
+        ctx.add, ctx.rows, ctx.channels, ctx.dtype = add, rows, channels, x.dtype
+        ctx.mark_non_differentiable(mean, variance)
+        return made, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, None, None, None]:
+        made, inverse = ctx.saved_tensors
+        sums = torch.stack([gradient.sum(ctx.channels), (gradient * made).sum(ctx.channels)])
+        ctx.add(sums)
+        of_gradient, of_product = (_by_channel(one, made) for one in sums / ctx.rows)
+        found = (gradient - of_gradient - made * of_product) * _by_channel(inverse, made)
+        return found.to(ctx.dtype), None, None, None
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))

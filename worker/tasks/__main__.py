@@ -1,0 +1,20 @@
+"""Runs one task as `python -m worker.tasks profile|export|remove|verify`; the process exits with the task's status."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+TASKS = ("profile", "export", "remove", "verify")
+
+
+def main() -> int:
+    """Import only the module of the task that is asked for: removing checkpoints needs no torch."""
+    if len(sys.argv) != 2 or sys.argv[1] not in TASKS:
+        print(f"usage: python -m worker.tasks {'|'.join(TASKS)}, not {sys.argv[1:]}", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"worker.tasks.{sys.argv[1]}").main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""LocalGang: all workers of a planned job in one process over gloo, a thread each, called as a driver does.
+
+They are the actors' own class with their own engines, programs and transports; only the calls are made here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.actor.actor import Worker
+from worker.actor.evaluation import EvaluationProgram
+from worker.actor.step_result import WorkerStep
+from worker.contract.failures import AttemptFailure, first_cause
+from worker.contract.job import Job
+from worker.contract.planned import PlannedJob, planned_seconds, planned_starts
+from worker.engine.engine import Engine
+from worker.engine.results import SlotLimits
+from worker.model.eval_mode import EvaluationEdge
+from worker.model.export import TracedModel
+from worker.parallel.tensor.shards import TensorParallelShards
+from worker.transport.base import topology_of
+from worker.transport.rendezvous import host_store
+
+CALL_LIMIT_S = 3600.0
+"""So long a call of all workers may take: slots, connections and data have limits of their own, which come before."""
+_CONNECT_S = 60.0
+_SLOT_LIMITS = SlotLimits(factor=20.0, floor_s=60.0)
+
+
+class InspectableWorker(Worker):
+    """A worker whose inside can be looked at."""
+
+    @property
+    def mesh(self) -> str:
+        return self._mesh
+
+    @property
+    def index(self) -> int:
+        """Its number among the workers of its mesh."""
+        return self._worker
+
+    @property
+    def traced(self) -> TracedModel:
+        return self._model.traced(self._batches.sample[0])
+
+    @property
+    def traced_for_other_sizes(self) -> list[TracedModel]:
+        """What it traced for workers of meshes of other sizes, in their order."""
+        return list(self._model._traces_by_workers.values())
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        return self._stages
+
+    @property
+    def share(self) -> TensorParallelShards | None:
+        """What this worker has of the parameters, where several share matrices."""
+        return self._tensor_shards
+
+    @property
+    def rows(self) -> int:
+        """Which part of a microbatch is its: that of all who share matrices with it."""
+        return self._worker // self._job.tp_size(self._mesh)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer
+
+    @property
+    def updated(self) -> Mapping[str, torch.Tensor]:
+        """What its optimizer updates, by name: parts of parameters where the workers of its mesh share the state."""
+        return self._engine._update.updated
+
+
+def _describe_stuck_workers(
+    threads: Sequence[threading.Thread], late: Sequence[int], errors: Sequence[BaseException]
+) -> str:
+    """Who is not done, where each stands, and what others raised."""
+    frames = sys._current_frames()
+    places = []
+    for index in late:
+        frame = frames.get(threads[index].ident or 0)
+        last = traceback.extract_stack(frame)[-1] if frame is not None else None
+        where = f"{last.filename}:{last.lineno}, in {last.name}" if last else "nowhere"
+        places.append(f"worker {index} ({where})")
+    raised = "".join(f"; another raised {type(error).__name__}: {error}" for error in errors[:1])
+    return f"not done after {CALL_LIMIT_S:g} s: {', '.join(places)}{raised}"
+
+
+def make_workers(job: Job, device: str = "cpu") -> list[InspectableWorker]:
+    """The workers of `job`, mesh by mesh."""
+    return [
+        InspectableWorker(job=job, mesh=f"m{mesh}", worker=index, device=device)
+        for mesh, size in enumerate(job.mesh_sizes)
+        for index in range(size)
+    ]
+
+
+class LocalGang:
+    """`workers` of a job, which are prepared, loaded with a plan; a context that closes them. The first traces for all;
+    `notes` is what its check has to tell, `look` is given what it traced, before it is cut, also for meshes of other sizes
+    in their order, and `evaluation` makes the programs of evaluations by mesh."""
+
+    def __init__(
+        self,
+        workers: Sequence[InspectableWorker],
+        planned: PlannedJob,
+        *,
+        planned_bytes: int | None = None,
+        look: Callable[[TracedModel], None] = lambda _: None,
+        evaluation: Callable[[Sequence[EvaluationEdge]], Mapping[str, EvaluationProgram]] | None = None,
+    ):
+        self.workers = list(workers)
+        first, *others = self.workers
+        self.notes = first.trace(planned.microbatches)
+        look(first.traced)
+        job = first._job
+        sizes = {f"m{mesh}": size for mesh, size in enumerate(job.dp_sizes)}
+        for worker in others:
+            worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
+            worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
+        for traced in first.traced_for_other_sizes:
+            look(traced)
+        first.check_batch_sharding(planned.begins, [sizes[mesh] for mesh in planned.mesh_of_stage])
+        edges = first.evaluation_edges(planned.begins) if evaluation else ()
+        self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
+
+    def step(self, number: int) -> list[WorkerStep]:
+        """What every worker's `run_step` returns."""
+        return self.call(lambda worker: worker.run_step(number))
+
+    def call(self, function: Callable[[InspectableWorker], Any]) -> list[Any]:
+        """What `function` returns for every worker, all at once; raises the first error, the cause of others."""
+        results: list[Any] = [None] * len(self.workers)
+        errors: list[BaseException] = []
+
+        def run(index: int, worker: InspectableWorker) -> None:
+            try:
+                results[index] = function(worker)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=item, daemon=True, name=f"slotline-worker-{item[0]}")
+            for item in enumerate(self.workers)
+        ]
+        ends = time.monotonic() + CALL_LIMIT_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(ends - time.monotonic(), 0.0))
+        if late := [index for index, thread in enumerate(threads) if thread.is_alive()]:
+            raise TimeoutError(_describe_stuck_workers(threads, late, errors))
+        if errors:
+            known = [error for error in errors if isinstance(error, AttemptFailure)]
+            raise first_cause(known) if len(known) == len(errors) else errors[0]
+        return results
+
+    def __enter__(self) -> LocalGang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(lambda worker: worker.close())
+
+    def _load(
+        self,
+        planned: PlannedJob,
+        planned_bytes: int | None,
+        evaluation: Mapping[str, EvaluationProgram],
+    ) -> None:
+        first = self.workers[0]
+        topology = topology_of(Counter(worker.mesh for worker in self.workers), first._job.tensors)
+        store = host_store("127.0.0.1")
+        seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
+        starts = planned_starts(planned.plan, planned.stage_names)
+        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in topology.meshes}
+        compiled = self.call(
+            lambda worker: worker.load(
+                weights=None if worker is first else weights[worker.mesh],
+                begins=planned.begins,
+                mesh_of_stage=planned.mesh_of_stage,
+                program=planned.plan["programs"][worker.mesh],
+                recomputed=planned.recomputed,
+                planned_s=seconds[worker.mesh],
+                planned_starts_s=starts[worker.mesh],
+                topology=topology,
+                reshardings=planned.reshardings,
+                store=("127.0.0.1", store.port),
+                host="127.0.0.1",
+                connect_s=_CONNECT_S,
+                slot_limits=_SLOT_LIMITS,
+                planned_bytes=planned_bytes,
+                microbatches=planned.microbatches,
+                evaluation=evaluation.get(worker.mesh),
+            )
+        )
+        self.notes += dict.fromkeys(note for notes in compiled for note in notes or ())
+        self._store = store  # lives as long as the connections

@@ -1,0 +1,119 @@
+"""Replays in the plain model the random numbers that heterogeneous meshes draw for rows of a microbatch.
+
+Each rank of a mesh draws for its rows; the plain model runs other rows at once and takes its part of what all
+ranks of that mesh draw together. Only kernels that draw by shape alone can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.contract.costs import batch_dimension
+from worker.contract.profile import CutError
+from worker.model.rng import RandomState, default_generator
+from worker.model.rng_ops import RngOp, RngOpMismatchError
+
+
+@dataclass(frozen=True)
+class MeshRngOp:
+    """A random call in a stage whose mesh shares a microbatch among so many `workers`, each of which draws for `shape`."""
+
+    call: RngOp
+    workers: int
+    shape: tuple[int, ...]
+
+
+def mesh_rng_ops(
+    by_workers: Mapping[int, Sequence[RngOp]], workers: int, workers_of: Mapping[str, int]
+) -> list[MeshRngOp]:
+    """The random calls of a plain model that runs the rows of one of `workers`, with those of the meshes: `by_workers` has
+    the calls of the graphs, `workers_of` how many workers share a microbatch where an operation runs."""
+    found = []
+    for index, call in enumerate(by_workers[workers]):
+        there = workers_of.get(call.operation, workers)
+        other = by_workers[there][index] if index < len(by_workers[there]) else None
+        if other is None or other.operation != call.operation:
+            raise RngOpMismatchError(
+                f"with the rows of a mesh of {there} workers the model draws at other places than with those of {workers}: "
+                f"{call.operation} in module {call.module!r}"
+            )
+        found.append(MeshRngOp(call, there, other.shape))
+    return found
+
+
+class HeterogeneousDraws:
+    """The draws of one forward of the plain model with the rows of worker `worker` of `workers`."""
+
+    def __init__(
+        self, calls: Sequence[MeshRngOp], *, workers: int, worker: int, seed: int, step: int, microbatch: int
+    ) -> None:
+        self._calls, self._workers, self._worker = calls, workers, worker
+        self._seed, self._now = seed, (step, microbatch)
+        self._generator = default_generator(torch.device("cpu"))
+        self._states: list[Tensor] = []
+
+    def takes(self, call: int) -> bool:
+        """Whether another number of workers draws it."""
+        return self._calls[call].workers != self._workers
+
+    def draw(self, call: int, function: Callable, args: tuple, kwargs: Mapping) -> Any:
+        """What a kernel returns that draws by shape only: the part that is this worker's of what those of the mesh draw."""
+        mine = self._calls[call]
+        along = self._along(mine)
+        parts = []
+        if mine.call.first:
+            self._states = [self._begun(worker, mine) for worker in range(mine.workers)]
+        for worker in range(mine.workers):
+            self._generator.set_state(self._states[worker])
+            parts.append(_draw_with_shape(function, args, kwargs, mine.shape))
+            self._states[worker] = self._generator.get_state()
+        length = mine.call.shape[along]
+        own = torch.cat(parts, along).narrow(along, self._worker * length, length)
+        if _is_in_place(function):
+            return args[0].copy_(own)
+        return own
+
+    def _begun(self, worker: int, mine: MeshRngOp) -> Tensor:
+        state = RandomState(self._seed, worker, torch.device("cpu"))
+        state.begin(*self._now)
+        state.restart(mine.call.operation)
+        return self._generator.get_state()
+
+    def _along(self, mine: MeshRngOp) -> int:
+        what, shapes = f"drawn by {mine.call.operation}", (mine.call.shape, mine.shape)
+        try:
+            along = batch_dimension(what, shapes, (self._workers, mine.workers), differentiable=False)
+        except CutError as error:
+            raise RngOpMismatchError(str(error)) from None
+        if along is None:
+            raise RngOpMismatchError(
+                f"{mine.call.operation} in module {mine.call.module!r} draws the same shape {list(mine.shape)} however many "
+                f"rows a worker has: each of {mine.workers} workers draws its own, and no plain model does"
+            )
+        return along
+
+
+def _is_in_place(function: Any) -> bool:
+    return function.overloadpacket.__name__.endswith("_")
+
+
+def _draw_with_shape(function: Any, args: tuple, kwargs: Mapping, shape: tuple[int, ...]) -> Tensor:
+    """The kernel called for that shape instead; its draws must not depend on the values it is given."""
+    place = next((k for k, value in enumerate(args) if isinstance(value, Tensor | list | tuple)), None)
+    given = None if place is None else args[place]
+    name = function.overloadpacket.__name__
+    if isinstance(given, Tensor) and (_is_in_place(function) or name.endswith("_like")):
+        other: Any = torch.empty(shape, dtype=given.dtype, device=given.device)
+    elif isinstance(given, list | tuple):
+        other = list(shape)
+    else:
+        raise RngOpMismatchError(
+            f"{name} draws by the values that it is given, of other rows on meshes of unlike sizes: it cannot be told to "
+            "draw the same in the plain model"
+        )
+    return function(*args[:place], other, *args[place + 1 :], **kwargs)

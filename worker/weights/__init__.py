@@ -1,1 +1,0 @@
-"""A model's weights outside of training: where a job starts from, and the files that it leaves behind."""
