@@ -37,9 +37,9 @@ from service.orchestrator.loop import Orchestrator
 from service.orchestrator.notify.notifier import Notifier
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import Clusters, build_clusters, ray_cluster
+from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.ray.jobs_api import Cluster, RayCluster
-from service.orchestrator.ray.local import LocalRay
-from service.orchestrator.ray.logs import LogReader
+from service.orchestrator.ray.local_ray import LocalRay
 from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
 from service.orchestrator.tasks.profile import JobProfiler
 from service.settings.clusters import DEFAULT_CLUSTER

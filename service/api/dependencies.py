@@ -25,7 +25,7 @@ from service.api.oidc import IdentityProvider
 from service.orchestrator.attempts.outcome import Backoff
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher
-from service.orchestrator.ray.logs import LogReader
+from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
 from service.orchestrator.tasks.profile import JobProfiler
 from service.settings.clusters import DEFAULT_CLUSTER

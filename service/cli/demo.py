@@ -23,7 +23,7 @@ from rich.table import Table
 from service.cli.output import CliError, JsonOption, err, out
 from service.cli.serve import LocalServer, ServerFailedError
 from service.client.client import ApiError, Client
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.spec.states import JobState
 
 JOBS_LIMIT_S = 600.0

@@ -21,7 +21,7 @@ from service.orchestrator.attempts.liveness import Heartbeat
 from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.attempts.watch import AttemptWatcher
 from service.orchestrator.ray.clusters import Clusters
-from service.orchestrator.ray.logs import LogKeeper
+from service.orchestrator.ray.driver_logs import LogKeeper
 from service.orchestrator.retention import RetentionSweeper
 from service.orchestrator.tasks.artifacts import JobRemover
 from service.settings.settings import Settings

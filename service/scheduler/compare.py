@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from service.scheduler.auto.named import check_order_limits
+from service.scheduler.auto.fixed_schedule import check_order_limits
 from service.scheduler.kernels import BACKWARD, FORWARD
 from service.scheduler.planner import find_timeline
 from service.scheduler.problem.memory import peak_activation
@@ -17,7 +17,7 @@ from service.scheduler.problem.timeline import Timeline, earliest_times, lane_ed
 from service.scheduler.programs.plan import plan_metrics
 from service.scheduler.schedules import named
 from service.scheduler.schedules.registry import AUTO, SCHEDULES
-from service.scheduler.views.text import aligned_columns
+from service.scheduler.views.text_tables import aligned_columns
 
 _BASELINES = {
     "onnxruntime": "eager-1f1b with max_in_flight = stages, compute and communication rows in lockstep",

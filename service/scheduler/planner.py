@@ -15,7 +15,7 @@ import numpy as np
 
 from service.scheduler.auto.auto import plan_auto
 from service.scheduler.auto.backward_split import problem_with_whole_backwards
-from service.scheduler.auto.named import named_timeline, plan_named
+from service.scheduler.auto.fixed_schedule import named_timeline, plan_named
 from service.scheduler.auto.recomputation import (
     cheapest_choice,
     may_recompute,
@@ -25,10 +25,10 @@ from service.scheduler.auto.recomputation import (
 from service.scheduler.problem.defects import defect
 from service.scheduler.problem.spec import PipelineSpec, check_spec
 from service.scheduler.problem.timeline import Timeline
-from service.scheduler.programs.compile import compile_programs
+from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.plan import Plan, PlanOrigin, build_plan
+from service.scheduler.programs.prove import check_slots, verify
 from service.scheduler.programs.replay import Replay
-from service.scheduler.programs.verify import check_slots, verify
 from service.scheduler.schedules.registry import AUTO
 from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.origin import SEEDS, versions

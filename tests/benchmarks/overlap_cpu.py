@@ -191,7 +191,7 @@ def _plan(stage_s, link_s, options, *, schedule, overlap=True, limit=None, basel
     from service.scheduler import compare
     from service.scheduler.planner import make_plan
     from service.scheduler.problem.spec import PipelineSpec, SpecError
-    from service.scheduler.programs.compile import compile_programs
+    from service.scheduler.programs.codegen import compile_programs
 
     forward, backward_input, backward_weight = stage_s
     spec = {

@@ -20,7 +20,7 @@ from service.cli.demo import GPT_JOB, UNET_JOB
 from service.cli.job_file import zip_folder
 from service.cli.serve import LocalServer
 from service.client.client import Client
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.spec.states import JobState
 
 MODELS = Path(__file__).parent / "planned_models"

@@ -22,7 +22,7 @@ from overlap_stage import Record, SleepingStage, loss
 from overlap_worker import Edge
 from torch import nn
 
-from worker.benchmark.optimizer import (
+from worker.benchmark.optimizer_step import (
     WORKERS_GROUP,
     measure_all_reduce,
     measure_reduce_scatter_all_gather,

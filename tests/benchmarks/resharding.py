@@ -21,12 +21,12 @@ from pathlib import Path
 from service.scheduler.job.heterogeneous import MeshParallelism, reshard_tensor
 from service.scheduler.problem.spec import NetworkSpec
 from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
-from service.scheduler.resharding.plan import ReshardingPlan
 from service.scheduler.resharding.resharding import (
     plan_gather_then_send,
     plan_resharding,
     plan_send_and_receive,
 )
+from service.scheduler.resharding.resharding_plan import ReshardingPlan
 from tests.benchmarks.overlap_net import Network, network, why_not
 
 Planner = Callable[[Tensor, Layout, Layout, Links], ReshardingPlan]

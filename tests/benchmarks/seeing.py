@@ -113,7 +113,7 @@ class _Seeing:
 
     def __init__(self, run: Any, url: str) -> None:
         from worker.contract.logs import TraceParent
-        from worker.driver.control_plane import ControlPlane
+        from worker.driver.control_plane_client import ControlPlane
         from worker.driver.metrics import JobMetrics, ModelFlops
         from worker.driver.reporter import Reporter, Spans
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from tests.missing import leave_out
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from tests.deploy.rendering import ROOT, image_environment
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile.control-plane"

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from helm_python import Chart
 
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from tests.deploy.rendering import (
     CASES,
     CHART,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from service.cli.serve import LocalServer
-from service.orchestrator.ray.local import LocalRay, free_ports
+from service.orchestrator.ray.local_ray import LocalRay, free_ports
 from service.settings.settings import Settings
 
 FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from service.cli.main import app
 from service.client.client import Client
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
 from tests.service.conftest import job_body
 from tests.service.serving import Served, serve, until

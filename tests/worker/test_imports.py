@@ -60,7 +60,7 @@ def test_nothing_points_to_the_control_plane():
 
 def test_an_actor_and_what_it_uses_know_nothing_of_the_driver():
     graph = imports()
-    for name in ("worker.actor.actor", "worker.engine", "worker.transport", "worker.benchmark.layers"):
+    for name in ("worker.actor.actor", "worker.engine", "worker.transport", "worker.benchmark.layer_costs"):
         assert not [one for one in reached_from(name, graph) if one.startswith("worker.driver")]
 
 

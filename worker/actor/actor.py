@@ -36,7 +36,7 @@ from worker.contract.program import program_from_json
 from worker.contract.reasons import Reason
 from worker.engine.compile import compile_stages
 from worker.engine.engine import Engine
-from worker.engine.reshard import ReshardingPlans
+from worker.engine.reshardings import ReshardingPlans
 from worker.engine.results import SlotLimits, autocast_dtype
 from worker.model.factory import resolve
 from worker.model.serialization import ParameterValues

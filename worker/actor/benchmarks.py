@@ -26,10 +26,14 @@ from worker.actor.optimizer import (
     measure_optimizer_state,
 )
 from worker.actor.telemetry import memory_limit
-from worker.benchmark.engine import measure_action
-from worker.benchmark.layers import TensorParallelProbe, measure_layers
+from worker.benchmark.engine_overhead import measure_action
+from worker.benchmark.layer_costs import TensorParallelProbe, measure_layers
 from worker.benchmark.links import LARGE_BYTES, Probe, ProbeResult, measure_links, probe_groups, probe_lanes
-from worker.benchmark.optimizer import measure_all_reduce, measure_reduce_scatter_all_gather, measure_update
+from worker.benchmark.optimizer_step import (
+    measure_all_reduce,
+    measure_reduce_scatter_all_gather,
+    measure_update,
+)
 from worker.contract.costs import UpdateCosts
 from worker.contract.failures import attributed_to
 from worker.contract.job import FP16, Job, LossScaling

@@ -27,7 +27,7 @@ from worker.contract.reasons import Reason
 from worker.data.dataset import SampleOrder
 from worker.data.microbatches import MicrobatchTensors
 from worker.engine.engine import Engine
-from worker.engine.reshard import ReshardingPlans
+from worker.engine.reshardings import ReshardingPlans
 from worker.engine.results import SlotLimits
 from worker.model.eval_mode import EvaluationStages
 from worker.model.pytree import Target, count_tokens

@@ -24,8 +24,8 @@ from worker.actor.loss import JobLoss
 from worker.actor.optimizer import check_parameter_groups, make_loss
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
 from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
-from worker.checks.export import check_trace, trace_check_bytes
 from worker.checks.sharding import SamplesByRank, check_batch_sharding
+from worker.checks.trace import check_trace, trace_check_bytes
 from worker.contract.failures import as_failure, attributed_to, is_out_of_memory
 from worker.contract.job import FP16, Job
 from worker.contract.model_signature import ModelSignature

@@ -21,7 +21,7 @@ from worker.contract.job import Job
 from worker.contract.logs import TraceParent, bind_process_fields, mask_output, set_up_logging
 from worker.contract.reasons import Reason
 from worker.contract.versions import control_plane_too_old_message
-from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics, serve_in_range
 from worker.driver.reporter import Reporter, Spans

@@ -20,7 +20,7 @@ from worker.contract.costs import UpdateCosts
 from worker.contract.job import Job
 from worker.contract.profile import CollectiveCost, slowest_collective_cost
 from worker.contract.reasons import Reason
-from worker.driver.control_plane import ControlPlane
+from worker.driver.control_plane_client import ControlPlane
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.reporter import Reporter

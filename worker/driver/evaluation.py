@@ -22,7 +22,7 @@ from worker.contract.failures import AttemptFailure
 from worker.contract.job import Evaluation, Job
 from worker.contract.planned import PlannedJob, parse_reshardings, planned_seconds, planned_starts
 from worker.contract.reasons import Reason
-from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics

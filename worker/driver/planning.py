@@ -30,7 +30,7 @@ from worker.contract.planned import (
 from worker.contract.profile import LayerProfile, mean_profile, slowest_profile
 from worker.contract.reasons import Reason
 from worker.driver.benchmarks import GangBenchmarks, GangCollectiveCosts, measure_collective_costs
-from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.reporter import Reporter

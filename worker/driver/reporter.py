@@ -23,7 +23,7 @@ import httpx
 from worker.contract.logs import TraceParent
 from worker.contract.program import COMPUTE_LANE
 from worker.contract.reasons import Reason
-from worker.driver.control_plane import REQUEST_TIMEOUT_S, ControlPlane, Refused
+from worker.driver.control_plane_client import REQUEST_TIMEOUT_S, ControlPlane, Refused
 from worker.driver.step_record import StepRecord
 
 log = logging.getLogger(__name__)

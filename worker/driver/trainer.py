@@ -26,7 +26,7 @@ from worker.contract.planned import PlannedJob, planned_peak_bytes, planned_seco
 from worker.contract.reasons import Reason
 from worker.contract.versions import installed_versions
 from worker.driver.checkpoints import Checkpoints, snapshot_shortfall
-from worker.driver.control_plane import ControlPlane
+from worker.driver.control_plane_client import ControlPlane
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
 from worker.driver.gang import Gang
 from worker.driver.limits import Limits

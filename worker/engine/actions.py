@@ -18,7 +18,7 @@ from worker.contract.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.engine.buffers import plan_buffers
 from worker.engine.lanes.base import Action, Finish, chain_finish
 from worker.engine.optim.step import ModelUpdate
-from worker.engine.reshard import Reshardings
+from worker.engine.reshardings import Reshardings
 from worker.engine.results import StageError
 from worker.engine.routes import Route, transfer_tag
 from worker.engine.stage import StageRunner

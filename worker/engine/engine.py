@@ -27,7 +27,7 @@ from worker.engine.lowering import bound_send_lifetimes, check_batch, check_stag
 from worker.engine.optim.grad_scaler import make_grad_scaler
 from worker.engine.optim.step import UpdateResult, UpdateSettings, tie_local_parameters
 from worker.engine.optim.zero1 import make_update
-from worker.engine.reshard import ReshardingPlans, Reshardings, check_resharding_plans
+from worker.engine.reshardings import ReshardingPlans, Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.stage import StageRunner

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-TASKS = ("profile", "export", "remove", "verify")
+TASKS = {"profile": "profile", "export": "export_weights", "remove": "remove", "verify": "verify"}
+"""The module of each task."""
 
 
 def main() -> int:
@@ -13,7 +14,7 @@ def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1] not in TASKS:
         print(f"usage: python -m worker.tasks {'|'.join(TASKS)}, not {sys.argv[1:]}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"worker.tasks.{sys.argv[1]}").main()
+    return importlib.import_module(f"worker.tasks.{TASKS[sys.argv[1]]}").main()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from worker.engine.forward import drop_casts, run_forward
 from worker.model.export import trace
 from worker.model.rng import derive_seed, reseed_at_random_ops, seeded
 from worker.verify.plain import PlainModel
-from worker.verify.record import Probes, StepRecord, probe_norm
+from worker.verify.recorder import Probes, StepRecord, probe_norm
 
 
 def first_different_forward(

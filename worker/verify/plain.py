@@ -26,8 +26,8 @@ from worker.model.export import mark_checkpoint_regions
 from worker.model.interface import adapt_model
 from worker.model.pytree import Target, count_tokens, zero_loss
 from worker.model.rng_ops import RngOp, replay_rng
-from worker.verify.record import Probes
-from worker.verify.rng import HeterogeneousDraws, MeshRngOp
+from worker.verify.recorder import Probes
+from worker.verify.rng_replay import HeterogeneousDraws, MeshRngOp
 
 
 @dataclass(frozen=True)

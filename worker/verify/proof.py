@@ -20,7 +20,7 @@ from worker.contract.job import Job
 from worker.contract.planned import PlannedJob
 from worker.model.rng_ops import RngOp, RngOpMismatchError, traced_rng_ops
 from worker.model.tolerance import FULL_PRECISION, Tolerance, tolerance_for
-from worker.verify.compare import (
+from worker.verify.comparison import (
     DifferenceFound,
     PipelineStep,
     StepComparison,
@@ -33,8 +33,8 @@ from worker.verify.compare import (
 from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
 from worker.verify.locate import first_different_forward
 from worker.verify.plain import PlainModel
-from worker.verify.record import Probes, Recorder, StepRecord
-from worker.verify.rng import mesh_rng_ops
+from worker.verify.recorder import Probes, Recorder, StepRecord
+from worker.verify.rng_replay import mesh_rng_ops
 
 NOT_COVERED = (
     "the job runs on CPU and in one process: CUDA's kernels and streams, NCCL, several nodes and Ray are not covered",

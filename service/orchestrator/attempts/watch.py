@@ -34,8 +34,8 @@ from service.orchestrator.decisions.decide import (
     decide_attempt,
 )
 from service.orchestrator.ray.clusters import Clusters
+from service.orchestrator.ray.driver_logs import LogKeeper
 from service.orchestrator.ray.jobs_api import Cluster, ClusterError
-from service.orchestrator.ray.logs import LogKeeper
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
 from service.spec.states import AttemptState

@@ -21,7 +21,7 @@ from service.scheduler.auto.backward_split import (
 )
 from service.scheduler.auto.bounds import makespan_lower_bound_s, with_valid_bound
 from service.scheduler.auto.estimator import MakespanEstimator, constructive_cost_s
-from service.scheduler.auto.named import named_timeline, prefer_shorter_named
+from service.scheduler.auto.fixed_schedule import named_timeline, prefer_shorter_named
 from service.scheduler.auto.recomputation import (
     StageChoice,
     candidate_choices,
@@ -40,7 +40,7 @@ from service.scheduler.problem.spec import PipelineSpec, SpecError, check_spec
 from service.scheduler.problem.timeline import Timeline, needed_receive_buffers
 from service.scheduler.schedules.registry import fitting_names
 from service.scheduler.search.bounds import lower_bound
-from service.scheduler.search.memory import TransferSlack, save_memory
+from service.scheduler.search.memory_saving import TransferSlack, save_memory
 from service.scheduler.search.search import SEARCHED, SearchResult, reaches_bound, search
 
 # What a proven plan may spend of the budget on each try to hold fewer microbatches.

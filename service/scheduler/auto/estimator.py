@@ -12,7 +12,7 @@ from collections import defaultdict
 
 from service.scheduler.problem.problem import Problem
 from service.scheduler.search.bounds import lower_bound
-from service.scheduler.search.rules import (
+from service.scheduler.search.priority_rules import (
     COMPARED_RULES,
     LARGE_PROBLEM_TASKS,
     ConstructivePlanner,

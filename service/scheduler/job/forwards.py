@@ -17,7 +17,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, load_spec
 from service.scheduler.programs.messages import check_messages
 from service.scheduler.programs.plan import Plan
-from service.scheduler.resharding.plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import ReshardingPlan
 
 _MAX_WORKERS = 1024
 WorkerCount = Annotated[int, Field(ge=1, le=_MAX_WORKERS)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from service.scheduler.problem.spec import NetworkSpec, SpecError, link_costs
 from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
-from service.scheduler.resharding.plan import ReshardingPlan
 from service.scheduler.resharding.resharding import plan_resharding
+from service.scheduler.resharding.resharding_plan import ReshardingPlan
 from worker.contract.costs import Shape, batch_dimension, global_shape
 from worker.contract.profile import CutError, LayerEdge, LayerProfile
 

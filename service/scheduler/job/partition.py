@@ -15,7 +15,7 @@ from service.scheduler.job.cut import CutProblem, best_cut, layer_ranges, stage_
 from service.scheduler.job.heterogeneous import HeterogeneousProfile, reshard_edge
 from service.scheduler.job.recompute import Recompute, check_recompute_names, recompute_spec
 from service.scheduler.problem.spec import EdgeSpec, MeshSpec, NetworkSpec, PipelineSpec, SpecError, StageSpec
-from service.scheduler.resharding.plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import ReshardingPlan
 from worker.contract.profile import LayerProfile, OptimizerState, check_stage_count, resolve_stage_starts
 
 

@@ -19,7 +19,7 @@ from service.scheduler.job.plan_job import JobCosts, job_optimizer_state, job_re
 from service.scheduler.problem.memory import peak_activation, peak_memory
 from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, StageSpec
 from service.scheduler.programs.decode import PlanError
-from service.scheduler.programs.verify import verify
+from service.scheduler.programs.prove import verify
 from worker.contract.buckets import with_buckets
 from worker.contract.job import Job
 from worker.contract.model_signature import ModelSignature

@@ -3,7 +3,16 @@
 Compiled on first use and cached on disk; a change in any of these files compiles all of them again.
 """
 
-from service.scheduler.kernels.base import BACKWARD, FORWARD, OPS, WEIGHT, Limits, ReceiveBuffers, Rows, Tasks
+from service.scheduler.kernels.arrays import (
+    BACKWARD,
+    FORWARD,
+    OPS,
+    WEIGHT,
+    Limits,
+    ReceiveBuffers,
+    Rows,
+    Tasks,
+)
 from service.scheduler.kernels.dispatcher import TOLERANCE, dispatch
 from service.scheduler.kernels.paths import (
     compress_rows,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.scheduler.kernels.base import (
+from service.scheduler.kernels.arrays import (
     BACKWARD,
     FORWARD,
     OPS,

@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-from service.scheduler.kernels.base import compiled
+from service.scheduler.kernels.arrays import compiled
 
 
 @compiled

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.scheduler.kernels.base import OPS, Rows, compiled, inlined
+from service.scheduler.kernels.arrays import OPS, Rows, compiled, inlined
 
 _EPSILON = 1e-9
 _TABU_LIST_SIZE = 1 << 18  # places of the tabu list; pairs that share one only forbid each other's moves

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.scheduler.kernels.base import Rows, compiled
+from service.scheduler.kernels.arrays import Rows, compiled
 
 
 class MeshInstructions(NamedTuple):

@@ -20,7 +20,7 @@ from service.scheduler.programs.decode import PlanError
 from worker.contract.program import SEND_OPS, TRANSFER_OPS, Instruction
 
 if TYPE_CHECKING:
-    from service.scheduler.resharding.plan import PlannedMessage, ReshardingPlan
+    from service.scheduler.resharding.resharding_plan import PlannedMessage, ReshardingPlan
 
 
 ReshardingPlans = Mapping[tuple[int, bool], "ReshardingPlan"]

@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from service.scheduler.resharding.hops import TilePart
 from service.scheduler.resharding.layout import ReshardingProblem
-from service.scheduler.resharding.routes import TilePart
 
 MAX_MATCHED_CARDS = 48
 """Cards in one direction; more would take seconds."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from service.scheduler.resharding.hops import ROUTE_STYLES, SLOW_HOST_ROUTE_STYLES, TilePart, make_routes
 from service.scheduler.resharding.layout import (
     Layout,
     Links,
@@ -31,14 +32,13 @@ from service.scheduler.resharding.order import (
     list_schedule,
     message_count,
 )
-from service.scheduler.resharding.plan import (
+from service.scheduler.resharding.resharding_plan import (
     PROOF_TOLERANCE,
     PlannedMessage,
     ReshardingPlan,
     make_resharding_plan,
     resharding_lower_bound_s,
 )
-from service.scheduler.resharding.routes import ROUTE_STYLES, SLOW_HOST_ROUTE_STYLES, TilePart, make_routes
 
 
 def plan_send_and_receive(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from service.scheduler.problem.spec import SpecError
-from service.scheduler.resharding.plan import PlannedMessage, PlannedWorker, ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedMessage, PlannedWorker, ReshardingPlan
 
 TILE_COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2"),

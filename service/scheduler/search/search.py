@@ -24,12 +24,12 @@ from service.scheduler.problem.memory import (
 )
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import OrderError, Timeline, retime, simulate
-from service.scheduler.search import exact, rules, steady_state
+from service.scheduler.search import exact, priority_rules, steady_state
 from service.scheduler.search.bounds import drop_refuted_bounds, lower_bounds
 from service.scheduler.search.delays import alap_transfers, delay_forwards
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
 from service.scheduler.search.origin import FIRST_RUN_SEED
-from service.scheduler.search.rules import (
+from service.scheduler.search.priority_rules import (
     COMPARED_RULES,
     LARGE_PROBLEM_TASKS,
     RETIMING_GAIN,
@@ -234,7 +234,7 @@ class _Search:
 
     def try_standard_rules(self) -> None:
         """The standard rules, each once; of a long step those that are the best on a short one."""
-        chosen = rules.standard_rules(self.problem)
+        chosen = priority_rules.standard_rules(self.problem)
         if self._short is not None and self.large:
             chosen = steady_state.rank_rules(self.problem, self._short, COMPARED_RULES)
         for rule in chosen:
@@ -253,7 +253,7 @@ class _Search:
         ]:
             self._offer_starts(timeline)
 
-    def _follow(self, rule: rules.Rule, *, late: bool = True) -> Timeline | None:
+    def _follow(self, rule: priority_rules.Rule, *, late: bool = True) -> Timeline | None:
         # of a large problem the same rule within memory is not worth a run where it is long without
         worth_s = self.best.makespan if self.large and self.best is not None else np.inf
         return self._constructive.follow(rule, late=late, worth_s=worth_s)
@@ -280,7 +280,7 @@ class _Search:
         """Random rules and changes of the best; where a step is long as many as fit on a short one, too."""
         if self._short is None or not self.large:
             goal_s = self.bound * (1 + TOLERANCE)
-            found = rules.search_rules(
+            found = priority_rules.search_rules(
                 self._constructive.runner,
                 runs=_affordable_runs(self.problem, budget_s),
                 goal_s=goal_s,
@@ -290,8 +290,8 @@ class _Search:
                 self._offer_starts(self._follow(found[1][0]))
         if self._short is None or self.done:
             return
-        runner = rules.RuleRunner(self._short)
-        tuned = rules.search_rules(
+        runner = priority_rules.RuleRunner(self._short)
+        tuned = priority_rules.search_rules(
             runner, runs=_affordable_runs(self._short, budget_s), goal_s=0.0, stop=self._stop
         )
         for rule in tuned[1][: 1 if self.large else _RULES_FROM_SHORT_STEP] if tuned is not None else ():

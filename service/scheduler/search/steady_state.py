@@ -16,7 +16,7 @@ import numpy as np
 
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import OrderError, Timeline, retime
-from service.scheduler.search import rules
+from service.scheduler.search import priority_rules
 
 _MICROBATCHES_PER_STAGE = 3  # microbatches for each stage of the longest path
 _MIN_MICROBATCHES_PER_STAGE = 1.5  # of a step with so many stages that three rounds of them are long, too
@@ -39,18 +39,21 @@ def shorten_problem(problem: Problem) -> Problem | None:
     return replace(problem, spec=spec, fused=problem.fused[:, :microbatches])
 
 
-def rank_rules(problem: Problem, short: Problem, count: int) -> Iterator[rules.Rule]:
+def rank_rules(problem: Problem, short: Problem, count: int) -> Iterator[priority_rules.Rule]:
     """The best `count` of the standard rules for a problem, by what they need for the short one and its rhythm."""
-    runner = rules.RuleRunner(short)
+    runner = priority_rules.RuleRunner(short)
     estimates = [
-        estimate_makespan_s(runner, rule, problem.microbatches) for rule in rules.standard_rules(short)
+        estimate_makespan_s(runner, rule, problem.microbatches)
+        for rule in priority_rules.standard_rules(short)
     ]
     best = np.argsort(estimates, kind="stable")[:count]
-    wanted = list(rules.standard_rules(problem))
+    wanted = list(priority_rules.standard_rules(problem))
     return (wanted[i] for i in best.tolist() if np.isfinite(estimates[i]))
 
 
-def estimate_makespan_s(runner: rules.RuleRunner, rule: rules.Rule, microbatches: int) -> float:
+def estimate_makespan_s(
+    runner: priority_rules.RuleRunner, rule: priority_rules.Rule, microbatches: int
+) -> float:
     """About how many seconds a rule needs for so many microbatches; infinity where it gets stuck."""
     timeline = runner.timeline(rule)
     if timeline is None:
@@ -67,7 +70,7 @@ def _microbatch_period_s(timeline: Timeline) -> float:
     return float((end[there, last] - end[there, first]).max()) / (last - first)
 
 
-def lengthen_rule(rule: rules.Rule, short: Problem, problem: Problem) -> rules.Rule:
+def lengthen_rule(rule: priority_rules.Rule, short: Problem, problem: Problem) -> priority_rules.Rule:
     """A rule found on the short problem; caps that were none there are none here."""
     return replace(rule, cap=np.where(rule.cap >= short.microbatches, problem.microbatches, rule.cap))
 

@@ -8,7 +8,7 @@ from service.scheduler.problem.spec import PipelineSpec, SpecError, is_chain, on
 from service.scheduler.programs.plan import Plan
 from service.scheduler.views.chrome import chrome_trace
 from service.scheduler.views.svg import plan_svg
-from service.scheduler.views.text import ComputeOrder, event_table, plan_summary, slot_table
+from service.scheduler.views.text_tables import ComputeOrder, event_table, plan_summary, slot_table
 
 FORMATS = ("json", "csv", "table", "events", "chrome", "svg", "text")
 

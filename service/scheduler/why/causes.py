@@ -21,7 +21,7 @@ from service.scheduler.why.measured import (
     median_ratio,
     total_times_by,
 )
-from service.scheduler.why.step import Link, StepGraph, StepTask
+from service.scheduler.why.step_graph import Link, StepGraph, StepTask
 
 MIN_COST_SHARE = 0.05
 """The part of a step that a cause costs at least."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from service.scheduler.auto.auto import constructive_makespan
-from service.scheduler.auto.named import named_timeline
+from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.auto.recomputation import may_recompute, with_recomputation
 from service.scheduler.job.cut import balanced_cut, neighbour_cuts
 from service.scheduler.job.partition import partition
@@ -36,7 +36,7 @@ from service.scheduler.why.measured import (
     task_seconds,
     total_times_by,
 )
-from service.scheduler.why.step import Link, StepGraph
+from service.scheduler.why.step_graph import Link, StepGraph
 from worker.contract.profile import CutError, LayerProfile, OptimizerState
 
 _MAX_ESTIMATED_CUTS = 60

@@ -26,7 +26,7 @@ from service.scheduler.why.measured import (
     TimelineTotals,
     duration_text,
 )
-from service.scheduler.why.step import Link, PlanMismatchError, make_step_graph
+from service.scheduler.why.step_graph import Link, PlanMismatchError, make_step_graph
 from worker.contract.program import COMPUTE_OPS, FINAL_OPS, TRANSFER_OPS
 
 

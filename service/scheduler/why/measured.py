@@ -22,7 +22,7 @@ from service.scheduler.problem.spec import (
     edge_costs,
     link_costs,
 )
-from service.scheduler.why.step import Link, StepGraph, StepTask
+from service.scheduler.why.step_graph import Link, StepGraph, StepTask
 
 _NEGLIGIBLE_S = 1e-12
 Key = TypeVar("Key")

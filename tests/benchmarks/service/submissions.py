@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 
-from service.orchestrator.ray.local import LocalRay
+from service.orchestrator.ray.local_ray import LocalRay
 from service.settings.settings import Settings
 from tests.benchmarks.service.load import Answers, by_clients, posting
 from tests.benchmarks.service.server import Served, processor_s_of_session

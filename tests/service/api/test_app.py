@@ -13,7 +13,7 @@ from service.control_plane import create_app
 from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import build_clusters
-from service.orchestrator.ray.logs import LogReader
+from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
 from service.orchestrator.tasks.profile import JobProfiler
 from service.settings.settings import Settings

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service.orchestrator.attempts.outcome import TimelineRecord
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
 from service.spec.states import AttemptState
 from service.store.measurements import EvaluationRecord, SlotRecord, StepRecord

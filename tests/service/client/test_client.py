@@ -19,7 +19,7 @@ from service.client.client import ApiError, Client, ClientError, UnreachableErro
 from service.control_plane import ControlPlane
 from service.orchestrator.attempts.outcome import EventRecord, TimelineRecord
 from service.orchestrator.decisions.decide import RayJob, RayState
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState, JobState

@@ -23,8 +23,8 @@ from service.orchestrator.decisions import decide
 from service.orchestrator.decisions.decide import RayJob, RayState
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.ray.clusters import build_clusters
+from service.orchestrator.ray.driver_logs import LogReader, LogWindow
 from service.orchestrator.ray.jobs_api import RayNode
-from service.orchestrator.ray.logs import LogReader, LogWindow
 from service.settings.settings import Settings
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState
@@ -105,7 +105,7 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("service.orchestrator.attempts.watch._STOP_EVERY_S", 0.0)
-    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_SETTLES_S", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
@@ -490,7 +490,7 @@ async def test_a_log_that_ray_does_not_give_out_holds_up_no_other_and_is_given_u
     await world.rounds(2)
     assert (await world.attempt(f"{kept}-1")).log == "hello\n"
     assert (await world.attempt(f"{lost}-1")).log is None
-    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_GIVEN_UP_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_GIVEN_UP_S", 0.0)
     await world.rounds(1)
     assert (await world.attempt(f"{lost}-1")).log == "[Ray did not give this log out]\n"
 

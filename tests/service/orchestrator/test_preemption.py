@@ -26,7 +26,7 @@ SAVED = "asked to end: stopped after step 7, which is saved"
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("service.orchestrator.attempts.watch._STOP_EVERY_S", 0.0)
-    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_SETTLES_S", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)

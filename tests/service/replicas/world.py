@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.store.database import Database
 from service.store.leases import LeaseStatus, read_lease_status
 from tests.service.replicas.ray_stand_in import RayStandIn, ask_any

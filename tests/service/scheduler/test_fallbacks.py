@@ -13,9 +13,9 @@ from service.scheduler.planner import find_timeline, make_plan
 from service.scheduler.problem import defects
 from service.scheduler.problem.defects import SchedulerDefect
 from service.scheduler.problem.spec import load_spec
-from service.scheduler.programs.compile import compile_programs
+from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.decode import PlanError
-from service.scheduler.programs.verify import check_slots, verify
+from service.scheduler.programs.prove import check_slots, verify
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import measured
 

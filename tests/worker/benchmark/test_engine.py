@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from worker.benchmark import engine as benchmark_engine
-from worker.benchmark.engine import MICROBATCHES, measure_action, pipeline_program
+from worker.benchmark import engine_overhead as benchmark_engine
+from worker.benchmark.engine_overhead import MICROBATCHES, measure_action, pipeline_program
 from worker.engine.engine import Engine
 from worker.transport.base import ConnectError, Topology
 from worker.transport.gloo import GlooTransport

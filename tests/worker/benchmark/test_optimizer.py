@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker.benchmark import optimizer
-from worker.benchmark.optimizer import measure_all_reduce, measure_update
+from worker.benchmark import optimizer_step
+from worker.benchmark.optimizer_step import measure_all_reduce, measure_update
 from worker.contract.costs import LinearCost, MeshUpdate, UpdateCosts, mesh_update
 from worker.contract.failures import AttemptFailure
 from worker.contract.profile import LayerCost, LayerProfile
@@ -29,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(optimizer, "time", clock := Clock())
+    monkeypatch.setattr(optimizer_step, "time", clock := Clock())
     return clock
 
 
@@ -112,7 +112,7 @@ def test_on_cuda_a_sum_is_timed_by_events_behind_one_that_brings_the_workers_tog
             return {("event 1", "event 2"): 250.0}[self.name, other.name]
 
     cuda = SimpleNamespace(Event=Event, synchronize=lambda: said.append("wait"))
-    taken = optimizer._action_seconds(
+    taken = optimizer_step._action_seconds(
         lambda: said.append("sum"), "cuda", before=lambda: said.append("meet"), cuda=cuda
     )
     assert taken == 0.25
@@ -121,5 +121,5 @@ def test_on_cuda_a_sum_is_timed_by_events_behind_one_that_brings_the_workers_tog
 
 def test_where_it_is_the_hosts_nothing_comes_before():
     said = []
-    optimizer._action_seconds(lambda: said.append("sum"), "cpu", before=lambda: said.append("meet"))
+    optimizer_step._action_seconds(lambda: said.append("sum"), "cpu", before=lambda: said.append("meet"))
     assert said == ["sum"]

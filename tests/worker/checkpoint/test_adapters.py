@@ -14,8 +14,8 @@ from tests.worker.checkpoint.test_jobs import saved
 from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.workers import Workers
 from worker.checkpoint.adapters import Adapters, base_model_name
-from worker.checkpoint.export import ExportTargetError, export_safetensors
 from worker.checkpoint.record import make_record, record_from_state, record_to_state
+from worker.checkpoint.weights import ExportTargetError, export_safetensors
 from worker.contract.failures import AttemptFailure
 from worker.model.factory import build_model
 

@@ -25,8 +25,8 @@ from tests.worker.jobs.test_heterogeneous_meshes import unet
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.dcp import DcpFolder, SlotlineReader, load_dcp_state_dict
-from worker.checkpoint.export import ExportTargetError, export_dcp, export_job, export_safetensors
 from worker.checkpoint.sources import open_weights
+from worker.checkpoint.weights import ExportTargetError, export_dcp, export_job, export_safetensors
 from worker.contract.job import Job
 from worker.contract.profile import ModelError
 from worker.contract.tasks import ExportRequest

@@ -15,9 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from worker.checkpoint import export as exporting
 from worker.checkpoint import format as checkpoint_format
-from worker.checkpoint.export import ExportTargetError, export_job, export_safetensors
+from worker.checkpoint import weights as exporting
 from worker.checkpoint.record import (
     RECORD_SHARD,
     make_record,
@@ -25,6 +24,7 @@ from worker.checkpoint.record import (
     record_to_state,
     unused_tensors,
 )
+from worker.checkpoint.weights import ExportTargetError, export_job, export_safetensors
 from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.tasks import ExportRequest
 

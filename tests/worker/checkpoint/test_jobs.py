@@ -12,15 +12,15 @@ from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.workers import Workers
 from worker.actor.model_host import JobModel
 from worker.checkpoint import format as checkpoint_format
-from worker.checkpoint.export import export_safetensors
 from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
+from worker.checkpoint.weights import export_safetensors
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.model.factory import build_model, call_factory
 from worker.verify.plain import PlainModel
-from worker.verify.record import Probes
+from worker.verify.recorder import Probes
 
 
 def saved(run, base, step):

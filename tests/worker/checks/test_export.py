@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.worker.model import lying_models as lying
 from tests.worker.model import odd_models as odd
 from tests.worker.model.odd_models import ODD_MODELS, make
-from worker.checks.export import check_trace, trace_check_bytes
+from worker.checks.trace import check_trace, trace_check_bytes
 from worker.contract.profile import TraceError
 from worker.examples import gpt, unet
 from worker.model.export import trace

@@ -11,7 +11,7 @@ from tests.worker.actor.test_actor import job
 from tests.worker.cuda_workers import CudaWorkers, WatchedTransport
 from tests.worker.jobs.test_tensor_parallel import on
 from worker.actor import actor
-from worker.parallel.tensor import collectives, shards
+from worker.parallel.tensor import graph_collectives, shards
 from worker.transport.base import EngineError
 
 ALL_REDUCE = WatchedTransport.all_reduce
@@ -56,7 +56,7 @@ def test_right_sums_are_told_nothing_and_training_is_what_it_is_without_the_chec
 def forget_gradients(monkeypatch):
     """The sum of the parts of a gradient is left out, as where it ran on another stream."""
     monkeypatch.setattr(
-        collectives._CopyToGroup, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
+        graph_collectives._CopyToGroup, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.contract.logs import MaskedStream, SecretMask
-from worker.driver.control_plane import ControlPlane
+from worker.driver.control_plane_client import ControlPlane
 
 KEY = "-----BEGIN KEY-----\nabcdefghijkl\nxyz\n-----END KEY-----\n"
 

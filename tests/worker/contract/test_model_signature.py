@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.contract.model_signature import ModelSignature
 from worker.examples import gpt, unet
 from worker.model.export import trace

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker.benchmark import layers
-from worker.benchmark.layers import measure_layers
+from worker.benchmark import layer_costs
+from worker.benchmark.layer_costs import measure_layers
 from worker.contract.profile import LayerProfile, OptimizerState
 from worker.examples import gpt, unet
 from worker.model.export import trace
@@ -66,7 +66,7 @@ class Nap(nn.Module):
 
 
 def test_times_are_those_of_forward_input_gradient_and_weight_gradient(monkeypatch):
-    monkeypatch.setattr("worker.benchmark.layers.time", CLOCK)
+    monkeypatch.setattr("worker.benchmark.layer_costs.time", CLOCK)
     model = nn.Sequential(nn.Linear(4, 4), Nap(10.0), Nap(20.0))
     profile = measure_layers(
         trace(model, (torch.randn(3, 4),)), functional.mse_loss, torch.randn(3, 4), repeats=5
@@ -112,7 +112,7 @@ def test_split_backwards_are_measured_as_the_engine_runs_them():
             return self.inner(torch.tanh(self.inner(x)))
 
     calls = []
-    counted = layers.backward_input
+    counted = layer_costs.backward_input
 
     def counting(*arguments):
         gradients, rest = counted(*arguments)
@@ -120,7 +120,7 @@ def test_split_backwards_are_measured_as_the_engine_runs_them():
         return gradients, rest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "backward_input", counting)
+        patch.setattr(layer_costs, "backward_input", counting)
         measure_layers(
             trace(nn.Sequential(nn.Linear(8, 8), Twice()), (torch.randn(3, 8),)),
             functional.mse_loss,

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from worker.driver.metrics import JobMetrics, port_range, serve_in_range
 
 

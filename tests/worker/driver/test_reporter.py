@@ -14,7 +14,7 @@ import httpx
 import pytest
 import tenacity
 
-from worker.driver.control_plane import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.reporter import Reporter
 
 LIMIT_S = 30.0

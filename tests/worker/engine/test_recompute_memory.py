@@ -12,7 +12,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec
 from tests.worker.engine.engine_support import LocalPipeline
 from tests.worker.engine.test_models import MICROBATCHES, gpt_job, unet_job
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.contract.program import program_from_json
 from worker.engine import stage as engine_stage
 from worker.engine.forward import RecomputeInputs

@@ -12,9 +12,9 @@ from tests.worker.actor.test_actor import job
 from tests.worker.jobs.test_cross_mesh_collectives import GATHER, REDUCE, SCATTER
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
-from worker.benchmark import optimizer
-from worker.benchmark.layers import measure_layers
-from worker.benchmark.optimizer import measure_update
+from worker.benchmark import optimizer_step
+from worker.benchmark.layer_costs import measure_layers
+from worker.benchmark.optimizer_step import measure_update
 from worker.contract.costs import LinearCost, UpdateCosts, mesh_update
 from worker.contract.job import Job, LossScaling
 from worker.contract.profile import CollectiveCost, LayerCost, LayerProfile
@@ -22,8 +22,8 @@ from worker.driver.benchmarks import GangCollectiveCosts
 from worker.engine.optim.step import ModelUpdate
 from worker.model.export import trace
 from worker.parallel import sync_batch_norm
-from worker.parallel.tensor.collectives import TensorGroup
-from worker.parallel.tensor.layout import Split
+from worker.parallel.tensor.graph_collectives import TensorGroup
+from worker.parallel.tensor.placement import Split
 from worker.parallel.tensor.shards import TensorParallelShards
 from worker.tasks import profile as tasks_profile
 
@@ -186,8 +186,8 @@ def test_an_update_is_measured_with_its_norm_on_the_device(monkeypatch):
         devices.append(str(settings.device))
         raise Stop
 
-    monkeypatch.setattr(optimizer, "ModelUpdate", made)
+    monkeypatch.setattr(optimizer_step, "ModelUpdate", made)
     for device in ("cpu", "meta"):
         with pytest.raises(Stop):
-            optimizer._update_seconds(torch.optim.SGD, device, None, None, tensors=1, width=2)
+            optimizer_step._update_seconds(torch.optim.SGD, device, None, None, tensors=1, width=2)
     assert devices == ["cpu", "meta"]

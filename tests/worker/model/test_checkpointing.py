@@ -14,7 +14,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec
 from tests.worker.cuts import cut_evenly
 from tests.worker.engine.engine_support import LocalPipeline, planned
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.contract.profile import LayerProfile
 from worker.model.export import trace
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from tests.worker.model.odd_models import ODD_MODELS, make
 from tests.worker.model.running import gradients, plain_step, step
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.examples import gpt
 from worker.model.export import trace
 

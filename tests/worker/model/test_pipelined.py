@@ -13,7 +13,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
 from tests.reference import dataset_batches, train
 from tests.worker.model.odd_models import ODD_MODELS, make
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.program import program_from_json
 from worker.data.sampler import BatchSampler, collate

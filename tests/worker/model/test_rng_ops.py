@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from worker.checks.export import check_trace
+from worker.checks.trace import check_trace
 from worker.contract.profile import TraceError
 from worker.model.export import trace
 from worker.model.rng import RandomState, reseed_at_random_ops

@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests.worker.cuts import cut_evenly
 from tests.worker.model.odd_models import ODD_MODELS, make
 from tests.worker.model.running import buffers, gradients, step
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.examples import gpt
 from worker.model.export import trace
 from worker.model.serialization import deserialize_model, load_values, parameter_values, serialize_model

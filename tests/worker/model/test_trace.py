@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.worker.model.odd_models import make
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.contract.profile import TraceError
 from worker.model.export import trace
 

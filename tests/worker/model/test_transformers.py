@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.checks.export import check_trace
+from worker.checks.trace import check_trace
 from worker.model.export import trace
 from worker.model.factory import call_factory
 from worker.model.interface import adapt_model

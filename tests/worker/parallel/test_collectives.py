@@ -15,9 +15,9 @@ from worker.engine.engine import Engine
 from worker.engine.results import RunOptions, SlotLimits
 from worker.model.export import trace
 from worker.parallel.collectives import Collectives
-from worker.parallel.tensor.collectives import TensorGroup
+from worker.parallel.tensor.graph_collectives import TensorGroup
 from worker.parallel.tensor.shards import TensorParallelShards
-from worker.parallel.tensor.stage import tensor_stage
+from worker.parallel.tensor.tensor_stage import tensor_stage
 from worker.transport.base import EngineError, PeerLostError, Topology
 from worker.transport.local import LocalTransport
 

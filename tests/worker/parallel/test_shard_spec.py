@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from worker.checks.replicas import Fingerprint, checksums, tensor_mismatch
 from worker.parallel.shard_spec import ShardSpec, common_cuts, common_pieces
-from worker.parallel.tensor.layout import Split
+from worker.parallel.tensor.placement import Split
 
 SHAPE = (24, 12)
 WAYS = [None, (0, (24,), 2), (0, (24,), 3), (0, (12, 12), 4), (0, (8, 16), 2), (1, (12,), 2), (1, (6, 6), 3)]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.worker.verify.proving import gpt, proof_of
-from worker.parallel.tensor import collectives
+from worker.parallel.tensor import graph_collectives
 from worker.parallel.tensor.shards import TensorParallelShards
 
 
@@ -29,13 +29,13 @@ def test_a_proof_beside_the_plain_model_finds_shared_matrices_equal(data, shard)
     ("holder", "name", "wrong", "said"),
     [
         (
-            collectives._CopyToGroup,
+            graph_collectives._CopyToGroup,
             "backward",
             staticmethod(lambda ctx, gradient: (gradient, None)),
             r"step 1: the gradient of '.*' of stage \d .* differs .*; made by \d[BW]\d",
         ),
         (
-            collectives._ReduceFromGroup,
+            graph_collectives._ReduceFromGroup,
             "forward",
             staticmethod(lambda ctx, part, group: part.clone()),
             r"step 1: the loss of microbatch 0 is .*; made by 0F0 on m0, whose inputs are equal",

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from worker.contract.profile import ModelError
 from worker.model.factory import pattern_matches
-from worker.parallel.tensor.layout import LayoutError, Split
+from worker.parallel.tensor.placement import LayoutError, Split
 from worker.parallel.tensor.rewrite import bound_arguments, op_name
 
 Style = Literal["colwise", "rowwise", "vocab", "replicate"]

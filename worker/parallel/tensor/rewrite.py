@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from worker.parallel.tensor.collectives import (
+from worker.parallel.tensor.graph_collectives import (
     CopyToGroup,
     GatherFromGroup,
     ReduceFromGroup,
     ScatterToGroup,
     TensorGroup,
 )
-from worker.parallel.tensor.layout import LayoutError, Split
+from worker.parallel.tensor.placement import LayoutError, Split
 
 _COLLECTIVE_PREFIX = "tensor_"
 

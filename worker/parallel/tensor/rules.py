@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from worker.parallel.tensor.collectives import VocabParallelLookup, add_bias
-from worker.parallel.tensor.layout import LayoutError, Split, reshaped_split
+from worker.parallel.tensor.graph_collectives import VocabParallelLookup, add_bias
+from worker.parallel.tensor.placement import LayoutError, Split, reshaped_split
 from worker.parallel.tensor.rewrite import Rewriter, ShardedValue, bound_arguments, is_inplace
 
 aten = torch.ops.aten

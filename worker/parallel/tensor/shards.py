@@ -22,10 +22,10 @@ from worker.contract.reasons import Reason
 from worker.model.export import TracedModel
 from worker.model.stages import StageModule
 from worker.parallel.shard_spec import ShardSpec
-from worker.parallel.tensor.collectives import GroupCommunicator, TensorGroup
-from worker.parallel.tensor.layout import Split
+from worker.parallel.tensor.graph_collectives import GroupCommunicator, TensorGroup
+from worker.parallel.tensor.placement import Split
 from worker.parallel.tensor.plans import check_tensor_plan
-from worker.parallel.tensor.stage import split_stage_as, tensor_stage
+from worker.parallel.tensor.tensor_stage import split_stage_as, tensor_stage
 
 
 class TensorParallelShards:

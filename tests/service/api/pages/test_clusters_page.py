@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from service.client.client import Client
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
 from tests.service.conftest import job_body
 from tests.service.serving import serve, until

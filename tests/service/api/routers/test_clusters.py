@@ -213,7 +213,7 @@ class Hanging(FakeCluster):
 async def test_calls_that_hang_hold_up_no_round_and_no_other_clusters_jobs(
     make_api: ApiMaker, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_SETTLES_S", 0.0)
     async with two_clusters(make_api, Hanging(workers=4)) as (api, east):
         ended = await api.submit(queue="east", **TWO)
         runs = await api.submit(queue="east", **TWO)

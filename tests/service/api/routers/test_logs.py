@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from service.api.routers import activity
-from service.orchestrator.ray import logs
-from service.orchestrator.ray.logs import LogWindow
+from service.orchestrator.ray import driver_logs
+from service.orchestrator.ray.driver_logs import LogWindow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_streams import parse, stream
@@ -138,8 +138,8 @@ async def test_who_asks_just_as_a_reader_that_nobody_asked_ends_gets_what_it_has
             if follow:
                 await asyncio.Event().wait()
 
-    monkeypatch.setattr(logs, "_FOLLOW_UNUSED_S", 0.0)
-    reader = logs._AttemptLogReader(cast(Any, Silent()), "job-1", 100)
+    monkeypatch.setattr(driver_logs, "_FOLLOW_UNUSED_S", 0.0)
+    reader = driver_logs._AttemptLogReader(cast(Any, Silent()), "job-1", 100)
     for _ in range(20):  # among these are turns in which time is up and the task has not heard of it
         window = await reader.window(follow=True)
         assert list(window.lines(0, ended=False)) == [(1, "first")]

@@ -9,7 +9,7 @@ import pytest
 
 from service.api.routers import activity
 from service.control_plane import control_plane_app
-from service.orchestrator.ray.logs import LogWindow
+from service.orchestrator.ray.driver_logs import LogWindow
 from service.schemas.jobs import SlotView
 from service.settings.settings import Settings
 from service.spec.states import JobState

@@ -13,7 +13,7 @@ import pytest
 from service.api import dependencies
 from service.api.dependencies import JobFeed
 from service.api.routers import activity
-from service.orchestrator.ray.logs import LogWindow
+from service.orchestrator.ray.driver_logs import LogWindow
 from service.store.attempts import find_attempt
 from tests.service.api.conftest import Api
 from tests.service.api.routers.test_jobs import problem
@@ -27,8 +27,8 @@ LIMIT_S = 30.0
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "_EVENT_POLL_S", 0.01)
     monkeypatch.setattr(activity, "_LOG_POLL_S", 0.01)
-    monkeypatch.setattr("service.orchestrator.ray.logs._LOG_SETTLES_S", 0.0)
-    monkeypatch.setattr("service.orchestrator.ray.logs._WINDOW_FRESH_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_SETTLES_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.ray.driver_logs._WINDOW_FRESH_S", 0.0)
 
 
 def parse(text: str) -> list[dict[str, Any]]:

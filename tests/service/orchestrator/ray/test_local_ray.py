@@ -23,14 +23,14 @@ import pytest
 
 from service.control_plane import run_control_plane
 from service.orchestrator.decisions.decide import RayState
-from service.orchestrator.ray import local as ray_local
+from service.orchestrator.ray import local_ray as ray_local
 from service.orchestrator.ray.jobs_api import (
     ClusterError,
     ClusterUnreachableError,
     RayCluster,
     RayJobSubmission,
 )
-from service.orchestrator.ray.local import LocalRay, free_ports
+from service.orchestrator.ray.local_ray import LocalRay, free_ports
 from service.settings.settings import Settings
 from tests.service.conftest import job_body
 
@@ -208,7 +208,7 @@ async def test_a_ray_that_never_starts_is_given_up_with_its_exit_code(monkeypatc
 async def test_a_local_ray_ends_with_a_control_plane_that_was_killed(tmp_path: Path):
     code = (
         "import asyncio, sys\n"
-        "from service.orchestrator.ray.local import LocalRay\n"
+        "from service.orchestrator.ray.local_ray import LocalRay\n"
         "from service.settings.settings import Settings\n"
         "async def main():\n"
         "    ray = LocalRay(Settings())\n"

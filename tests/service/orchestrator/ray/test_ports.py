@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.orchestrator.ray import local
-from service.orchestrator.ray.local import free_ports
+from service.orchestrator.ray import local_ray
+from service.orchestrator.ray.local_ray import free_ports
 
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -31,8 +31,8 @@ def test_no_outgoing_connection_can_take_them():
 
 def test_a_port_with_a_listener_is_passed_over_and_none_left_is_said(monkeypatch: pytest.MonkeyPatch):
     (port,) = free_ports(1)
-    monkeypatch.setattr(local, "_PORT_RANGE", range(port, port + 1))
-    monkeypatch.setattr(local, "_PORT_TRIES", 1)
+    monkeypatch.setattr(local_ray, "_PORT_RANGE", range(port, port + 1))
+    monkeypatch.setattr(local_ray, "_PORT_TRIES", 1)
     assert free_ports(1) == [port]
     with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="no 1 free ports"):
         free_ports(1)

@@ -12,7 +12,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import SpecError, load_spec
 from service.scheduler.search.bounds import lower_bound
-from service.scheduler.search.rules import LARGE_PROBLEM_TASKS
+from service.scheduler.search.priority_rules import LARGE_PROBLEM_TASKS
 from service.scheduler.search.search import search
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.solver import optimum

@@ -14,7 +14,7 @@ from service.scheduler.job.joint import plan_jointly
 from service.scheduler.job.partition import partition, place_stages
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError, check_spec
-from worker.benchmark.layers import measure_layers
+from worker.benchmark.layer_costs import measure_layers
 from worker.contract.profile import CutError, LayerCost, LayerEdge, LayerProfile, OptimizerState
 from worker.examples import gpt, unet
 from worker.model.export import trace

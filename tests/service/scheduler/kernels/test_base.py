@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service.scheduler.kernels import base as compiling
+from service.scheduler.kernels import arrays as compiling
 
 CALLER = """
 from small.compiled import compiled

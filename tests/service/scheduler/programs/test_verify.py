@@ -7,7 +7,7 @@ import pytest
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
 from service.scheduler.programs.decode import PlanError
-from service.scheduler.programs.verify import verify
+from service.scheduler.programs.prove import verify
 from tests.service.scheduler.specs import chain
 from worker.contract.program import Instruction, program_from_json
 

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
-from service.scheduler.resharding.plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import ReshardingPlan
 
 CUBE = Tensor((24, 24, 24), 2)
 UNIT = Links(card_bytes_per_s=float(CUBE.bytes))

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
-from service.scheduler.resharding.plan import ReshardingPlan
 from service.scheduler.resharding.resharding import (
     plan_gather_then_send,
     plan_resharding,
     plan_send_and_receive,
 )
+from service.scheduler.resharding.resharding_plan import ReshardingPlan
 from service.scheduler.resharding.show import resharding_summary
 from tests.service.scheduler.resharding.cases import (
     CUBE,

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from service.scheduler.auto.named import named_timeline
+from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.memory import peak_activation
 from service.scheduler.problem.spec import SpecError, load_spec

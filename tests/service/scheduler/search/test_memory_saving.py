@@ -12,7 +12,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.memory import keeps_activation_limits, peak_activation, peak_receive_buffers
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import load_spec
-from service.scheduler.search.memory import save_memory
+from service.scheduler.search.memory_saving import save_memory
 from service.scheduler.search.search import search
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import chain, random_specs

@@ -7,7 +7,7 @@ import ortools
 
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
-from service.scheduler.search import origin, rules
+from service.scheduler.search import origin, priority_rules
 from tests.service.scheduler.specs import measured
 
 
@@ -28,7 +28,9 @@ def test_the_same_spec_and_budget_give_the_same_plan():
 def test_the_seed_that_is_named_is_the_one_that_is_used(monkeypatch):
     seen = []
     genuine = np.random.default_rng
-    monkeypatch.setattr(rules.np.random, "default_rng", lambda seed: seen.append(seed) or genuine(seed))
+    monkeypatch.setattr(
+        priority_rules.np.random, "default_rng", lambda seed: seen.append(seed) or genuine(seed)
+    )
     make_plan(load_spec(measured(8, 12, 1, memory=2.0)), budget_s=1.0)
     assert origin.RULES_SEED in seen
     assert origin.FIRST_RUN_SEED in seen

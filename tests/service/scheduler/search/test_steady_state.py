@@ -13,7 +13,7 @@ from service.scheduler.problem.memory import (
 )
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import load_spec
-from service.scheduler.search import rules, steady_state
+from service.scheduler.search import priority_rules, steady_state
 from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.search import search
 from tests.service.scheduler.specs import chain, measured
@@ -46,16 +46,18 @@ def test_a_repetition_put_in_again_is_a_plan_of_the_long_step_within_the_same_me
         mesh["activation_limit_bytes"] = limit
     problem = build_problem(load_spec(data), split=True)
     few = steady_state.shorten_problem(problem)
-    runner = rules.RuleRunner(few)
+    runner = priority_rules.RuleRunner(few)
     extended = 0
-    for rule in rules.standard_rules(few):
+    for rule in priority_rules.standard_rules(few):
         timeline = runner.timeline(rule)
         for found in steady_state.extended_timelines(timeline, problem) if timeline is not None else ():
             extended += 1
             assert np.array_equal(np.sort(found.sequence), np.flatnonzero(problem.exists.reshape(-1)))
             assert keeps_activation_limits(problem, found.lanes)
             # as long as the rule's own way through the long step, or nearly: it goes on as it began
-            whole = rules.RuleRunner(problem).timeline(steady_state.lengthen_rule(rule, few, problem))
+            whole = priority_rules.RuleRunner(problem).timeline(
+                steady_state.lengthen_rule(rule, few, problem)
+            )
             assert found.makespan <= 1.1 * whole.makespan
     assert extended
 
@@ -72,8 +74,8 @@ def test_a_long_step_is_planned_by_the_rules_that_are_best_on_a_short_one():
     problem = build_problem(load_spec(data), split=True)
     few = steady_state.shorten_problem(problem)
     assert few.tasks < problem.tasks / 2
-    runner = rules.RuleRunner(problem)
-    every = [runner.timeline(rule) for rule in rules.standard_rules(problem)]
+    runner = priority_rules.RuleRunner(problem)
+    every = [runner.timeline(rule) for rule in priority_rules.standard_rules(problem)]
     best = min(timeline.makespan for timeline in every if timeline is not None)
     chosen = [runner.timeline(rule) for rule in steady_state.rank_rules(problem, few, 8)]
     assert min(timeline.makespan for timeline in chosen) <= 1.005 * best

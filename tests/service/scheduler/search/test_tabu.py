@@ -15,9 +15,9 @@ from service.scheduler.problem.memory import keeps_activation_limits
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import load_spec
 from service.scheduler.problem.timeline import retime
-from service.scheduler.programs.compile import compile_programs
+from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.plan import build_plan
-from service.scheduler.search import rules
+from service.scheduler.search import priority_rules
 from service.scheduler.search import search as search_search
 from service.scheduler.search.search import search
 from service.scheduler.search.tabu import tabu_search
@@ -39,8 +39,8 @@ def case_named(name):
 
 
 def worst_of_the_rules(problem):
-    runner = rules.RuleRunner(problem)
-    found = [runner.timeline(rule) for rule in rules.standard_rules(problem)]
+    runner = priority_rules.RuleRunner(problem)
+    found = [runner.timeline(rule) for rule in priority_rules.standard_rules(problem)]
     return max((timeline for timeline in found if timeline is not None), key=lambda one: one.makespan)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.scheduler.problem.spec import SpecError
-from service.scheduler.views.text import event_table, slot_table, unit_clocks
+from service.scheduler.views.text_tables import event_table, slot_table, unit_clocks
 
 SIZES = [(s, m) for s in range(1, 7) for m in range(1, 9)]
 

@@ -12,7 +12,7 @@ from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
 from service.scheduler.why.changes import JobLayers
 from service.scheduler.why.explain import explain
 from service.scheduler.why.measured import CauseKind, Change, ChangeKind
-from service.scheduler.why.step import make_step_graph
+from service.scheduler.why.step_graph import make_step_graph
 from tests.service.scheduler.job.test_joint import measured as measured_layers
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import World, makespan, planned_step, run

@@ -12,7 +12,7 @@ from tests.service.scheduler.resharding.cases import LITERATURE, random_case
 from tests.worker.cuda_workers import Watched
 from tests.worker.parallel.resharding.cases import bits, dtype_of, part_of, strided, whole_tensor
 from worker.contract.resharding import ReshardingPlan, message_rounds
-from worker.engine.reshard import resharding_group
+from worker.engine.reshardings import resharding_group
 from worker.parallel.resharding import StreamResharder
 from worker.transport.base import Topology
 from worker.transport.rendezvous import host_store

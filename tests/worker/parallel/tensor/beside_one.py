@@ -9,8 +9,8 @@ import torch
 
 from worker.engine.autograd import backward_input
 from worker.model.export import trace
-from worker.parallel.tensor.collectives import TensorGroup
-from worker.parallel.tensor.stage import tensor_stage
+from worker.parallel.tensor.graph_collectives import TensorGroup
+from worker.parallel.tensor.tensor_stage import tensor_stage
 
 
 class Together:

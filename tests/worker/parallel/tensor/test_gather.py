@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from worker.parallel.collectives import Collectives
-from worker.parallel.tensor.collectives import TensorGroup
-from worker.parallel.tensor.layout import Split
+from worker.parallel.tensor.graph_collectives import TensorGroup
+from worker.parallel.tensor.placement import Split
 from worker.transport.base import Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.rendezvous import host_store

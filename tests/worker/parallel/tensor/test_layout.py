@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.parallel.tensor.layout import LayoutError, Split, reshaped_split
+from worker.parallel.tensor.placement import LayoutError, Split, reshaped_split
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 

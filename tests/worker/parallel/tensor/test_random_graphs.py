@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.worker.parallel.tensor.beside_one import check_equal
-from worker.parallel.tensor.layout import LayoutError
+from worker.parallel.tensor.placement import LayoutError
 
 STEPS = 14
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.worker.parallel.tensor.beside_one import check_equal, mean_square, whole_stage
-from worker.parallel.tensor.collectives import TensorGroup, VocabParallelLookup
-from worker.parallel.tensor.layout import LayoutError
-from worker.parallel.tensor.stage import tensor_stage
+from worker.parallel.tensor.graph_collectives import TensorGroup, VocabParallelLookup
+from worker.parallel.tensor.placement import LayoutError
+from worker.parallel.tensor.tensor_stage import tensor_stage
 
 
 class Calls(nn.Module):

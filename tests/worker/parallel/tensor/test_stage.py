@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.worker.parallel.tensor.beside_one import TOKENS, check_equal, mean_square, whole_stage
 from worker.examples import gpt, unet
-from worker.parallel.tensor.collectives import TensorGroup
-from worker.parallel.tensor.layout import LayoutError
+from worker.parallel.tensor.graph_collectives import TensorGroup
+from worker.parallel.tensor.placement import LayoutError
 from worker.parallel.tensor.plans import check_tensor_plan
-from worker.parallel.tensor.stage import tensor_stage
+from worker.parallel.tensor.tensor_stage import tensor_stage
 
 
 @pytest.mark.parametrize("workers", [2, 4])

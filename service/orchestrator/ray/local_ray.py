@@ -182,7 +182,7 @@ class LocalRay:
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "service.orchestrator.ray.local",
+            "service.orchestrator.ray.local_ray",
             *self._options(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,

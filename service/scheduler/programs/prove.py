@@ -25,7 +25,7 @@ from service.scheduler.problem.memory import (
 from service.scheduler.problem.problem import Problem, local_actions
 from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.problem.timeline import Timeline, action_name
-from service.scheduler.programs.compile import occupied_resources
+from service.scheduler.programs.codegen import occupied_resources
 from service.scheduler.programs.decode import MeshProgram, PlanError, read_programs
 from service.scheduler.programs.replay import Replay, replay
 from worker.contract.program import Instruction

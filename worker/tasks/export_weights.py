@@ -13,7 +13,7 @@ import sys
 import traceback
 from dataclasses import asdict
 
-from worker.checkpoint.export import ExportTargetError, export_job
+from worker.checkpoint.weights import ExportTargetError, export_job
 from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.tasks import EXPORT_REQUEST_VARIABLE, EXPORT_RESULT_MARK, ExportRequest
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from worker.model.rng import release_rng_lock
-from worker.parallel.tensor.layout import Split
+from worker.parallel.tensor.placement import Split
 
 
 class GroupCommunicator(Protocol):

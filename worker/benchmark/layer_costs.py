@@ -30,8 +30,8 @@ from worker.engine.forward import drop_casts, run_forward
 from worker.model.export import TracedModel
 from worker.model.stages import OUTPUT_NAME, StageBuilder, StageModule, input_name, is_output
 from worker.parallel.sync_batch_norm import batch_norm_collectives
-from worker.parallel.tensor.collectives import TensorGroup
-from worker.parallel.tensor.stage import tensor_stage
+from worker.parallel.tensor.graph_collectives import TensorGroup
+from worker.parallel.tensor.tensor_stage import tensor_stage
 
 log = logging.getLogger(__name__)
 

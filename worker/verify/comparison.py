@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker.model.tolerance import MIN_GRADIENT_SHARE, Tolerance, gradient_floor, relative_distance, rms
 from worker.verify.plain import PlainStep
-from worker.verify.record import BackwardSlot, StepRecord, probe_norm
+from worker.verify.recorder import BackwardSlot, StepRecord, probe_norm
 
 # A parameter after a step may differ by this part of the step, and by the rounding of its own type.
 _UPDATE_TOLERANCE = 1e-4

@@ -26,7 +26,7 @@ from service.scheduler.problem.memory import (
 )
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import OrderError, Timeline, earliest_times, lane_edges, simulate
-from service.scheduler.search import rules
+from service.scheduler.search import priority_rules
 
 STRETCH_FACTORS = (2.0, 4.0)  # times as long
 
@@ -102,7 +102,7 @@ class _MemorySaver:
         self._latest = timeline.makespan * (1 + _ROUNDING)
         self._rule_runs = _RULE_RUN_BUDGET_TASKS // (100 + self.problem.tasks)
         self._simulations = _SIMULATION_BUDGET_TASKS // (100 + self.problem.tasks)
-        self._runners: list[rules.RuleRunner] = []
+        self._runners: list[priority_rules.RuleRunner] = []
         self._peaks, self._buffers = self._costs(timeline)
         self._slack = TransferSlack(timeline)
         by_mesh = [np.flatnonzero(self.problem.mesh_of_stage == p) for p in range(self.problem.meshes)]
@@ -145,9 +145,9 @@ class _MemorySaver:
             problems = [self.problem]
             if self._rule_runs > _MIN_RUNS_FOR_STRETCHED:
                 problems += [stretch_transfers(self.problem, longer) for longer in STRETCH_FACTORS]
-            self._runners = [rules.RuleRunner(problem) for problem in problems]
+            self._runners = [priority_rules.RuleRunner(problem) for problem in problems]
         for runner in self._runners:
-            for rule in islice(rules.standard_rules(self.problem), _RULES_WITHOUT_CAP):
+            for rule in islice(priority_rules.standard_rules(self.problem), _RULES_WITHOUT_CAP):
                 if sum(one.runs for one in self._runners) == self._rule_runs:
                     return False
                 found = runner.timeline(rule, np.array(limits, dtype=np.int64))

@@ -16,8 +16,8 @@ from torch import fx
 
 from worker.model.export import fake_values
 from worker.model.stages import StageModule
-from worker.parallel.tensor.collectives import TensorGroup
-from worker.parallel.tensor.layout import LayoutError, Split, UnevenError
+from worker.parallel.tensor.graph_collectives import TensorGroup
+from worker.parallel.tensor.placement import LayoutError, Split, UnevenError
 from worker.parallel.tensor.plans import candidate_parts, split_parameters
 from worker.parallel.tensor.rewrite import GatherCost, Rewriter
 from worker.parallel.tensor.rules import RULES
