@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker import test_sync_batch_norm
 from tests.worker.actor.test_actor import job, plain
 from tests.worker.cuda_workers import CudaWorkers
+from tests.worker.jobs import test_sync_batch_norm_jobs
 from tests.worker.jobs.test_heterogeneous_meshes import on as on_sizes
 from tests.worker.jobs.test_tensor_parallel import LOSSES, on, unet
 from worker.checkpoint import format as checkpoint_format
@@ -90,7 +90,7 @@ def counted_by_tokens():
 
 
 @pytest.mark.parametrize(
-    "spec", [counted_by_tokens, lambda: test_sync_batch_norm.spec_of(2)], ids=["tokens", "batch norms"]
+    "spec", [counted_by_tokens, lambda: test_sync_batch_norm_jobs.spec_of(2)], ids=["tokens", "batch norms"]
 )
 def test_sums_of_tokens_and_of_batch_norms_meet_buckets_in_one_order(spec, monkeypatch):
     """Within F and B, on the compute lane, beside the buckets of the same workers on theirs."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker import test_sync_batch_norm
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.jobs import test_sync_batch_norm_jobs
 from tests.worker.jobs.test_heterogeneous_meshes import on as on_sizes
 from tests.worker.jobs.test_tensor_parallel import LOSSES, on, unet
 from tests.worker.workers import Workers
@@ -43,7 +43,7 @@ def plain_of(name):
 
 def with_whole_batches():
     """Batch statistics of one worker."""
-    with Workers(test_sync_batch_norm.spec_of(1)) as workers:
+    with Workers(test_sync_batch_norm_jobs.spec_of(1)) as workers:
         return workers.losses(range(1, STEPS + 1))
 
 
@@ -54,7 +54,7 @@ CASES = {
     "1 to 2 workers": (plain_of("gpt"), lambda: on_sizes((1, 2), job())),
     "shard": (plain_of("gpt"), sharded),
     "data 2, tensor 2 to data 2, shard": (plain_of("gpt"), sharded_unlike),
-    "sync_batch_norm": (with_whole_batches, lambda: test_sync_batch_norm.spec_of(2)),
+    "sync_batch_norm": (with_whole_batches, lambda: test_sync_batch_norm_jobs.spec_of(2)),
 }
 
 
