@@ -93,7 +93,7 @@ def test_the_control_plane_works_without_what_its_image_leaves_out():
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({modules!r}));"
         "import service.cli.main, service.control_plane, service.scheduler, service.orchestrator.planning.pool;"
-        "from service.scheduler import make_plan, PipelineSpec;"
+        "from service.scheduler.planner import make_plan; from service.scheduler.problem.spec import PipelineSpec;"
         "stage = {'name': 's', 'mesh': 'm', 'forward_s': 1};"
         "spec = PipelineSpec.model_validate({'microbatches': 2, 'meshes': [{'name': 'm'}], 'stages': [stage],"
         " 'schedule': '1f1b'}); assert make_plan(spec).makespan_s == 2"

@@ -26,8 +26,8 @@ _ENGINE = "tests/worker/engine"
 GROUPS = [
     Group(
         "scheduler",
-        "service/scheduler/model/*.py service/scheduler/programs/*.py",
-        f"{_SCHEDULER}/model {_SCHEDULER}/programs {_SCHEDULER}/schedules/test_schedules.py "
+        "service/scheduler/problem/*.py service/scheduler/programs/*.py",
+        f"{_SCHEDULER}/problem {_SCHEDULER}/programs {_SCHEDULER}/schedules/test_schedules.py "
         f"{_SCHEDULER}/test_properties.py -k '(not every_wait or zb-h1-full-duplex) and not kept_by_the_simulator'",
     ),
     Group(
@@ -48,23 +48,23 @@ GROUPS = [
     Group(
         "auth",
         "service/api/auth.py",
-        f"{_API}/test_manage.py {_API}/test_auth.py -k 'not postgresql and (token or open)'",
+        f"{_API}/routers/test_jobs.py {_API}/test_auth.py -k 'not postgresql and (token or open)'",
     ),
     Group(
         "paging",
-        "service/api/routers/activity.py service/api/routers/activity.py",
-        f"{_API}/test_observe.py {_API}/test_streams.py {_API}/test_drivers.py -k 'not postgresql and not prometheus "
+        "service/api/routers/activity.py",
+        f"{_API}/routers/test_observe.py {_API}/routers/test_streams.py {_API}/routers/test_drivers.py -k 'not postgresql and not prometheus "
         "and not profiles and not metrics and not pause and not neither_ends and not few_calls'",
     ),
     Group(
         "engine",
         "worker/engine/buffers.py worker/engine/optim/step.py worker/model/rng.py",
-        f"{_ENGINE}/test_tied.py {_ENGINE}/test_update.py {_ENGINE}/test_buffers.py",
+        f"{_ENGINE}/test_tied.py {_ENGINE}/optim/test_step.py {_ENGINE}/test_buffers.py",
     ),
     Group(
         "gradients",
         "worker/contract/buckets.py worker/engine/forward.py worker/engine/optim/state_dict.py worker/engine/lowering.py",
-        f"{_ENGINE}/test_optimizer_state.py {_ENGINE}/test_sent.py {_ENGINE}/test_reduction.py "
+        f"{_ENGINE}/optim/test_state_dict.py {_ENGINE}/test_lowering.py {_ENGINE}/test_reduction.py "
         f"{_ENGINE}/test_recompute.py -k 'not traced_models'",
     ),
     Group(

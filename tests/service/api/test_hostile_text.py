@@ -134,7 +134,7 @@ async def test_a_change_of_what_cannot_be_changed_names_it_whatever_it_is_called
         ({"data": {"factory": "a:b", "columns": 5}}, {"data.columns"}),
         ({"resources": {"shard": ["all"]}}, {"resources.shard", "resources.shard.0"}),
     ],
-    ids=str,
+    ids=["cut", "stages and cut", "columns", "shard"],
 )
 async def test_a_field_of_several_forms_is_named_as_it_is_written(
     make_api: ApiMaker, changes: dict, fields: set[str]

@@ -122,7 +122,7 @@ async def test_filters_that_say_nothing_are_refused(make_api: ApiMaker, params):
         (JobFilter(labels=[LabelFilter("a")]), "ix_job_labels_name_value"),
         (JobFilter(since=utc_now()), "ix_jobs_created"),
     ],
-    ids=str,
+    ids=["state", "name", "label", "label's name", "since"],
 )
 async def test_every_filter_has_an_index(make_api: ApiMaker, wanted: JobFilter, index: str):
     query = apply_job_filter(select(Job).options(WITHOUT_SPEC), wanted)
