@@ -53,7 +53,8 @@ GROUPS = [
     Group(
         "paging",
         "service/api/routers/activity.py",
-        f"{_API}/routers/test_observe.py {_API}/routers/test_streams.py {_API}/routers/test_drivers.py -k 'not postgresql and not prometheus "
+        f"{_API}/routers/test_observe.py {_API}/routers/test_streams.py "
+        f"{_API}/routers/test_drivers.py -k 'not postgresql and not prometheus "
         "and not profiles and not metrics and not pause and not neither_ends and not few_calls'",
     ),
     Group(
