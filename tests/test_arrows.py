@@ -100,7 +100,6 @@ BANNED: dict[str, int] = {
     "service/api/saved_plans.py:theirs": 6,
     "service/api/saved_plans.py:told": 5,
     "service/cli/top.py:told": 2,
-    "service/client/client.py:told": 3,
     "service/orchestrator/tasks/artifacts.py:told": 4,
     "service/orchestrator/tasks/runner.py:mine": 4,
     "service/scheduler/job/forwards.py:told": 11,

@@ -78,7 +78,7 @@ StrictYamlLoader.add_implicit_resolver(
 )
 
 
-_NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as the README shows"
+_NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as worker/README.md shows"
 
 
 def read_spec(file: Path, otherwise: str = _NO_JOB_MESSAGE) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def reshard(
     Prints the plan's makespan, a lower bound that no plan can beat, what naive transfers take, and a picture.
     """
     form = _output_format(format, as_json, output)
-    data = read_spec(spec, "holds no resharding: give tensor, source and target as the README shows")
+    data = read_spec(spec, "holds no resharding: give tensor, source and target as service/README.md shows")
     try:
         text = _plan_text(data, form, messages)
         if output is not None:
