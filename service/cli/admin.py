@@ -36,7 +36,7 @@ from service.cli.serve import settings_or_fail
 from service.client.client import Client
 from service.schemas.admin import NewToken, TokenView
 from service.spec.job import NAME_PATTERN
-from service.spec.states import Role
+from service.spec.principals import Role
 from service.spec.values import VARIABLE_PATTERN
 from service.store.database import Database, utc_now
 from service.store.secrets import delete_token, generate_token, list_tokens, store_token, token_digest

@@ -68,7 +68,8 @@ from service.schemas.jobs import (
 from service.schemas.plans import SavedPlanList, SavedPlanSummary, SavedPlanView, WhyView
 from service.settings.settings import is_loopback
 from service.spec.job import JobSpec
-from service.spec.states import JobState, Role
+from service.spec.principals import Role
+from service.spec.states import JobState
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SERVER_AWAY_LIMIT_S = 300.0

@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
 from service.spec.job import Name
 
 DEFAULT_CLUSTER = "default"

@@ -26,7 +26,7 @@ from service.settings.clusters import (
     checked_dashboard_address,
 )
 from service.spec.job import Name
-from service.spec.states import Role
+from service.spec.principals import Role
 from service.spec.values import StateName, check_webhook_secret, checked_webhook_url
 
 KIBIBYTE, MEBIBYTE = 1 << 10, 1 << 20
