@@ -61,7 +61,6 @@ SHARED_BASE_NAMES: dict[str, str] = {
 CROWDED_PACKAGES: set[str] = set()
 SPLINTERS: set[str] = {
     "service/api/routers/system.py",
-    "service/cli/reshard.py",
     "service/orchestrator/decisions/availability.py",
     "service/orchestrator/retention.py",
     "service/scheduler/auto/estimator.py",

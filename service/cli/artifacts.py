@@ -18,7 +18,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from service.cli.output import CliError, JobArgument, JsonOption, err, models_to_json, out, print_json
+from service.cli.output import (
+    CliError,
+    JobArgument,
+    JsonOption,
+    models_to_json,
+    out,
+    print_json,
+    print_message,
+)
 from service.client.client import Client
 from service.schemas.artifacts import RemovedView
 from service.schemas.jobs import CheckpointFile, ExportView
@@ -43,9 +51,7 @@ def artifacts(
 ) -> None:
     """What a job has left beside its checkpoints: exports, post-mortems, logs, plan, code; sizes, and when each goes."""
     if delete is not None:
-        gone = Client().remove_export(
-            job, delete, waiting=lambda text: err.print(f"slotline: {text} …", markup=False)
-        )
+        gone = Client().remove_export(job, delete, waiting=lambda text: print_message(f"{text} …"))
         show_removed(gone, as_json=as_json)
         return
     found = Client().artifacts(job)
@@ -68,7 +74,7 @@ def artifacts(
     if found.stored_bytes is not None:
         out.print(f"checkpoints and exports take {size_text(found.stored_bytes)}", highlight=False)
     for note in found.notes:
-        err.print(f"slotline: note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_message(f"note: {note}")
 
 
 @app.command()
@@ -129,7 +135,7 @@ def checkpoints(
     """A job's checkpoints, newest first: step, time, size, for how long training stood still and it was written, whether
     it is whole or being written, which is best and latest. Or delete one, as the cluster does."""
     if delete is not None:
-        gone = Client().remove_checkpoint(job, delete, waiting=lambda text: _print_message(f"{text} …"))
+        gone = Client().remove_checkpoint(job, delete, waiting=lambda text: print_message(f"{text} …"))
         show_removed(gone, as_json=as_json)
         return
     found = Client().checkpoints(job, sums=sums)
@@ -140,7 +146,7 @@ def checkpoints(
     out.print(found.uri, markup=False, highlight=False, soft_wrap=True)
     for one in found.items:
         if one.damage is not None:
-            err.print(f"slotline: {one.damage}", markup=False, highlight=False, soft_wrap=True)
+            print_message(one.damage)
 
 
 @app.command()
@@ -185,12 +191,12 @@ def export(
             format=form,
             merged=merged,
             limit_s=limit_s,
-            waiting=lambda text: _print_message(f"{text} …"),
+            waiting=lambda text: print_message(f"{text} …"),
         )
     else:
         found = _export_locally(client.job(job).spec, job, output, step, form, merged, limit_s)
     for note in found.notes:
-        _print_message(f"note: {note}")
+        print_message(f"note: {note}")
     if as_json:
         print_json(found.model_dump(mode="json"))
         return
@@ -268,7 +274,3 @@ def _checkpoints_table(items: list[CheckpointFile]) -> Table:
 
 def _decimal_size_text(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-
-
-def _print_message(text: str) -> None:
-    err.print(f"slotline: {text}", markup=False, highlight=False, soft_wrap=True)

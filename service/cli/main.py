@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from typer.completion import completion_init, get_completion_script
 
-from service.cli import admin, artifacts, demo, jobs, plan, reshard, serve, top, verify, why
+from service.cli import admin, artifacts, demo, jobs, plan, serve, top, verify, why
 from service.cli.output import CliError, err
 from service.client.client import ClientError
 
@@ -77,7 +77,6 @@ for _commands in (
     admin.app,
     plan.app,
     verify.app,
-    reshard.app,
     completion_app,
 ):
     app.add_typer(_commands)

@@ -92,6 +92,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def print_message(text: str) -> None:
+    """A line for people on standard error, never wrapped or coloured."""
+    err.print(f"slotline: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 def models_to_json(models: Iterable[BaseModel]) -> list[Any]:
     """Answers of the API as the values that JSON has."""
     return [model.model_dump(mode="json") for model in models]

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from service.cli.job_file import read_spec
-from service.cli.output import BudgetOption, CliError, JsonOption, err
-from service.cli.plan import local_job_costs, plan_from_costs, python_path, validated_job
+from service.cli.local_plan import local_job_costs, plan_from_costs, python_path, validated_job
+from service.cli.output import BudgetOption, CliError, JsonOption, print_message
 from worker.contract.failures import read_crash_report, remove_crash_report
 from worker.contract.tasks import PROOF_RESULT_MARK, task_result
 
@@ -46,7 +46,7 @@ def verify(
     except (ValueError, OSError) as error:
         raise CliError(str(error)) from None
     for note in proof["notes"]:
-        err.print(f"slotline: note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_message(f"note: {note}")
     typer.echo(json.dumps(proof, indent=1) if as_json else proof_text(proof))
     if not proof["equal"]:
         raise typer.Exit(1)

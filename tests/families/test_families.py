@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from service.cli.job_file import read_spec
-from service.cli.plan import validated_job
+from service.cli.local_plan import validated_job
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler, read_sample
 
