@@ -44,8 +44,8 @@ def validated_job(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Pat
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
-        parts = (f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg']}" for one in error.errors())
-        raise ValueError("; ".join(part.replace("Value error, ", "") for part in parts)) from None
+        problems = (f"{'.'.join(map(str, item['loc'])) or 'job'}: {item['msg']}" for item in error.errors())
+        raise ValueError("; ".join(text.replace("Value error, ", "") for text in problems)) from None
     if spec.code.pip:
         print_message(
             f"note: {', '.join(spec.code.pip)} of code.pip are not installed here, but used if they are there"
@@ -54,20 +54,20 @@ def validated_job(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Pat
 
 
 def local_job_costs(spec: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """What the job costs here: kept in data_dir where no code of the user's own could have changed it."""
+    """Measured costs of the job on this machine, cached in data_dir where no code of the user's own can change them."""
     from worker.contract.job import Job, microbatch_counts
 
     counts = microbatch_counts(Job.from_json(spec))
     device = _local_device(spec)
     place = load_settings().data_dir.expanduser() / "costs" / f"{costs_digest(spec)}-{device}.json"
-    kept = folder is None
-    if kept and place.is_file():
+    cached = folder is None
+    if cached and place.is_file():
         with contextlib.suppress(ValueError, KeyError):  # a file that was cut off is written anew
             known = json.loads(place.read_text())
             if set(counts) <= set(known["tried"]):
                 return known
     costs = _measure_costs(spec, device, folder)
-    if kept:
+    if cached:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(costs))
     return costs
@@ -99,7 +99,7 @@ def _measure_costs(spec: dict[str, Any], device: str, folder: Path | None) -> di
 
 
 def python_path(folder: Path | None) -> str:
-    """Where a process that runs the user's code looks for modules: in the job's folder of code first."""
+    """PYTHONPATH of a process that runs the user's code: the job's folder of code first."""
     paths = [*([str(folder.resolve())] if folder else []), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(path for path in paths if path)
 
@@ -113,7 +113,7 @@ def _local_device(spec: Mapping[str, Any]) -> str:
 
 
 def plan_from_costs(spec: dict[str, Any], costs: Mapping[str, Any], budget_s: float) -> dict[str, Any]:
-    """What a control plane would answer to a driver that measured these costs of the job."""
+    """The answer that a control plane would give a driver that measured these costs of the job, as JSON."""
     from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
     from service.scheduler.planner import compile_kernels
     from worker.contract.job import Job
@@ -121,9 +121,9 @@ def plan_from_costs(spec: dict[str, Any], costs: Mapping[str, Any], budget_s: fl
     job = Job.from_json(spec)
     compile_kernels()  # the first plan on a machine would else spend its time on that
     latest = time.monotonic() + budget_s + _JOB_SEARCH_GRACE_S
-    found = plan_job(
+    planned = plan_job(
         job, JobCosts.from_json(costs, job), budget_s=budget_s, expired=lambda: time.monotonic() > latest
     )
-    for note in found.plan.notes:
+    for note in planned.plan.notes:
         print_message(note)
-    return job_plan_json(found)
+    return job_plan_json(planned)

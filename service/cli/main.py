@@ -38,7 +38,7 @@ def completion(shell: Shell) -> None:
 
 
 def handle_shell_completion() -> None:
-    """Let the command answer that script, which calls it with a variable set at every Tab."""
+    """Answer a Tab key: the completion script calls the command with a variable set."""
     if _COMPLETE_VARIABLE in os.environ:
         completion_init()
 
@@ -87,7 +87,7 @@ app.add_typer(plan.plans_app, name="plans")
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command, print its errors, and end with its exit code."""
     handle_shell_completion()
     try:
         app()

@@ -32,6 +32,7 @@ from service.cli.output import (
     pattern_callback,
     print_json,
     print_message,
+    print_waiting,
 )
 from service.client.client import Client
 from service.schemas.jobs import JobPlanPreview
@@ -50,9 +51,9 @@ _NO_SPEC_MESSAGE = (
 
 
 def _own_plan_completions(client: Client) -> Completions:
-    whose = client.whoami().name
-    plans = client.saved_plans(owner=whose or None)
-    return [(one.name, f"of {one.job_name}") for one in plans if one.owner == whose]
+    owner = client.whoami().name
+    plans = client.saved_plans(owner=owner or None)
+    return [(plan.name, f"of {plan.job_name}") for plan in plans if plan.owner == owner]
 
 
 _check_plan_name = pattern_callback(NAME_PATTERN, "a plan's name")
@@ -62,7 +63,7 @@ PlanNameArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         callback=_check_plan_name,
-        help="A kept plan's name",
+        help="A saved plan's name",
         autocompletion=_complete_plan_name,
     ),
 ]
@@ -72,7 +73,7 @@ SavedPlanOption = Annotated[
         "--plan",
         metavar="NAME",
         callback=_check_plan_name,
-        help="Train with exactly this plan, which `slotline plan job.yaml --name NAME` has kept",
+        help="Train with exactly this plan, which `slotline plan job.yaml --name NAME` saved",
         autocompletion=_complete_plan_name,
     ),
 ]
@@ -82,10 +83,10 @@ SavePlanAsOption = Annotated[
         "--name",
         metavar="NAME",
         callback=_check_plan_name,
-        help="Keep the plan of a job on the server, for `slotline submit --plan NAME`",
+        help="Save the plan of a job on the server, for `slotline submit --plan NAME`",
     ),
 ]
-PlanOwnerOption = Annotated[str | None, typer.Option(help="Whose plan; one's own if absent")]
+PlanOwnerOption = Annotated[str | None, typer.Option(help="The plan's owner; you if absent")]
 
 app = typer.Typer()
 
@@ -115,8 +116,8 @@ def plan(
 ) -> None:
     """Plan one training step: timeline, memory and programs of every mesh.
 
-    A job (a file with a model) is planned on what a server knows of it, or has one worker measure; without a server
-    it is measured here. Nothing is trained.
+    A job (a file with a model) is planned by a server, from costs that it knows or has one worker measure; without a
+    server it is measured on this machine. Nothing is trained.
     """
     try:
         data, form = read_spec(spec, _NO_SPEC_MESSAGE), _output_format(format, as_json, output)
@@ -129,7 +130,7 @@ def plan(
                 with_schedule(data, schedule), spec, format=form, budget_s=budget_s, local=local, name=name
             )
         elif name is not None:
-            raise ValueError("--name keeps the plan of a job, and this is a pipeline spec: leave it out")
+            raise ValueError("--name saves the plan of a job, and this is a pipeline spec: leave it out")
         elif compare:
             text = _compare_schedules(_load_pipeline_spec(data, schedule, orders), form, budget_s)
         else:
@@ -153,7 +154,6 @@ def _output_format(format: str | None, as_json: bool, output: Path | None) -> st
 
 
 def _plan_pipeline_spec(spec: PipelineSpec, format: str, budget_s: float) -> str:
-    # the scheduler takes a second to import: only this command pays for it
     from service.scheduler.planner import compile_kernels, make_plan
     from service.scheduler.views.render import FORMATS, render
 
@@ -164,7 +164,7 @@ def _plan_pipeline_spec(spec: PipelineSpec, format: str, budget_s: float) -> str
     latest = time.monotonic() + budget_s + max(_SEARCH_GRACE_SHARE * budget_s, _MIN_SEARCH_GRACE_S)
     plan = make_plan(spec, budget_s=budget_s, expired=lambda: time.monotonic() > latest)
     for note in plan.notes:
-        typer.echo(f"slotline: {note}", err=True)
+        print_message(note)
     return render(spec, plan, format)
 
 
@@ -194,12 +194,12 @@ def _load_pipeline_spec(data: dict[str, Any], schedule: str | None, orders: Path
 
 
 def is_job(data: Mapping[str, Any]) -> bool:
-    """Whether a file holds a job and no PipelineSpec: jobs have a model, specs lists of meshes and stages."""
+    """True for a job, false for a PipelineSpec: jobs have a model, specs lists of meshes and stages."""
     return "model" in data and not isinstance(data.get("stages"), list)
 
 
 def with_schedule(data: dict[str, Any], schedule: str | None) -> dict[str, Any]:
-    """The job with that schedule instead of its own."""
+    """The job with `schedule` in place of its own, where one is given."""
     pipeline = data.get("pipeline", {})
     if schedule is None or not isinstance(pipeline, dict):
         return data
@@ -209,29 +209,31 @@ def with_schedule(data: dict[str, Any], schedule: str | None) -> dict[str, Any]:
 def plan_job_file(
     data: dict[str, Any], file: Path, *, format: str, budget_s: float, local: bool, name: str | None = None
 ) -> str:
-    """The plan of the job `data` from `file` as text: "text" is a table for people, "json" everything, and the
-    other formats show the schedule. With a `name` the server keeps it."""
+    """The plan of the job `data`, which was read from `file`, as text; with a `name` the server saves it.
+
+    `format`: "text" is a table for people, "json" everything; the other formats show the schedule.
+    """
     if local and name is not None:
-        raise ValueError("--name keeps the plan on a server, and --local asks none: leave out one")
+        raise ValueError("--name saves the plan on a server, and --local asks none: leave out one")
     with Client() as client:
-        asked = not local and (name is not None or "SLOTLINE_URL" in os.environ or client.ready())
-        if asked:
-            found = client.plan_job(
+        by_server = not local and (name is not None or "SLOTLINE_URL" in os.environ or client.ready())
+        if by_server:
+            preview = client.plan_job(
                 upload_code(client, data, file),
                 budget_s=budget_s,
                 name=name,
-                waiting=lambda message: print_message(f"{message} …"),
+                waiting=print_waiting,
             )
         else:
             print_message("no server is asked: the job is measured on this machine")
-            found = _plan_job_locally(data, file, budget_s)
-    for note in found.notes:
+            preview = _plan_job_locally(data, file, budget_s)
+    for note in preview.notes:
         print_message(f"note: {note}")
-    return _render_job_plan(found, format)
+    return _render_job_plan(preview, format)
 
 
 def _plan_job_locally(data: dict[str, Any], file: Path, budget_s: float) -> JobPlanPreview:
-    """Measure with a worker's own code in a process of its own, unless it was measured before; then plan."""
+    """Measure the job by a worker's profiler on this machine, unless its costs are cached; then plan."""
     spec, folder = validated_job(data, file)
     costs = local_job_costs(spec, folder)
     return JobPlanPreview(
@@ -239,9 +241,9 @@ def _plan_job_locally(data: dict[str, Any], file: Path, budget_s: float) -> JobP
     )
 
 
-def _render_job_plan(found: JobPlanPreview, format: str) -> str:
+def _render_job_plan(preview: JobPlanPreview, format: str) -> str:
     if format == "json":
-        return json.dumps(found.model_dump(mode="json"), indent=1) + "\n"
+        return json.dumps(preview.model_dump(mode="json"), indent=1) + "\n"
     from service.scheduler.problem.spec import PipelineSpec
     from service.scheduler.programs.plan import Plan
     from service.scheduler.views.render import FORMATS, render
@@ -249,29 +251,29 @@ def _render_job_plan(found: JobPlanPreview, format: str) -> str:
     if format not in FORMATS:
         raise ValueError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")
     if format == "text":
-        return job_plan_text(found)
-    return render(PipelineSpec.model_validate(found.spec), Plan.model_validate(found.plan), format)
+        return job_plan_text(preview)
+    return render(PipelineSpec.model_validate(preview.spec), Plan.model_validate(preview.plan), format)
 
 
-def job_plan_text(found: JobPlanPreview) -> str:
-    """What was chosen and what it takes, as lines and a table of meshes."""
+def job_plan_text(preview: JobPlanPreview) -> str:
+    """The chosen plan and its costs: lines, a table of stages, a table of meshes."""
     from service.scheduler.why.measured import duration_text
 
-    spec, plan = found.spec, found.plan
-    behind = {one.mesh: one for one in found.update}
+    spec, plan = preview.spec, preview.plan
+    updates = {update.mesh: update for update in preview.update}
     limits = {mesh["name"]: mesh.get("memory_bytes") for mesh in spec["meshes"]}
     proven = "proven optimal" if plan["proven_optimal"] else f"bound {plan['lower_bound_s']:.4g} s"
     lines = [
-        f"step       {found.step_s:.4g} s expected: makespan {plan['makespan_s']:.4g} s, "
-        f"then REDUCE and STEP {found.update_s:.4g} s",
+        f"step       {preview.step_s:.4g} s expected: makespan {plan['makespan_s']:.4g} s, "
+        f"then REDUCE and STEP {preview.update_s:.4g} s",
         f"schedule   {plan['chosen']} ({proven}), bubble {plan['bubble_ratio']:.1%}",
         f"chosen     {spec['microbatches']} microbatches, {len(spec['stages'])} stages on {len(spec['meshes'])} meshes",
-        f"measured   by {'the workers of an attempt' if found.measured_by == 'gang' else 'one worker'}",
+        f"measured   by {'the workers of an attempt' if preview.measured_by == 'gang' else 'one worker'}",
         "",
     ]
     rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
-    again = {one["name"] for one in plan.get("stages", ()) if one["recomputed"]}
-    for stage, begin in zip(spec["stages"], found.begins, strict=True):
+    recomputed = {stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]}
+    for stage, begin in zip(spec["stages"], preview.begins, strict=True):
         backward_s = stage["backward_input_s"] + stage["backward_weight_s"]
         rows.append(
             (
@@ -280,13 +282,13 @@ def job_plan_text(found: JobPlanPreview) -> str:
                 begin,
                 duration_text(stage["forward_s"]),
                 duration_text(backward_s),
-                "recomputed" if stage["name"] in again else "",
+                "recomputed" if stage["name"] in recomputed else "",
             )
         )
     lines += [*_aligned_columns(rows), ""]
     rows = [("mesh", "memory", "of", "compute", "REDUCE", "STEP")]
     for mesh in plan["meshes"]:
-        update = behind.get(mesh["name"])
+        update = updates.get(mesh["name"])
         rows.append(
             (
                 mesh["name"],
@@ -311,9 +313,7 @@ def _mebibytes(size: int | None) -> str:
     return "no limit" if size is None else f"{size / (1 << 20):,.1f} MiB"
 
 
-plans_app = typer.Typer(
-    help="Plans that are kept under names, for `slotline submit --plan`.", no_args_is_help=True
-)
+plans_app = typer.Typer(help="Saved plans, for `slotline submit --plan`.", no_args_is_help=True)
 
 
 @plans_app.command("list")
@@ -321,42 +321,42 @@ def list_plans(
     owner: Annotated[str | None, typer.Option(help="Only this principal's plans")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Kept plans: what each was made for, and until when it stays."""
-    found = list(Client().saved_plans(owner=owner))
+    """Saved plans: the job that each was made for, its size, and its last day."""
+    plans = list(Client().saved_plans(owner=owner))
     if as_json:
-        print_json(models_to_json(found))
+        print_json(models_to_json(plans))
         return
     table = Table()
     for title in ("name", "owner", "job", "meshes", "stages", "microbatches", "schedule", "step", "until"):
         table.add_column(title)
-    for one in found:
+    for plan in plans:
         table.add_row(
-            one.name,
-            escape(one.owner),
-            one.job_name,
-            "+".join(map(str, one.workers)),
-            str(len(one.begins)),
-            str(one.microbatches),
-            one.schedule,
-            f"{one.step_s:.4g} s",
-            "for ever" if one.expires_at is None else one.expires_at.date().isoformat(),
+            plan.name,
+            escape(plan.owner),
+            plan.job_name,
+            "+".join(map(str, plan.workers)),
+            str(len(plan.begins)),
+            str(plan.microbatches),
+            plan.schedule,
+            f"{plan.step_s:.4g} s",
+            "for ever" if plan.expires_at is None else plan.expires_at.date().isoformat(),
         )
-    out.print(table if found else "no plans are kept")
+    out.print(table if plans else "no saved plans")
 
 
 @plans_app.command()
 def show(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
-    """A kept plan: cut, memory, expected step; --json is all of it, with the job that it was made for."""
-    found = Client().saved_plan(name, owner=owner)
+    """A saved plan: cut, memory, expected step; --json is all of it, with the job that it was made for."""
+    saved = Client().saved_plan(name, owner=owner)
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(saved.model_dump(mode="json"))
         return
-    print(job_plan_text(found.plan), end="")
+    print(job_plan_text(saved.plan), end="")
 
 
 @plans_app.command()
 def remove(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
-    """Forget a kept plan; jobs that were submitted with it keep it."""
+    """Delete a saved plan; jobs that were submitted with it keep it."""
     Client().remove_plan(name, owner=owner)
     print(json.dumps({"removed": name}) if as_json else f"removed {name}")
 
@@ -374,10 +374,10 @@ def reshard(
     ] = None,
     as_json: JsonOption = False,
     messages: Annotated[
-        int, typer.Option(min=1, help="Cut tiles no finer than into so many messages in all.")
+        int, typer.Option(min=1, help="Number of messages at most, into which tiles are cut.")
     ] = 1024,
 ) -> None:
-    """Plan how a tensor goes from one mesh's layout to another's: who sends which tile to whom, and when.
+    """Plan how a tensor goes from one mesh's layout to another's: sender, receiver, tile and time of every message.
 
     Prints the plan's makespan, a lower bound that no plan can beat, what naive transfers take, and a picture.
     """
