@@ -27,12 +27,82 @@ from service.spec.values import (
     ParameterGroup,
     Patterns,
     SecretNames,
+    SpecPart,
     Text,
     check_storable,
 )
-from service.spec.values import SpecPart as _Part
 
+JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
+IDEMPOTENCY_KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
+FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+MAX_ARGUMENTS = 1000
+PACKAGE_PREFIX = "package:"
+REMOTE_CODE_PREFIXES = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
+TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+METRIC_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$"
+
+
+def _check_argument_count(value: object) -> object:
+    """Before each is looked at: thousands of wrong ones would be thousands of errors to write down."""
+    if isinstance(value, dict) and len(value) > MAX_ARGUMENTS:
+        raise ValueError(f"holds {len(value)} values, the limit is {MAX_ARGUMENTS}: put them in a list")
+    return value
+
+
+def _check_argument_names(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    for key in value:
+        check_storable(key)
+    return value
+
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_check_argument_names)]
+LimitedArguments = Annotated[Arguments, BeforeValidator(_check_argument_count)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 _TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+def _auto_or_count(most: int) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
+            return value
+        raise ValueError(f"is {value!r}: write auto, or a whole number from 1 to {most}")
+
+    return BeforeValidator(check)
+
+
+AutoCount = Annotated[Literal["auto"] | Count, _auto_or_count(1_000_000)]
+AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or_count(1024)]
+
+
+class Factory(SpecPart):
+    """An import path `module:attribute` and the arguments it is called with."""
+
+    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
+    args: LimitedArguments = {}  # noqa: RUF012 (pydantic copies it)
+
+
+class Model(Factory):
+    """A model, and what of its result is used."""
+
+    output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
+        default=None,
+        description="What the loss takes of the model's result, e.g. logits, or 0.hidden, or * for all of it as it is; "
+        "null: the only tensor, or of several all as they are; without a loss the model's own",
+    )
+    weights: Text | None = Field(
+        default=None,
+        description="Weights to start from, at an absolute path that every worker sees: safetensors (a file, an index, a "
+        "folder) or a torch checkpoint; null: as the factory makes them",
+    )
+    freeze: Patterns = Field(
+        default=[],
+        description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
+        "expression",
+    )
 
 
 class Loader(BaseModel):
@@ -91,43 +161,24 @@ class DataOptions(BaseModel):
         return self
 
 
-METRIC_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$"
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
+class Data(Factory, DataOptions):
+    """A data set or a stream, how its samples are put together (`collate`, called with a list of them), and read."""
+
+    collate: Factory | None = None
 
 
-class EvaluationPolicy(BaseModel):
-    """All but the data."""
+class Optimizer(Factory):
+    """An optimizer, and what changes its learning rate after every step."""
 
-    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
-        default=100, description="Evaluate after every so many steps, and after the last"
+    schedule: Factory | None = Field(
+        default=None,
+        description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
     )
-    steps: Count | None = Field(
-        default=None, description="Batches of training.global_batch samples; null: all of the data"
+    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
+        default=[],
+        description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
+        "the first group that matches it",
     )
-    at_start: bool = Field(default=False, description="Also before the first step")
-    metric: Annotated[str, Field(pattern=METRIC_PATTERN)] = Field(
-        default="loss",
-        description="What keep_best and patience go by: loss, or a metric that the loss returns",
-    )
-    mode: Literal["min", "max"] | None = Field(
-        default=None, description="Whether less or more of the metric is better; null: less of the loss"
-    )
-    keep_best: bool = Field(
-        default=False,
-        description="Keep the best checkpoint beside the newest; it is taken when it is found, due or not",
-    )
-    patience: Count | None = Field(
-        default=None, description="End the job when so many evaluations one after the other are no better"
-    )
-
-    @model_validator(mode="after")
-    def _better_is_known(self) -> Self:
-        if self.metric != "loss" and self.mode is None and (self.keep_best or self.patience is not None):
-            raise ValueError(
-                f"evaluation.metric is {self.metric!r}, and nothing says whether less or more of it is better: "
-                "set evaluation.mode to min or max"
-            )
-        return self
 
 
 class LossScaling(BaseModel):
@@ -146,8 +197,8 @@ class LossScaling(BaseModel):
     )
 
 
-class Precision(BaseModel):
-    """A part of `training`."""
+class Training(SpecPart):
+    """Steps, batches and numbers of the training loop."""
 
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
@@ -175,108 +226,6 @@ class Precision(BaseModel):
         description="What a worker takes for compiling at most, in seconds: once for the layers that it measures, and "
         "once for its stages; what is left then runs as traced",
     )
-
-    @model_validator(mode="after")
-    def _only_fp16_scales(self) -> Self:
-        if self.loss_scaling is not None and self.precision != "fp16":
-            raise ValueError(
-                f"training.loss_scaling is given and training.precision is {self.precision}, which scales no loss: "
-                "leave it out, or set precision to fp16"
-            )
-        return self
-
-
-JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
-IDEMPOTENCY_KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
-FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
-MAX_ARGUMENTS = 1000
-PACKAGE_PREFIX = "package:"
-REMOTE_CODE_PREFIXES = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
-TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-
-
-def _check_argument_count(value: object) -> object:
-    """Before each is looked at: thousands of wrong ones would be thousands of errors to write down."""
-    if isinstance(value, dict) and len(value) > MAX_ARGUMENTS:
-        raise ValueError(f"holds {len(value)} values, the limit is {MAX_ARGUMENTS}: put them in a list")
-    return value
-
-
-def _check_argument_names(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    for key in value:
-        check_storable(key)
-    return value
-
-
-Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_check_argument_names)]
-LimitedArguments = Annotated[Arguments, BeforeValidator(_check_argument_count)]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
-
-
-def _auto_or_count(most: int) -> BeforeValidator:
-    def check(value: object) -> object:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
-            return value
-        raise ValueError(f"is {value!r}: write auto, or a whole number from 1 to {most}")
-
-    return BeforeValidator(check)
-
-
-AutoCount = Annotated[Literal["auto"] | Count, _auto_or_count(1_000_000)]
-AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or_count(1024)]
-
-
-class Factory(_Part):
-    """An import path `module:attribute` and the arguments it is called with."""
-
-    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
-    args: LimitedArguments = {}  # noqa: RUF012 (pydantic copies it)
-
-
-class Model(Factory):
-    """A model, and what of its result is used."""
-
-    output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
-        default=None,
-        description="What the loss takes of the model's result, e.g. logits, or 0.hidden, or * for all of it as it is; "
-        "null: the only tensor, or of several all as they are; without a loss the model's own",
-    )
-    weights: Text | None = Field(
-        default=None,
-        description="Weights to start from, at an absolute path that every worker sees: safetensors (a file, an index, a "
-        "folder) or a torch checkpoint; null: as the factory makes them",
-    )
-    freeze: Patterns = Field(
-        default=[],
-        description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
-        "expression",
-    )
-
-
-class Data(Factory, DataOptions):
-    """A data set or a stream, how its samples are put together (`collate`, called with a list of them), and read."""
-
-    collate: Factory | None = None
-
-
-class Optimizer(Factory):
-    """An optimizer, and what changes its learning rate after every step."""
-
-    schedule: Factory | None = Field(
-        default=None,
-        description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
-    )
-    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
-        default=[],
-        description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
-        "the first group that matches it",
-    )
-
-
-class Training(_Part, Precision):
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     global_batch: Count = 32
     microbatches: AutoCount = Field(
@@ -304,6 +253,15 @@ class Training(_Part, Precision):
     )
 
     @model_validator(mode="after")
+    def _only_fp16_scales(self) -> Self:
+        if self.loss_scaling is not None and self.precision != "fp16":
+            raise ValueError(
+                f"training.loss_scaling is given and training.precision is {self.precision}, which scales no loss: "
+                "leave it out, or set precision to fp16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _microbatches_divide_the_batch(self) -> Self:
         if self.microbatches != "auto" and self.global_batch % self.microbatches:
             near = next(n for n in range(self.microbatches, 0, -1) if self.global_batch % n == 0)
@@ -314,7 +272,7 @@ class Training(_Part, Precision):
         return self
 
 
-class Pipeline(_Part):
+class Pipeline(SpecPart):
     stages: AutoStages = Field(
         default=1,
         description="auto: planning chooses a multiple of resources.meshes, or as many as `cut` names",
@@ -344,7 +302,7 @@ class Pipeline(_Part):
         return self
 
 
-class Checkpoint(_Part):
+class Checkpoint(SpecPart):
     uri: Text
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 50
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
@@ -369,13 +327,43 @@ class Checkpoint(_Part):
         return self
 
 
-class Evaluation(_Part, EvaluationPolicy):
-    """On what data a job is evaluated between its steps, how often, and what follows."""
+class Evaluation(SpecPart):
+    """Evaluation between steps: its data, its interval, the best checkpoint, and early stopping."""
 
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        default=100, description="Evaluate after every so many steps, and after the last"
+    )
+    steps: Count | None = Field(
+        default=None, description="Batches of training.global_batch samples; null: all of the data"
+    )
+    at_start: bool = Field(default=False, description="Also before the first step")
+    metric: Annotated[str, Field(pattern=METRIC_PATTERN)] = Field(
+        default="loss",
+        description="What keep_best and patience go by: loss, or a metric that the loss returns",
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="Whether less or more of the metric is better; null: less of the loss"
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Keep the best checkpoint beside the newest; it is taken when it is found, due or not",
+    )
+    patience: Count | None = Field(
+        default=None, description="End the job when so many evaluations one after the other are no better"
+    )
     data: Data
 
+    @model_validator(mode="after")
+    def _better_is_known(self) -> Self:
+        if self.metric != "loss" and self.mode is None and (self.keep_best or self.patience is not None):
+            raise ValueError(
+                f"evaluation.metric is {self.metric!r}, and nothing says whether less or more of it is better: "
+                "set evaluation.mode to min or max"
+            )
+        return self
 
-class Retry(_Part):
+
+class Retry(SpecPart):
     """How often an attempt that failed is followed by another, by cause; -1 is without end."""
 
     infrastructure: Annotated[int, Field(ge=-1, le=1_000_000)] = 3
@@ -383,7 +371,7 @@ class Retry(_Part):
     preemption: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
 
 
-class Code(_Part):
+class Code(SpecPart):
     working_dir: Text | None = None
     pip: Texts = []  # noqa: RUF012 (pydantic copies it)
 
@@ -398,7 +386,7 @@ class Code(_Part):
         return self
 
 
-class JobSpec(_Part):
+class JobSpec(SpecPart):
     """What a user submits (DESIGN section 11). Unknown fields are refused."""
 
     name: Name = "job"
