@@ -23,11 +23,11 @@ from pydantic import (
 from service.spec.job import Name
 
 DEFAULT_CLUSTER = "default"
-"""The cluster of RAY_ADDRESS, or the local one; and of queues that name none."""
+"""Name of the cluster of RAY_ADDRESS, or of the local one; queues that name no cluster belong to it."""
 
 
 def checked_dashboard_address(value: str, setting: str) -> str:
-    """The address of a Ray dashboard as it is called; ValueError, which names the setting, for another kind."""
+    """A Ray dashboard's address without a slash at its end; ValueError, which names `setting`, for one without http."""
     if not value.startswith(("http://", "https://")):
         raise ValueError(
             f"{setting} is {value!r}; Slotline talks to the Jobs API over HTTP: "
@@ -37,11 +37,11 @@ def checked_dashboard_address(value: str, setting: str) -> str:
 
 
 class ClusterSettings(BaseModel):
-    """A Ray cluster beside the default one; what is not given is as for one that nobody set anything for."""
+    """A Ray cluster beside the default one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    address: str = Field(description="Of its dashboard: http://head:8265")
+    address: str = Field(description="Address of its dashboard: http://head:8265")
     token: SecretStr | None = Field(default=None, description="The cluster's token (RAY_AUTH_TOKEN there)")
     token_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         default=None, description="The environment variable that holds the token, in place of it"
@@ -76,7 +76,7 @@ class ClusterSettings(BaseModel):
     @model_validator(mode="after")
     def _token_is_there_once(self) -> ClusterSettings:
         if self.token is not None and self.token_variable is not None:
-            raise ValueError("token and token_variable are both given: one of them says the token")
+            raise ValueError("token and token_variable are both given: leave out one")
         if self.token_variable is not None and not os.environ.get(self.token_variable, "").strip():
             raise ValueError(
                 f"token_variable is {self.token_variable}, and the environment has no such variable, or a blank "
@@ -86,14 +86,17 @@ class ClusterSettings(BaseModel):
 
     @property
     def ray_token(self) -> str | None:
+        """The cluster's token, given or in its variable."""
         if self.token_variable is not None:
             return os.environ[self.token_variable].strip()
         return None if self.token is None else self.token.get_secret_value()
 
 
 class QueueSettings(BaseModel):
-    """A queue: the accelerators that its running jobs may hold together (null: any number), the cluster that they run
-    on, and who may put jobs into it (null: every submitter)."""
+    """A queue: its quota of accelerators (null: none), its cluster, and its submitters (null: all).
+
+    The quota bounds the accelerators that the queue's running jobs hold together.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -104,8 +107,8 @@ class QueueSettings(BaseModel):
     )
 
     def admits(self, principal: str) -> bool:
-        """Whether a submitter of this name may use the queue."""
-        return self.submitters is None or any(fnmatchcase(principal, one) for one in self.submitters)
+        """True where a submitter of this name may use the queue."""
+        return self.submitters is None or any(fnmatchcase(principal, name) for name in self.submitters)
 
 
 def _queue_from_quota(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """Settings of the control plane, read from SLOTLINE_* environment variables.
 
 Each has one name, and one default that works on a laptop. Field names are environment variables, so they are a
-public format. What cannot work together (a reachable host without a token, several control planes on SQLite, half
-an identity provider) is refused here, before anything starts. In retention settings -1 day means for ever; jobs,
-attempts and events always stay.
+public format. Settings that contradict each other (a reachable host without a token, several control planes on
+SQLite, half an identity provider) are refused here, before anything starts. In retention settings -1 day means for
+ever; jobs, attempts and events always stay.
 """
 
 from __future__ import annotations
@@ -381,7 +381,9 @@ class Settings(BaseSettings):
     def _keys_come_over_tls(cls, value: str | None) -> str | None:
         url = urlsplit(value or "")
         if value and url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.hostname or "")):
-            raise ValueError("whoever changes the keys on their way says who everybody is: write https://...")
+            raise ValueError(
+                "whoever changes the keys on their way can forge every identity: write https://..."
+            )
         return value
 
     @field_validator("public_url", "driver_url", "grafana_url")
@@ -398,7 +400,7 @@ class Settings(BaseSettings):
 
     @field_validator("database_url")
     @classmethod
-    def _database_is_one_that_we_know(cls, value: str) -> str:
+    def _database_is_supported(cls, value: str) -> str:
         kind = value.partition("://")[0].partition("+")[0]
         if value and kind not in _ASYNC_DRIVERS:
             raise ValueError("write postgresql://user:password@host/name, or leave it empty for SQLite")
@@ -417,14 +419,14 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _identity_provider_is_whole(self) -> Settings:
-        given = {
+        provider = {
             "SLOTLINE_OIDC_ISSUER": self.oidc_issuer,
             "SLOTLINE_OIDC_AUDIENCE": self.oidc_audience,
             "SLOTLINE_OIDC_JWKS_URL": self.oidc_jwks_url,
             "SLOTLINE_OIDC_ROLES": self.oidc_roles,
         }
-        missing = [name for name, value in given.items() if not value]
-        if missing and len(missing) < len(given):
+        missing = [name for name, value in provider.items() if not value]
+        if missing and len(missing) < len(provider):
             raise ValueError(
                 f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
             )
@@ -486,7 +488,7 @@ class Settings(BaseSettings):
 
     @property
     def control_url(self) -> str:
-        """The address at which drivers report: their own, or everybody's."""
+        """The address at which drivers report: `driver_url`, or else `url`."""
         return self.driver_url or self.url
 
     @property
@@ -507,14 +509,16 @@ class Settings(BaseSettings):
 
     @property
     def has_default_cluster(self) -> bool:
-        """Whether there is a cluster named default: one that has an address, or that a queue belongs to."""
+        """True where a cluster is named default: it has an address, or a queue belongs to it."""
         return self.ray_address is not None or any(
-            one.cluster == DEFAULT_CLUSTER for one in self.queues.values()
+            queue.cluster == DEFAULT_CLUSTER for queue in self.queues.values()
         )
 
     def cluster_of(self, queue: str) -> str | None:
-        """The cluster that the jobs of a queue run on; None for a queue that is not there, where several clusters are:
-        it may have been another tenant's."""
+        """The cluster of a queue's jobs.
+
+        None for an unknown queue where there are several clusters: it may have been another tenant's.
+        """
         if queue in self.queues:
             return self.queues[queue].cluster
         return None if self.clusters else DEFAULT_CLUSTER
@@ -529,9 +533,9 @@ class Settings(BaseSettings):
 
     @property
     def ray_tokens(self) -> list[str]:
-        """Those of all clusters."""
-        found = [self.ray_token, *(cluster.ray_token for cluster in self.clusters.values())]
-        return [token for token in found if token]
+        """The tokens of all clusters that have one."""
+        tokens = [self.ray_token, *(cluster.ray_token for cluster in self.clusters.values())]
+        return [token for token in tokens if token]
 
 
 def is_loopback(host: str) -> bool:
@@ -545,10 +549,10 @@ def is_loopback(host: str) -> bool:
 
 
 def misspelt_settings(environment: Iterable[str]) -> dict[str, str]:
-    """Variables that are almost a setting, and the setting that was probably meant."""
+    """Variables whose names are almost a setting's, with the setting that was probably meant."""
     known = {f"SLOTLINE_{name.upper()}" for name in Settings.model_fields}
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in environment}
-    return {name: found[0] for name, found in near.items() if found and name not in known}
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in environment}
+    return {name: matches[0] for name, matches in nearest.items() if matches and name not in known}
 
 
 def load_settings(**values: Any) -> Settings:

@@ -155,7 +155,7 @@ def test_the_command_reads_yaml_and_refuses_what_is_no_spec(tmp_path):
     assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 0
     path.write_text("- just a list")
     assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 1
-    assert CliRunner().invoke(app, [str(tmp_path / "missing.json")]).exit_code == 1
+    assert CliRunner().invoke(app, ["plan", str(tmp_path / "missing.json")]).exit_code == 1
 
 
 def test_the_comparison_lists_all_schedules_and_the_two_of_the_past(run):
