@@ -20,7 +20,7 @@ from fastapi import Depends, Request
 from service.api.dependencies import CurrentService, Service
 from service.api.errors import ProblemError
 from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, NoRoleError
-from service.spec.states import (
+from service.spec.principals import (
     API_TOKEN_PRINCIPAL,
     METRICS_TOKEN_PRINCIPAL,
     OPEN_ACCESS_PRINCIPAL,

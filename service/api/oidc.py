@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from service.settings.settings import Settings
 from service.spec.job import OWNER_PATTERN
-from service.spec.states import Principal, Role
+from service.spec.principals import Principal, Role
 
 logger = logging.getLogger(__name__)
 

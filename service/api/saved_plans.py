@@ -23,7 +23,7 @@ from service.orchestrator.planning.work import SavedPlanInput
 from service.schemas.plans import SavedPlanSummary
 from service.settings.settings import FOR_EVER
 from service.spec.job import JobSpec
-from service.spec.states import Principal
+from service.spec.principals import Principal
 from service.store.database import utc_now
 from service.store.plans import (
     NewSavedPlan,

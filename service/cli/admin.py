@@ -17,9 +17,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, TypeVar
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -27,6 +25,7 @@ from service.cli.output import (
     CliError,
     JobArgument,
     JsonOption,
+    borderless_table,
     models_to_json,
     out,
     pattern_callback,
@@ -36,7 +35,7 @@ from service.cli.serve import settings_or_fail
 from service.client.client import Client
 from service.schemas.admin import NewToken, TokenView
 from service.spec.job import NAME_PATTERN
-from service.spec.states import Role
+from service.spec.principals import Role
 from service.spec.values import VARIABLE_PATTERN
 from service.store.database import Database, utc_now
 from service.store.secrets import delete_token, generate_token, list_tokens, store_token, token_digest
@@ -47,21 +46,22 @@ app = typer.Typer()
 
 @app.command()
 def notifications(job: JobArgument, as_json: JsonOption = False) -> None:
-    """Who was told of the job's states, how often that was tried, and what the receivers answered."""
-    found = list(Client().notifications(job))
+    """Webhook calls about the job's states: receivers, tries, last answers."""
+    deliveries = list(Client().notifications(job))
     if as_json:
-        print_json(models_to_json(found))
+        print_json(models_to_json(deliveries))
         return
-    if not found:
+    if not deliveries:
         out.print("no notifications")
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("told", "to", "how", "tries", "last answer", "next"):
+    table = borderless_table()
+    for title in ("job state", "receiver", "state", "tries", "last answer", "next"):
         table.add_column(title, overflow="fold")
-    for one in found:
-        clock = "" if one.next_at is None else one.next_at.astimezone().strftime("%H:%M:%S")
-        answer = one.error or ("" if one.status is None else str(one.status))
-        table.add_row(one.job_state, escape(one.url), one.state, str(one.tries), escape(answer), clock)
+    for delivery in deliveries:
+        clock = "" if delivery.next_at is None else delivery.next_at.astimezone().strftime("%H:%M:%S")
+        answer = delivery.error or ("" if delivery.status is None else str(delivery.status))
+        cells = (delivery.job_state, escape(delivery.url), delivery.state, str(delivery.tries))
+        table.add_row(*cells, escape(answer), clock)
     out.print(table)
 
 
@@ -77,17 +77,17 @@ def whoami(as_json: JsonOption = False) -> None:
 
 @app.command()
 def audit(
-    principal: Annotated[str | None, typer.Option(help="Only what this principal did")] = None,
-    subject: Annotated[str | None, typer.Option(help="Only what was done to this job, or token")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest")] = 100,
+    principal: Annotated[str | None, typer.Option(help="Only actions of this principal")] = None,
+    subject: Annotated[str | None, typer.Option(help="Only actions on this job, or token")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Number of entries at most, the newest")] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """Who did what, newest first; for admins."""
-    found = list(Client().audit(principal=principal, subject=subject, limit=limit))
+    """The audit log, newest first; for admins."""
+    entries = list(Client().audit(principal=principal, subject=subject, limit=limit))
     if as_json:
-        print_json(models_to_json(found))
+        print_json(models_to_json(entries))
         return
-    for entry in found:
+    for entry in entries:
         print(
             entry.at.isoformat(timespec="seconds"),
             entry.principal or "-",
@@ -104,38 +104,41 @@ def quota(
         typer.Argument(callback=pattern_callback(NAME_PATTERN, "a queue's name"), help="A configured queue"),
     ],
     accelerators: Annotated[
-        str, typer.Argument(help="How many its jobs may hold together; none: no quota; configured: as it was")
+        str,
+        typer.Argument(
+            help="Number that its jobs may hold together; none: no quota; configured: as the settings say"
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Set how many accelerators the running jobs of a queue may hold together; what runs already goes on."""
+    """Limit the accelerators that the running jobs of a queue hold together; jobs that run already continue."""
     with Client() as client:
         if accelerators == "configured":
-            found = client.reset_quota(queue)
+            view = client.reset_quota(queue)
         elif accelerators == "none" or re.fullmatch(r"\d{1,9}", accelerators):
-            found = client.set_quota(queue, None if accelerators == "none" else int(accelerators))
+            view = client.set_quota(queue, None if accelerators == "none" else int(accelerators))
         else:
             raise CliError(f"{accelerators!r} is no quota: give a whole number, none, or configured")
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(view.model_dump(mode="json"))
         return
-    shown = "no quota" if found.quota is None else f"a quota of {found.quota} accelerators"
-    print(f"queue {found.name} has {shown}")
+    shown = "no quota" if view.quota is None else f"a quota of {view.quota} accelerators"
+    print(f"queue {view.name} has {shown}")
 
 
 VariableNameArgument = Annotated[
     str,
     typer.Argument(
         callback=pattern_callback(VARIABLE_PATTERN, "a name of a variable"),
-        help="The variable that jobs will find it in",
+        help="The environment variable that holds it in jobs",
     ),
 ]
-secrets_app = typer.Typer(help="Secrets of one's own, which a job names in `secrets`.", no_args_is_help=True)
+secrets_app = typer.Typer(help="Your own secrets, which a job names in `secrets`.", no_args_is_help=True)
 
 
 @secrets_app.command("set")
 def set_secret(name: VariableNameArgument, as_json: JsonOption = False) -> None:
-    """Keep a secret; asks for it, or reads standard input: an argument would stay in the shell's history."""
+    """Store a secret; asks for it, or reads standard input: an argument would stay in the shell's history."""
     stream = typer.get_text_stream("stdin")
     if stream.isatty():
         value = typer.prompt(f"{name}", hide_input=True, err=True)
@@ -150,23 +153,24 @@ def set_secret(name: VariableNameArgument, as_json: JsonOption = False) -> None:
 @secrets_app.command("list")
 def list_secrets(as_json: JsonOption = False) -> None:
     """Names of the secrets, and when each was set."""
-    found = Client().secrets()
+    secrets = Client().secrets()
     if as_json:
-        print_json(models_to_json(found))
+        print_json(models_to_json(secrets))
         return
-    for secret in found:
+    for secret in secrets:
         print(secret.name, secret.set_at.isoformat(timespec="seconds"))
 
 
 @secrets_app.command("remove")
 def remove_secret(name: VariableNameArgument, as_json: JsonOption = False) -> None:
-    """Forget a secret: jobs that name it end at their next attempt."""
+    """Delete a secret: jobs that name it end at their next attempt."""
     Client().remove_secret(name)
     print(json.dumps({"removed": name}) if as_json else f"removed {name}")
 
 
 TokenNameArgument = Annotated[
-    str, typer.Argument(callback=pattern_callback(NAME_PATTERN, "a name"), help="Whose token it is")
+    str,
+    typer.Argument(callback=pattern_callback(NAME_PATTERN, "a name"), help="The name of the token's holder"),
 ]
 ServerOption = Annotated[
     bool,
@@ -183,10 +187,13 @@ def create_token(
     name: TokenNameArgument,
     role: Annotated[
         Role,
-        typer.Option(help="Each may do what those before it may; submitters cancel and retry their own jobs"),
+        typer.Option(
+            help="Each role includes the ones before it; submitters cancel and retry their own jobs"
+        ),
     ] = Role.SUBMITTER,
     days: Annotated[
-        float | None, typer.Option(min=0, max=36500, help="So long it is valid; for ever when not given")
+        float | None,
+        typer.Option(min=0, max=36500, help="Days for which it is valid; for ever when not given"),
     ] = None,
     server: ServerOption = False,
     as_json: JsonOption = False,
@@ -201,15 +208,15 @@ def create_token(
 @tokens_app.command("list")
 def list_all_tokens(server: ServerOption = False, as_json: JsonOption = False) -> None:
     """Names and roles of the tokens, when they were made and until when they are valid."""
-    found = (
+    tokens = (
         Client().tokens()
         if server
         else [_token_view(token) for token in asyncio.run(_in_write_session(list_tokens))]
     )
     if as_json:
-        print(json.dumps([token.model_dump(mode="json") for token in found]))
+        print(json.dumps([token.model_dump(mode="json") for token in tokens]))
         return
-    for token in found:
+    for token in tokens:
         until = "it is revoked" if token.expires_at is None else token.expires_at.isoformat()
         print(token.name, token.role, token.created_at.isoformat(), f"until {until}")
 
@@ -251,7 +258,7 @@ def _token_view(token: ApiToken) -> TokenView:
 
 
 def _console_principal() -> str:
-    """Who works on the database itself, for the audit list."""
+    """The principal of a command that works on the database itself, for the audit log."""
     try:
         return f"console:{getpass.getuser()}"[:200]
     except (KeyError, OSError):  # an account without a name, in a container

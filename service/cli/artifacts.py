@@ -18,7 +18,16 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from service.cli.output import CliError, JobArgument, JsonOption, err, models_to_json, out, print_json
+from service.cli.output import (
+    CliError,
+    JobArgument,
+    JsonOption,
+    models_to_json,
+    out,
+    print_json,
+    print_message,
+    print_waiting,
+)
 from service.client.client import Client
 from service.schemas.artifacts import RemovedView
 from service.schemas.jobs import CheckpointFile, ExportView
@@ -41,34 +50,32 @@ def artifacts(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a job has left beside its checkpoints: exports, post-mortems, logs, plan, code; sizes, and when each goes."""
+    """Stored output of a job beside its checkpoints: exports, post-mortems, logs, plan, code; sizes, and their last day."""
     if delete is not None:
-        gone = Client().remove_export(
-            job, delete, waiting=lambda text: err.print(f"slotline: {text} …", markup=False)
-        )
-        show_removed(gone, as_json=as_json)
+        removed = Client().remove_export(job, delete, waiting=print_waiting)
+        show_removed(removed, as_json=as_json)
         return
-    found = Client().artifacts(job)
+    stored = Client().artifacts(job)
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(stored.model_dump(mode="json"))
         return
     table = Table()
     for title in ("kind", "name", "size", "made", "goes", "place"):
         table.add_column(title, overflow="fold")
-    for one in found.items:
+    for item in stored.items:
         table.add_row(
-            one.kind,
-            escape(one.name),
-            "" if one.size_bytes is None else size_text(one.size_bytes),
-            "" if one.made_at is None else one.made_at.isoformat(timespec="seconds"),
-            "" if one.expires_at is None else one.expires_at.date().isoformat(),
-            escape(one.place),
+            item.kind,
+            escape(item.name),
+            "" if item.size_bytes is None else size_text(item.size_bytes),
+            "" if item.made_at is None else item.made_at.isoformat(timespec="seconds"),
+            "" if item.expires_at is None else item.expires_at.date().isoformat(),
+            escape(item.place),
         )
-    out.print(table if found.items else "nothing")
-    if found.stored_bytes is not None:
-        out.print(f"checkpoints and exports take {size_text(found.stored_bytes)}", highlight=False)
-    for note in found.notes:
-        err.print(f"slotline: note: {note}", markup=False, highlight=False, soft_wrap=True)
+    out.print(table if stored.items else "nothing")
+    if stored.stored_bytes is not None:
+        out.print(f"checkpoints and exports take {size_text(stored.stored_bytes)}", highlight=False)
+    for note in stored.notes:
+        print_message(f"note: {note}")
 
 
 @app.command()
@@ -76,34 +83,33 @@ def usage(
     owner: Annotated[str | None, typer.Option(help="Only this principal's")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """How much there is of whom: checkpoints and exports, kept plans, uploaded code."""
-    found = Client().usage(owner=owner)
+    """Stored bytes of each owner: checkpoints and exports, saved plans, uploaded code."""
+    owners = Client().usage(owner=owner)
     if as_json:
-        print_json(models_to_json(found))
+        print_json(models_to_json(owners))
         return
     table = Table()
     for title in ("owner", "jobs", "checkpoints, exports", "plans", "code", "all"):
         table.add_column(title, justify="left" if title == "owner" else "right")
-    for one in found:
-        sizes = (one.storage_bytes, one.plan_bytes, one.package_bytes, one.total_bytes)
-        table.add_row(escape(one.owner) or "(nobody)", str(one.jobs), *map(size_text, sizes))
+    for entry in owners:
+        sizes = (entry.storage_bytes, entry.plan_bytes, entry.package_bytes, entry.total_bytes)
+        table.add_row(escape(entry.owner) or "(nobody)", str(entry.jobs), *map(size_text, sizes))
     out.print(table)
 
 
-def show_removed(found: RemovedView, *, as_json: bool) -> None:
-    """What was deleted."""
+def show_removed(result: RemovedView, *, as_json: bool) -> None:
+    """Print the names of what was deleted, the freed bytes, and the steps of the whole checkpoints that are left."""
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(result.model_dump(mode="json"))
         return
-    what = ", ".join(found.removed) or "nothing was there"
-    left = ", ".join(map(str, found.left)) or "none"
-    out.print(
-        f"deleted: {what}, {size_text(found.freed_bytes)}; whole checkpoints left: {left}", highlight=False
-    )
+    names = ", ".join(result.removed) or "nothing was there"
+    left = ", ".join(map(str, result.left)) or "none"
+    size = size_text(result.freed_bytes)
+    out.print(f"deleted: {names}, {size}; whole checkpoints left: {left}", highlight=False)
 
 
 def size_text(size: float) -> str:
-    """Bytes for people."""
+    """A size in bytes with a binary unit: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -126,21 +132,24 @@ def checkpoints(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """A job's checkpoints, newest first: step, time, size, for how long training stood still and it was written, whether
-    it is whole or being written, which is best and latest. Or delete one, as the cluster does."""
+    """A job's checkpoints, newest first, or with --delete one deletion by the cluster.
+
+    Step, time, size, seconds for which training stood still and in which it was written, state (whole, damaged, being
+    written), latest and best.
+    """
     if delete is not None:
-        gone = Client().remove_checkpoint(job, delete, waiting=lambda text: _print_message(f"{text} …"))
-        show_removed(gone, as_json=as_json)
+        removed = Client().remove_checkpoint(job, delete, waiting=print_waiting)
+        show_removed(removed, as_json=as_json)
         return
-    found = Client().checkpoints(job, sums=sums)
+    checkpoints = Client().checkpoints(job, sums=sums)
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(checkpoints.model_dump(mode="json"))
         return
-    out.print(_checkpoints_table(found.items) if found.items else "no checkpoints")
-    out.print(found.uri, markup=False, highlight=False, soft_wrap=True)
-    for one in found.items:
-        if one.damage is not None:
-            err.print(f"slotline: {one.damage}", markup=False, highlight=False, soft_wrap=True)
+    out.print(_checkpoints_table(checkpoints.items) if checkpoints.items else "no checkpoints")
+    out.print(checkpoints.uri, markup=False, highlight=False, soft_wrap=True)
+    for checkpoint in checkpoints.items:
+        if checkpoint.damage is not None:
+            print_message(checkpoint.damage)
 
 
 @app.command()
@@ -163,40 +172,37 @@ def export(
     ] = "safetensors",
     merged: Annotated[
         bool,
-        typer.Option(
-            "--merged", help="Of a model of peft: the whole model, with the adapters in its weights"
-        ),
+        typer.Option("--merged", help="Of a peft model: the whole model, with the adapters in its weights"),
     ] = False,
-    limit_s: Annotated[
-        float, typer.Option("--limit-s", min=1.0, help="So long it may take, in seconds")
-    ] = 3600.0,
+    limit_s: Annotated[float, typer.Option("--limit-s", min=1.0, help="Limit in seconds")] = 3600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained; of a model
-    of peft the adapters, for PeftModel.from_pretrained.
+    """A job's weights as safetensors with the model's own names, and its config.json, for from_pretrained.
+
+    Of a peft model the adapters, for PeftModel.from_pretrained.
 
     Without -o a process of the cluster writes them beside the checkpoints; with -o this machine reads these itself.
     """
     client = Client()
     if output is None:
-        found = client.export(
+        exported = client.export(
             job,
             step=step,
             format=form,
             merged=merged,
             limit_s=limit_s,
-            waiting=lambda text: _print_message(f"{text} …"),
+            waiting=print_waiting,
         )
     else:
-        found = _export_locally(client.job(job).spec, job, output, step, form, merged, limit_s)
-    for note in found.notes:
-        _print_message(f"note: {note}")
+        exported = _export_locally(client.job(job).spec, job, output, step, form, merged, limit_s)
+    for note in exported.notes:
+        print_message(f"note: {note}")
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(exported.model_dump(mode="json"))
         return
-    size = sum(one.bytes for one in found.files)
+    size = _decimal_size_text(sum(file.bytes for file in exported.files))
     out.print(
-        f"{found.tensors} tensors after step {found.step}, {len(found.files)} files of {_decimal_size_text(size)}: {found.uri}",
+        f"{exported.tensors} tensors after step {exported.step}, {len(exported.files)} files of {size}: {exported.uri}",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -212,7 +218,7 @@ def _export_locally(
     merged: bool,
     limit_s: float,
 ) -> ExportView:
-    """Export with a worker's own code, in a process of its own."""
+    """Export on this machine, by the worker's export in a subprocess."""
     uri = stored_field(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
@@ -247,19 +253,19 @@ def _checkpoints_table(items: list[CheckpointFile]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)  # in 80 columns
     for title in ("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", ""):
         table.add_column(title, no_wrap=bool(title), overflow="fold")
-    for one in items:
-        marks = [name for name, holds in (("latest", one.latest), ("best", one.best)) if holds]
-        marks += ["kept"] if "every" in one.kept else []  # by checkpoint.keep_every
-        saved = "" if one.saved_at is None else one.saved_at.astimezone().strftime("%m-%d %H:%M")
-        loss = "" if one.loss is None else f"{one.loss:.4g}"
-        took = ["" if found is None else f"{found:.2g} s" for found in (one.blocking_s, one.writing_s)]
+    for item in items:
+        marks = [name for name, holds in (("latest", item.latest), ("best", item.best)) if holds]
+        marks += ["kept"] if "every" in item.kept else []  # by checkpoint.keep_every
+        saved = "" if item.saved_at is None else item.saved_at.astimezone().strftime("%m-%d %H:%M")
+        loss = "" if item.loss is None else f"{item.loss:.4g}"
+        times = ["" if time_s is None else f"{time_s:.2g} s" for time_s in (item.blocking_s, item.writing_s)]
         table.add_row(
-            str(one.step),
+            str(item.step),
             saved,
-            _decimal_size_text(one.size_bytes),
-            *took,
-            one.state,
-            one.checked,
+            _decimal_size_text(item.size_bytes),
+            *times,
+            item.state,
+            item.checked,
             loss,
             ", ".join(marks),
         )
@@ -268,7 +274,3 @@ def _checkpoints_table(items: list[CheckpointFile]) -> Table:
 
 def _decimal_size_text(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-
-
-def _print_message(text: str) -> None:
-    err.print(f"slotline: {text}", markup=False, highlight=False, soft_wrap=True)

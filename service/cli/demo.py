@@ -57,7 +57,7 @@ UNET_JOB: dict[str, Any] = {
 
 
 class DemoFailedError(RuntimeError):
-    """The demo could not show what it is for; the message says what happened and where to look."""
+    """A job of the demo failed or did not learn; the message names cause and place to look."""
 
 
 @app.command()
@@ -79,7 +79,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Run both jobs on a local Slotline and print the table; returns its rows by job name.
 
-    Traces and the server's log go below `directory`. Raises DemoFailed or ServerFailed; leaves no process behind,
+    Traces and the server's log go below `directory`. Raises DemoFailedError or ServerFailedError; leaves no process behind,
     also when interrupted.
     """
     console = console or Console()
@@ -170,7 +170,7 @@ def _job_row(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
 
 
 def _print_results(console: Console, rows: dict[str, dict[str, Any]], url: str) -> None:
-    table = Table(title="What was trained, and how the plan held")
+    table = Table(title="Training, planned and measured")
     table.add_column("")
     for name in rows:
         table.add_column(name, justify="right")
@@ -196,7 +196,7 @@ def _print_results(console: Console, rows: dict[str, dict[str, Any]], url: str) 
 def _check_learning(
     console: Console, rows: dict[str, dict[str, Any]], baseline: float, directory: Path
 ) -> dict[str, dict[str, Any]]:
-    """Say whether the text model learned more than byte frequencies; DemoFailed when it did not."""
+    """Print how the text model compares with byte frequencies; DemoFailedError where a model did not learn."""
     bits = rows[GPT_JOB["name"]]["last_loss"] / math.log(2)
     rows[GPT_JOB["name"]] |= {"bits_per_byte": bits, "unigram_bits_per_byte": baseline}
     console.print(

@@ -49,13 +49,13 @@ def zip_folder(folder: Path) -> bytes:
 
 
 class _AmbiguousFileError(Exception):
-    """The text can be read, and says two things at once."""
+    """The text parses, and gives one name two values."""
 
 
 class StrictYamlLoader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-3 for text, and people write learning rates so: a number, as in YAML 1.2 and JSON.
+    """Safe YAML that reads 1e-3 as a number, as YAML 1.2 and JSON do, and refuses a name that stands twice.
 
-    A name that stands twice is refused: of two `training:` the first would be forgotten without a word.
+    YAML 1.1 takes 1e-3 for text, and of two `training:` it would drop the first without a word.
     """
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -78,11 +78,11 @@ StrictYamlLoader.add_implicit_resolver(
 )
 
 
-_NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as the README shows"
+_NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as worker/README.md shows"
 
 
 def read_spec(file: Path, otherwise: str = _NO_JOB_MESSAGE) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; CliError when there is none, which says `otherwise` of a file without."""
+    """The mapping in a YAML or JSON file; CliError where it cannot be read, or with `otherwise` where it is no mapping."""
     try:
         text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text("utf-8-sig")
         spec = _parse_text(text)
@@ -116,16 +116,16 @@ def _parse_text(text: str) -> Any:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in mapping:
             raise _AmbiguousFileError(f"{name} stands twice in one object: keep one")
-        found[name] = value
-    return found
+        mapping[name] = value
+    return mapping
 
 
 def _yaml_error_text(error: yaml.YAMLError) -> str:
-    """What is wrong in which line, in one line; for tabs, which look like blanks, what to do."""
+    """The problem with line and column, in one line; for tabs, which look like blanks, with the remedy."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return str(error)
@@ -134,7 +134,7 @@ def _yaml_error_text(error: yaml.YAMLError) -> str:
 
 
 def upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, Any]:
-    """A folder of this machine in code.working_dir becomes the URI of an uploaded package."""
+    """The job with its code.working_dir, a folder of this machine, replaced by the URI of its uploaded package."""
     code = spec.get("code")
     place = code.get("working_dir") if isinstance(code, dict) else None
     if not isinstance(place, str) or place.startswith((PACKAGE_PREFIX, *REMOTE_CODE_PREFIXES)):

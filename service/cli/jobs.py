@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,11 +21,12 @@ from service.cli.output import (
     JobArgument,
     JsonOption,
     ProfiledStepOption,
-    err,
+    borderless_table,
     models_to_json,
     out,
     pattern_callback,
     print_json,
+    print_message,
 )
 from service.cli.plan import SavedPlanOption
 from service.client.client import Client
@@ -49,27 +49,28 @@ def show_job(job: JobView, url: str, *, as_json: bool) -> None:
         where = "" if attempt.cluster == DEFAULT_CLUSTER else f" on {attempt.cluster}"
         out.print(f"  attempt {attempt.number} {attempt.state}{where}{reason}", soft_wrap=True, markup=False)
     if (best := job.best_checkpoint) is not None:
-        found = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
-        out.print(found, soft_wrap=True, markup=False)
+        line = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
+        out.print(line, soft_wrap=True, markup=False)
     out.print(f"  {url}/jobs/{job.id}", soft_wrap=True)
 
 
 def evaluations_table(evaluations: Sequence[EvaluationView]) -> Table:
     """A row for each evaluation, a column for each metric."""
-    names = list(dict.fromkeys(name for one in evaluations for name in one.metrics))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
+    table = borderless_table()
     for title in ("step", "loss", *map(escape, names), "samples", "seconds"):
         table.add_column(title, justify="right")
-    for one in evaluations:
-        numbers = [one.loss, *(one.metrics.get(name) for name in names)]
+    for evaluation in evaluations:
+        numbers = [evaluation.loss, *(evaluation.metrics.get(name) for name in names)]
         cells = ["" if number is None else f"{number:.4g}" for number in numbers]
-        seconds = "" if one.evaluation_s is None else f"{one.evaluation_s:.2f}"
-        table.add_row(str(one.step), *cells, str(one.samples), seconds)
+        seconds = "" if evaluation.evaluation_s is None else f"{evaluation.evaluation_s:.2f}"
+        table.add_row(str(evaluation.step), *cells, str(evaluation.samples), seconds)
     return table
 
 
 def jobs_table(jobs: Sequence[JobSummary]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, collapse_padding=True)
+    """One row a job; narrow terminals fold names and queues."""
+    table = borderless_table(collapse_padding=True)
     for title in ("job", "name", "queue", "state", "step", "loss", "why"):
         whole = title in ("job", "state", "step", "loss")
         width = {"name": 14, "queue": 8}.get(title) if out.width < 100 else None
@@ -89,7 +90,7 @@ def jobs_table(jobs: Sequence[JobSummary]) -> Table:
 
 
 def timeline_table(view: TimelineView) -> Table:
-    """One row for the planned and one for the measured side, where they are there."""
+    """One row for the plan and one for the measurement, where there are both."""
     table = Table(title=f"{view.job_id}, step {view.step}")
     for title in ("", "makespan", "slots", "compute"):
         table.add_column(title, justify="left" if not title else "right")
@@ -148,8 +149,8 @@ def submit(
     client = Client()
     spec = read_spec(file) | ({} if plan is None else {"plan": plan})
     job = client.submit(upload_code(client, spec, file), idempotency_key=key)
-    if wait:  # whoever ends the waiting must know what goes on training
-        err.print(f"slotline: waiting for {job.id}, {client.url}/jobs/{job.id}", markup=False, soft_wrap=True)
+    if wait:  # after Ctrl-C the job trains on, and its user needs the id
+        print_message(f"waiting for {job.id}, {client.url}/jobs/{job.id}")
         job = client.wait(job.id)
     show_job(job, client.url, as_json=as_json)
     if wait:
@@ -205,16 +206,18 @@ def list_jobs(
         list[str] | None,
         typer.Option(help="Only jobs with this label, name=value or name; several: with all"),
     ] = None,
-    since: Annotated[float | None, typer.Option(min=0, help="Submitted in the last so many minutes")] = None,
-    until: Annotated[
-        float | None, typer.Option(min=0, help="Submitted more than so many minutes ago")
+    since: Annotated[
+        float | None, typer.Option(min=0, help="Submitted within this number of minutes")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 50,
+    until: Annotated[
+        float | None, typer.Option(min=0, help="Submitted more than this number of minutes ago")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Number of jobs at most")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, newest first."""
-    labels = dict(_parse_label(one) for one in label or ())
-    found = Client().jobs(
+    labels = dict(map(_parse_label, label or ()))
+    matches = Client().jobs(
         state=state,
         queue=queue,
         owner=owner,
@@ -224,7 +227,7 @@ def list_jobs(
         until=_minutes_ago(until),
         limit=limit,
     )
-    jobs = list(found)
+    jobs = list(matches)
     if as_json:
         print_json(models_to_json(jobs))
     else:
@@ -241,12 +244,12 @@ def read_job(job: JobArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def evaluations(job: JobArgument, as_json: JsonOption = False) -> None:
     """Loss and metrics of the job's evaluations; --json prints one evaluation a line."""
-    found = list(Client().evaluations(job))
+    results = list(Client().evaluations(job))
     if as_json:
-        for one in found:
-            print(json.dumps(one.model_dump(mode="json")))
+        for evaluation in results:
+            print(json.dumps(evaluation.model_dump(mode="json")))
     else:
-        out.print(evaluations_table(found) if found else "no evaluations")
+        out.print(evaluations_table(results) if results else "no evaluations")
 
 
 @app.command()
@@ -267,16 +270,20 @@ def logs(
     job: JobArgument,
     follow: FollowOption = False,
     attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt")] = None,
-    tail: Annotated[int | None, typer.Option(min=1, max=5000, help="Only the last lines, so many")] = None,
-    since: Annotated[float | None, typer.Option(min=0, help="Only lines of the last so many minutes")] = None,
+    tail: Annotated[
+        int | None, typer.Option(min=1, max=5000, help="Number of lines at most, the last ones")
+    ] = None,
+    since: Annotated[
+        float | None, typer.Option(min=0, help="Only lines of this number of minutes before now")
+    ] = None,
     search: Annotated[str | None, typer.Option(help="Only lines with this text, in any case")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """The logs of the job's drivers; --json prints one line as one object."""
-    found = Client().logs(
+    lines = Client().logs(
         job, attempt=attempt, follow=follow, tail=tail, since=_minutes_ago(since), search=search
     )
-    for line in found:
+    for line in lines:
         print(json.dumps(line.model_dump(mode="json")) if as_json else line.text, flush=True)
 
 

@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from typer.completion import completion_init, get_completion_script
 
-from service.cli import admin, artifacts, demo, jobs, plan, reshard, serve, top, verify, why
+from service.cli import admin, artifacts, demo, jobs, plan, serve, top, verify, why
 from service.cli.output import CliError, err
 from service.client.client import ClientError
 
@@ -38,7 +38,7 @@ def completion(shell: Shell) -> None:
 
 
 def handle_shell_completion() -> None:
-    """Let the command answer that script, which calls it with a variable set at every Tab."""
+    """Answer a Tab key: the completion script calls the command with a variable set."""
     if _COMPLETE_VARIABLE in os.environ:
         completion_init()
 
@@ -77,7 +77,6 @@ for _commands in (
     admin.app,
     plan.app,
     verify.app,
-    reshard.app,
     completion_app,
 ):
     app.add_typer(_commands)
@@ -88,7 +87,7 @@ app.add_typer(plan.plans_app, name="plans")
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command, print its errors, and end with its exit code."""
     handle_shell_completion()
     try:
         app()

@@ -1,4 +1,4 @@
-"""Shared pieces of the commands: consoles, CliError, JSON output, common typer options, shell completions.
+"""Shared by the commands: consoles, CliError, JSON and table output, common typer options, shell completions.
 
 Imports the client only inside a completion, so that the module stays cheap. `CliError` is printed by main and ends
 the command with exit code 1.
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from service.spec.job import JOB_ID_PATTERN
 
@@ -29,15 +31,15 @@ err = Console(stderr=True)
 
 
 class CliError(Exception):
-    """Something that the user must hear; the command ends with exit code 1."""
+    """A failure of the command, as a message for the user; the exit code is 1."""
 
 
-def pattern_callback(pattern: str, what: str) -> Callable[[str | None], str | None]:
-    """A typer callback that lets through what the server would: text of `pattern`, or nothing."""
+def pattern_callback(pattern: str, kind: str) -> Callable[[str | None], str | None]:
+    """A typer callback that accepts what the server accepts: text that matches `pattern`, or nothing."""
 
     def check(value: str | None) -> str | None:
         if value is not None and not re.fullmatch(pattern.removeprefix("^").removesuffix("$"), value):
-            raise typer.BadParameter(f"{value!r} is not {what}: it looks like {pattern}")
+            raise typer.BadParameter(f"{value!r} is not {kind}: it looks like {pattern}")
         return value
 
     return check
@@ -54,18 +56,18 @@ OutputFileOption = Annotated[
 
 
 Completions = Iterable[tuple[str, str]]
-"""What the shell's Tab key may complete to, each with a word about it."""
+"""Candidates of the shell's Tab key: (text, short explanation)."""
 
 
 def complete_from(ask: Callable[[Client], Completions]) -> Callable[[str], list[tuple[str, str]]]:
-    """Completes to what `ask` has of the server; to nothing where no server answers soon."""
+    """A typer completion by the candidates that `ask` reads from the server; empty where no server answers soon."""
 
     def complete(incomplete: str) -> list[tuple[str, str]]:
         from service.client.client import Client, ClientError
 
         try:
             with Client(timeout_s=_COMPLETION_TIMEOUT_S) as client:
-                return [one for one in ask(client) if one[0].startswith(incomplete)]
+                return [candidate for candidate in ask(client) if candidate[0].startswith(incomplete)]
         except ClientError:
             return []
 
@@ -90,6 +92,21 @@ JobArgument = Annotated[
 def print_json(value: Any) -> None:
     """One JSON document on standard output, never wrapped or coloured."""
     print(json.dumps(value, indent=2))
+
+
+def borderless_table(**options: Any) -> Table:
+    """A table without frames, with one blank between its columns."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **options)
+
+
+def print_message(text: str) -> None:
+    """A line for people on standard error, never wrapped or coloured."""
+    err.print(f"slotline: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_waiting(text: str) -> None:
+    """A message about something that the command waits for."""
+    print_message(f"{text} …")
 
 
 def models_to_json(models: Iterable[BaseModel]) -> list[Any]:

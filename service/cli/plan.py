@@ -1,29 +1,25 @@
-"""`slotline plan` and `slotline plans`: plan a pipeline spec or a job without training it, and list saved plans.
+"""`slotline plan`, `plans` and `reshard`: plan without training: a pipeline spec, a job, a tensor's way between layouts.
 
-A pipeline spec is planned in this process. A job is planned by a server where one answers; else a worker's profiler
-measures it in a subprocess of this machine. Its costs are cached in data_dir, unless the job brings its own code.
-The scheduler takes a second to import and is therefore imported inside functions. The search budget counts work; a
-wall clock ends a search that passes it by far.
+A pipeline spec and a resharding are planned in this process. A job is planned by a server where one answers, else on this
+machine (service.cli.local_plan). The scheduler takes a second to import and is therefore imported inside functions. The
+search budget counts work; a wall clock ends a search that passes it by far.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
 from service.cli.job_file import read_spec, upload_code
+from service.cli.local_plan import local_job_costs, plan_from_costs, validated_job
 from service.cli.output import (
     BudgetOption,
     CliError,
@@ -35,249 +31,29 @@ from service.cli.output import (
     out,
     pattern_callback,
     print_json,
+    print_message,
+    print_waiting,
 )
 from service.client.client import Client
 from service.schemas.jobs import JobPlanPreview
-from service.settings.settings import load_settings
-from service.spec.job import NAME_PATTERN, PACKAGE_PREFIX, REMOTE_CODE_PREFIXES, JobSpec
-from worker.contract.costs import costs_digest
+from service.spec.job import NAME_PATTERN
 
 if TYPE_CHECKING:
     from service.scheduler.problem.spec import PipelineSpec
 
-
-_JOB_SEARCH_GRACE_S = 30.0  # a search that passes its budget by more has gone wrong
-
-
-def is_job(data: Mapping[str, Any]) -> bool:
-    """Whether a file holds a job and no PipelineSpec: jobs have a model, specs lists of meshes and stages."""
-    return "model" in data and not isinstance(data.get("stages"), list)
-
-
-def with_schedule(data: dict[str, Any], schedule: str | None) -> dict[str, Any]:
-    """The job with that schedule instead of its own."""
-    pipeline = data.get("pipeline", {})
-    if schedule is None or not isinstance(pipeline, dict):
-        return data
-    return {**data, "pipeline": {**pipeline, "schedule": schedule}}
-
-
-def plan_job_file(
-    data: dict[str, Any], file: Path, *, format: str, budget_s: float, local: bool, name: str | None = None
-) -> str:
-    """The plan of the job `data` from `file` as text: "text" is a table for people, "json" everything, and the
-    other formats show the schedule. With a `name` the server keeps it."""
-    if local and name is not None:
-        raise ValueError("--name keeps the plan on a server, and --local asks none: leave out one")
-    with Client() as client:
-        asked = not local and (name is not None or "SLOTLINE_URL" in os.environ or client.ready())
-        if asked:
-            found = client.plan_job(
-                upload_code(client, data, file),
-                budget_s=budget_s,
-                name=name,
-                waiting=lambda message: _print_message(f"{message} …"),
-            )
-        else:
-            _print_message("no server is asked: the job is measured on this machine")
-            found = _plan_job_locally(data, file, budget_s)
-    for note in found.notes:
-        _print_message(f"note: {note}")
-    return _render_job_plan(found, format)
-
-
-def _plan_job_locally(data: dict[str, Any], file: Path, budget_s: float) -> JobPlanPreview:
-    """Measure with a worker's own code in a process of its own, unless it was measured before; then plan."""
-    spec, folder = validated_job(data, file)
-    costs = local_job_costs(spec, folder)
-    return JobPlanPreview(
-        **plan_from_costs(spec, costs, budget_s), measured_by="one worker", notes=costs["notes"]
-    )
-
-
-def plan_from_costs(spec: dict[str, Any], costs: Mapping[str, Any], budget_s: float) -> dict[str, Any]:
-    """What a control plane would answer to a driver that measured these costs of the job."""
-    from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
-    from service.scheduler.planner import compile_kernels
-    from worker.contract.job import Job
-
-    job = Job.from_json(spec)
-    compile_kernels()  # the first plan on a machine would else spend its time on that
-    latest = time.monotonic() + budget_s + _JOB_SEARCH_GRACE_S
-    found = plan_job(
-        job, JobCosts.from_json(costs, job), budget_s=budget_s, expired=lambda: time.monotonic() > latest
-    )
-    for note in found.plan.notes:
-        _print_message(note)
-    return job_plan_json(found)
-
-
-def validated_job(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Path | None]:
-    """The job's specification, as a server would read it, and its folder of code on this machine."""
-    code, folder = data.get("code"), None
-    place = code.get("working_dir") if isinstance(code, dict) else None
-    if isinstance(place, str):
-        if place.startswith((PACKAGE_PREFIX, *REMOTE_CODE_PREFIXES)):
-            raise ValueError(
-                f"code.working_dir {place!r} is not on this machine: name a folder, or ask a server (SLOTLINE_URL)"
-            )
-        folder = Path(place).expanduser()
-        if not folder.is_absolute() and str(file) != "-":
-            folder = file.parent / folder
-        if not folder.is_dir():
-            raise ValueError(f"code.working_dir {str(folder)!r} is no folder: correct it")
-        data = {**data, "code": {**code, "working_dir": None}}
-    try:
-        spec = JobSpec.model_validate(data)
-    except ValidationError as error:
-        parts = (f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg']}" for one in error.errors())
-        raise ValueError("; ".join(part.replace("Value error, ", "") for part in parts)) from None
-    if spec.code.pip:
-        _print_message(
-            f"note: {', '.join(spec.code.pip)} of code.pip are not installed here, but used if they are there"
-        )
-    return spec.model_dump(mode="json"), folder
-
-
-def local_job_costs(spec: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """What the job costs here: kept in data_dir where no code of the user's own could have changed it."""
-    from worker.contract.job import Job, microbatch_counts
-
-    counts = microbatch_counts(Job.from_json(spec))
-    device = _local_device(spec)
-    place = load_settings().data_dir.expanduser() / "costs" / f"{costs_digest(spec)}-{device}.json"
-    kept = folder is None
-    if kept and place.is_file():
-        with contextlib.suppress(ValueError, KeyError):  # a file that was cut off is written anew
-            known = json.loads(place.read_text())
-            if set(counts) <= set(known["tried"]):
-                return known
-    costs = _measure_costs(spec, device, folder)
-    if kept:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(costs))
-    return costs
-
-
-def _measure_costs(spec: dict[str, Any], device: str, folder: Path | None) -> dict[str, Any]:
-    from service.orchestrator.tasks.profile import read_profile_result
-
-    limit_s = load_settings().profile_timeout_s
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "worker.tasks", "profile"],
-            input=json.dumps({"job": spec, "device": device}),
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=limit_s,
-            cwd=folder,
-            env={**os.environ, **spec.get("env", {}), "PYTHONPATH": python_path(folder)},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"measuring the job took more than {limit_s:g} s and was ended: raise SLOTLINE_PROFILE_TIMEOUT_S"
-        ) from None
-    costs = read_profile_result(done.stdout)
-    if costs is None:
-        raise ValueError(f"measuring the job ended without a result (exit code {done.returncode})")
-    return costs
-
-
-def python_path(folder: Path | None) -> str:
-    """Where a process that runs the user's code looks for modules: in the job's folder of code first."""
-    paths = [*([str(folder.resolve())] if folder else []), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(path for path in paths if path)
-
-
-def _local_device(spec: Mapping[str, Any]) -> str:
-    """cuda where the job wants it; for auto where NVIDIA's driver is loaded on this machine."""
-    wanted = spec["resources"]["device"]
-    if wanted != "auto":
-        return wanted
-    return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
-
-
-def _render_job_plan(found: JobPlanPreview, format: str) -> str:
-    if format == "json":
-        return json.dumps(found.model_dump(mode="json"), indent=1) + "\n"
-    from service.scheduler.problem.spec import PipelineSpec
-    from service.scheduler.programs.plan import Plan
-    from service.scheduler.views.render import FORMATS, render
-
-    if format not in FORMATS:
-        raise ValueError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")
-    if format == "text":
-        return job_plan_text(found)
-    return render(PipelineSpec.model_validate(found.spec), Plan.model_validate(found.plan), format)
-
-
-def job_plan_text(found: JobPlanPreview) -> str:
-    """What was chosen and what it takes, as lines and a table of meshes."""
-    from service.scheduler.why.measured import duration_text
-
-    spec, plan = found.spec, found.plan
-    behind = {one.mesh: one for one in found.update}
-    limits = {mesh["name"]: mesh.get("memory_bytes") for mesh in spec["meshes"]}
-    proven = "proven optimal" if plan["proven_optimal"] else f"bound {plan['lower_bound_s']:.4g} s"
-    lines = [
-        f"step       {found.step_s:.4g} s expected: makespan {plan['makespan_s']:.4g} s, "
-        f"then REDUCE and STEP {found.update_s:.4g} s",
-        f"schedule   {plan['chosen']} ({proven}), bubble {plan['bubble_ratio']:.1%}",
-        f"chosen     {spec['microbatches']} microbatches, {len(spec['stages'])} stages on {len(spec['meshes'])} meshes",
-        f"measured   by {'the workers of an attempt' if found.measured_by == 'gang' else 'one worker'}",
-        "",
-    ]
-    rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
-    again = {one["name"] for one in plan.get("stages", ()) if one["recomputed"]}
-    for stage, begin in zip(spec["stages"], found.begins, strict=True):
-        backward_s = stage["backward_input_s"] + stage["backward_weight_s"]
-        rows.append(
-            (
-                stage["name"],
-                stage["mesh"],
-                begin,
-                duration_text(stage["forward_s"]),
-                duration_text(backward_s),
-                "recomputed" if stage["name"] in again else "",
-            )
-        )
-    lines += [*_aligned_columns(rows), ""]
-    rows = [("mesh", "memory", "of", "compute", "REDUCE", "STEP")]
-    for mesh in plan["meshes"]:
-        update = behind.get(mesh["name"])
-        rows.append(
-            (
-                mesh["name"],
-                _mebibytes(mesh["peak_memory_bytes"]),
-                _mebibytes(limits[mesh["name"]]),
-                duration_text(mesh["compute_s"]),
-                duration_text(update.reduce_s) if update else "",
-                duration_text(update.step_s) if update else "",
-            )
-        )
-    return "\n".join([*lines, *_aligned_columns(rows)]) + "\n"
-
-
-def _aligned_columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-
-
-def _mebibytes(size: int | None) -> str:
-    return "no limit" if size is None else f"{size / (1 << 20):,.1f} MiB"
-
-
-def _print_message(text: str) -> None:
-    typer.echo(f"slotline: {text}", err=True)
+# A search may pass its budget by a share of it, but by some seconds at least.
+_SEARCH_GRACE_SHARE = 0.2
+_MIN_SEARCH_GRACE_S = 2.0
+_RESHARDING_FORMATS = ("text", "json", "svg")
+_NO_SPEC_MESSAGE = (
+    "holds no pipeline spec: write an object with meshes, stages and edges, or a job with a model"
+)
 
 
 def _own_plan_completions(client: Client) -> Completions:
-    whose = client.whoami().name
-    plans = client.saved_plans(owner=whose or None)
-    return [(one.name, f"of {one.job_name}") for one in plans if one.owner == whose]
+    owner = client.whoami().name
+    plans = client.saved_plans(owner=owner or None)
+    return [(plan.name, f"of {plan.job_name}") for plan in plans if plan.owner == owner]
 
 
 _check_plan_name = pattern_callback(NAME_PATTERN, "a plan's name")
@@ -287,7 +63,7 @@ PlanNameArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         callback=_check_plan_name,
-        help="A kept plan's name",
+        help="A saved plan's name",
         autocompletion=_complete_plan_name,
     ),
 ]
@@ -297,7 +73,7 @@ SavedPlanOption = Annotated[
         "--plan",
         metavar="NAME",
         callback=_check_plan_name,
-        help="Train with exactly this plan, which `slotline plan job.yaml --name NAME` has kept",
+        help="Train with exactly this plan, which `slotline plan job.yaml --name NAME` saved",
         autocompletion=_complete_plan_name,
     ),
 ]
@@ -307,66 +83,10 @@ SavePlanAsOption = Annotated[
         "--name",
         metavar="NAME",
         callback=_check_plan_name,
-        help="Keep the plan of a job on the server, for `slotline submit --plan NAME`",
+        help="Save the plan of a job on the server, for `slotline submit --plan NAME`",
     ),
 ]
-PlanOwnerOption = Annotated[str | None, typer.Option(help="Whose plan; one's own if absent")]
-plans_app = typer.Typer(
-    help="Plans that are kept under names, for `slotline submit --plan`.", no_args_is_help=True
-)
-
-
-@plans_app.command("list")
-def list_plans(
-    owner: Annotated[str | None, typer.Option(help="Only this principal's plans")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Kept plans: what each was made for, and until when it stays."""
-    found = list(Client().saved_plans(owner=owner))
-    if as_json:
-        print_json(models_to_json(found))
-        return
-    table = Table()
-    for title in ("name", "owner", "job", "meshes", "stages", "microbatches", "schedule", "step", "until"):
-        table.add_column(title)
-    for one in found:
-        table.add_row(
-            one.name,
-            escape(one.owner),
-            one.job_name,
-            "+".join(map(str, one.workers)),
-            str(len(one.begins)),
-            str(one.microbatches),
-            one.schedule,
-            f"{one.step_s:.4g} s",
-            "for ever" if one.expires_at is None else one.expires_at.date().isoformat(),
-        )
-    out.print(table if found else "no plans are kept")
-
-
-@plans_app.command()
-def show(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
-    """A kept plan: cut, memory, expected step; --json is all of it, with the job that it was made for."""
-    found = Client().saved_plan(name, owner=owner)
-    if as_json:
-        print_json(found.model_dump(mode="json"))
-        return
-    print(job_plan_text(found.plan), end="")
-
-
-@plans_app.command()
-def remove(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
-    """Forget a kept plan; jobs that were submitted with it keep it."""
-    Client().remove_plan(name, owner=owner)
-    print(json.dumps({"removed": name}) if as_json else f"removed {name}")
-
-
-# By how much a search may pass its budget: a share of it, but some seconds at least.
-_SEARCH_GRACE_SHARE = 0.2
-_MIN_SEARCH_GRACE_S = 2.0
-_NO_SPEC_MESSAGE = (
-    "holds no pipeline spec: write an object with meshes, stages and edges, or a job with a model"
-)
+PlanOwnerOption = Annotated[str | None, typer.Option(help="The plan's owner; you if absent")]
 
 app = typer.Typer()
 
@@ -396,8 +116,8 @@ def plan(
 ) -> None:
     """Plan one training step: timeline, memory and programs of every mesh.
 
-    A job (a file with a model) is planned on what a server knows of it, or has one worker measure; without a server
-    it is measured here. Nothing is trained.
+    A job (a file with a model) is planned by a server, from costs that it knows or has one worker measure; without a
+    server it is measured on this machine. Nothing is trained.
     """
     try:
         data, form = read_spec(spec, _NO_SPEC_MESSAGE), _output_format(format, as_json, output)
@@ -410,7 +130,7 @@ def plan(
                 with_schedule(data, schedule), spec, format=form, budget_s=budget_s, local=local, name=name
             )
         elif name is not None:
-            raise ValueError("--name keeps the plan of a job, and this is a pipeline spec: leave it out")
+            raise ValueError("--name saves the plan of a job, and this is a pipeline spec: leave it out")
         elif compare:
             text = _compare_schedules(_load_pipeline_spec(data, schedule, orders), form, budget_s)
         else:
@@ -434,7 +154,6 @@ def _output_format(format: str | None, as_json: bool, output: Path | None) -> st
 
 
 def _plan_pipeline_spec(spec: PipelineSpec, format: str, budget_s: float) -> str:
-    # the scheduler takes a second to import: only this command pays for it
     from service.scheduler.planner import compile_kernels, make_plan
     from service.scheduler.views.render import FORMATS, render
 
@@ -445,7 +164,7 @@ def _plan_pipeline_spec(spec: PipelineSpec, format: str, budget_s: float) -> str
     latest = time.monotonic() + budget_s + max(_SEARCH_GRACE_SHARE * budget_s, _MIN_SEARCH_GRACE_S)
     plan = make_plan(spec, budget_s=budget_s, expired=lambda: time.monotonic() > latest)
     for note in plan.notes:
-        typer.echo(f"slotline: {note}", err=True)
+        print_message(note)
     return render(spec, plan, format)
 
 
@@ -472,3 +191,233 @@ def _load_pipeline_spec(data: dict[str, Any], schedule: str | None, orders: Path
     if schedule not in (None, "csv"):
         raise ValueError(f"--orders and --schedule {schedule} contradict each other: give one of them")
     return spec.model_copy(update={"schedule": "csv", "orders": orders_from_csv(spec, orders.read_text())})
+
+
+def is_job(data: Mapping[str, Any]) -> bool:
+    """True for a job, false for a PipelineSpec: jobs have a model, specs lists of meshes and stages."""
+    return "model" in data and not isinstance(data.get("stages"), list)
+
+
+def with_schedule(data: dict[str, Any], schedule: str | None) -> dict[str, Any]:
+    """The job with `schedule` in place of its own, where one is given."""
+    pipeline = data.get("pipeline", {})
+    if schedule is None or not isinstance(pipeline, dict):
+        return data
+    return {**data, "pipeline": {**pipeline, "schedule": schedule}}
+
+
+def plan_job_file(
+    data: dict[str, Any], file: Path, *, format: str, budget_s: float, local: bool, name: str | None = None
+) -> str:
+    """The plan of the job `data`, which was read from `file`, as text; with a `name` the server saves it.
+
+    `format`: "text" is a table for people, "json" everything; the other formats show the schedule.
+    """
+    if local and name is not None:
+        raise ValueError("--name saves the plan on a server, and --local asks none: leave out one")
+    with Client() as client:
+        by_server = not local and (name is not None or "SLOTLINE_URL" in os.environ or client.ready())
+        if by_server:
+            preview = client.plan_job(
+                upload_code(client, data, file),
+                budget_s=budget_s,
+                name=name,
+                waiting=print_waiting,
+            )
+        else:
+            print_message("no server is asked: the job is measured on this machine")
+            preview = _plan_job_locally(data, file, budget_s)
+    for note in preview.notes:
+        print_message(f"note: {note}")
+    return _render_job_plan(preview, format)
+
+
+def _plan_job_locally(data: dict[str, Any], file: Path, budget_s: float) -> JobPlanPreview:
+    """Measure the job by a worker's profiler on this machine, unless its costs are cached; then plan."""
+    spec, folder = validated_job(data, file)
+    costs = local_job_costs(spec, folder)
+    return JobPlanPreview(
+        **plan_from_costs(spec, costs, budget_s), measured_by="one worker", notes=costs["notes"]
+    )
+
+
+def _render_job_plan(preview: JobPlanPreview, format: str) -> str:
+    if format == "json":
+        return json.dumps(preview.model_dump(mode="json"), indent=1) + "\n"
+    from service.scheduler.problem.spec import PipelineSpec
+    from service.scheduler.programs.plan import Plan
+    from service.scheduler.views.render import FORMATS, render
+
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")
+    if format == "text":
+        return job_plan_text(preview)
+    return render(PipelineSpec.model_validate(preview.spec), Plan.model_validate(preview.plan), format)
+
+
+def job_plan_text(preview: JobPlanPreview) -> str:
+    """The chosen plan and its costs: lines, a table of stages, a table of meshes."""
+    from service.scheduler.why.measured import duration_text
+
+    spec, plan = preview.spec, preview.plan
+    updates = {update.mesh: update for update in preview.update}
+    limits = {mesh["name"]: mesh.get("memory_bytes") for mesh in spec["meshes"]}
+    proven = "proven optimal" if plan["proven_optimal"] else f"bound {plan['lower_bound_s']:.4g} s"
+    lines = [
+        f"step       {preview.step_s:.4g} s expected: makespan {plan['makespan_s']:.4g} s, "
+        f"then REDUCE and STEP {preview.update_s:.4g} s",
+        f"schedule   {plan['chosen']} ({proven}), bubble {plan['bubble_ratio']:.1%}",
+        f"chosen     {spec['microbatches']} microbatches, {len(spec['stages'])} stages on {len(spec['meshes'])} meshes",
+        f"measured   by {'the workers of an attempt' if preview.measured_by == 'gang' else 'one worker'}",
+        "",
+    ]
+    rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
+    recomputed = {stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]}
+    for stage, begin in zip(spec["stages"], preview.begins, strict=True):
+        backward_s = stage["backward_input_s"] + stage["backward_weight_s"]
+        rows.append(
+            (
+                stage["name"],
+                stage["mesh"],
+                begin,
+                duration_text(stage["forward_s"]),
+                duration_text(backward_s),
+                "recomputed" if stage["name"] in recomputed else "",
+            )
+        )
+    lines += [*_aligned_columns(rows), ""]
+    rows = [("mesh", "memory", "of", "compute", "REDUCE", "STEP")]
+    for mesh in plan["meshes"]:
+        update = updates.get(mesh["name"])
+        rows.append(
+            (
+                mesh["name"],
+                _mebibytes(mesh["peak_memory_bytes"]),
+                _mebibytes(limits[mesh["name"]]),
+                duration_text(mesh["compute_s"]),
+                duration_text(update.reduce_s) if update else "",
+                duration_text(update.step_s) if update else "",
+            )
+        )
+    return "\n".join([*lines, *_aligned_columns(rows)]) + "\n"
+
+
+def _aligned_columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _mebibytes(size: int | None) -> str:
+    return "no limit" if size is None else f"{size / (1 << 20):,.1f} MiB"
+
+
+plans_app = typer.Typer(help="Saved plans, for `slotline submit --plan`.", no_args_is_help=True)
+
+
+@plans_app.command("list")
+def list_plans(
+    owner: Annotated[str | None, typer.Option(help="Only this principal's plans")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Saved plans: the job that each was made for, its size, and its last day."""
+    plans = list(Client().saved_plans(owner=owner))
+    if as_json:
+        print_json(models_to_json(plans))
+        return
+    table = Table()
+    for title in ("name", "owner", "job", "meshes", "stages", "microbatches", "schedule", "step", "until"):
+        table.add_column(title)
+    for plan in plans:
+        table.add_row(
+            plan.name,
+            escape(plan.owner),
+            plan.job_name,
+            "+".join(map(str, plan.workers)),
+            str(len(plan.begins)),
+            str(plan.microbatches),
+            plan.schedule,
+            f"{plan.step_s:.4g} s",
+            "for ever" if plan.expires_at is None else plan.expires_at.date().isoformat(),
+        )
+    out.print(table if plans else "no saved plans")
+
+
+@plans_app.command()
+def show(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
+    """A saved plan: cut, memory, expected step; --json is all of it, with the job that it was made for."""
+    saved = Client().saved_plan(name, owner=owner)
+    if as_json:
+        print_json(saved.model_dump(mode="json"))
+        return
+    print(job_plan_text(saved.plan), end="")
+
+
+@plans_app.command()
+def remove(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
+    """Delete a saved plan; jobs that were submitted with it keep it."""
+    Client().remove_plan(name, owner=owner)
+    print(json.dumps({"removed": name}) if as_json else f"removed {name}")
+
+
+@app.command()
+def reshard(
+    spec: Annotated[
+        Path,
+        typer.Argument(help="tensor, source, target and links, as JSON or YAML; - reads standard input."),
+    ],
+    output: OutputFileOption = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="text, json or svg (default: text, or svg with -o FILE.svg, else json)."),
+    ] = None,
+    as_json: JsonOption = False,
+    messages: Annotated[
+        int, typer.Option(min=1, help="Number of messages at most, into which tiles are cut.")
+    ] = 1024,
+) -> None:
+    """Plan how a tensor goes from one mesh's layout to another's: sender, receiver, tile and time of every message.
+
+    Prints the plan's makespan, a lower bound that no plan can beat, what naive transfers take, and a picture.
+    """
+    data = read_spec(spec, "holds no resharding: give tensor, source and target as service/README.md shows")
+    try:
+        form = _resharding_format(format, as_json, output)
+        text = _plan_resharding(data, form, messages)
+        if output is not None:
+            output.write_text(text)
+    except OSError as error:
+        raise CliError(f"cannot write {output}: {error.strerror}") from None
+    except ValueError as error:
+        raise CliError(str(error)) from None
+    if output is None:
+        typer.echo(text, nl=False)
+
+
+def _resharding_format(format: str | None, as_json: bool, output: Path | None) -> str:
+    if format is None and not as_json and output is not None and output.suffix == ".svg":
+        return "svg"
+    form = _output_format(format, as_json, output)
+    if form not in _RESHARDING_FORMATS:
+        raise ValueError(f"format {form!r} does not exist: use one of {', '.join(_RESHARDING_FORMATS)}")
+    return form
+
+
+def _plan_resharding(data: dict, form: str, messages: int) -> str:
+    from service.scheduler.resharding.resharding import (
+        plan_gather_then_send,
+        plan_resharding,
+        plan_send_and_receive,
+    )
+    from service.scheduler.resharding.resharding_spec import load_resharding
+    from service.scheduler.resharding.show import resharding_summary, resharding_svg
+
+    spec = load_resharding(data)
+    values = (spec.tensor, spec.source, spec.target, spec.links)
+    plan = plan_resharding(*values, messages=messages)
+    if form == "svg":
+        return resharding_svg(plan)
+    if form == "json":
+        return json.dumps(plan.to_json(), indent=1) + "\n"
+    return resharding_summary(plan, [plan_send_and_receive(*values), plan_gather_then_send(*values)])

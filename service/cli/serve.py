@@ -42,7 +42,7 @@ def settings_or_fail(**values: object) -> Settings:
     try:
         return load_settings(**values)
     except ValidationError as error:
-        raise CliError("; ".join(_setting_error_text(one) for one in error.errors())) from None
+        raise CliError("; ".join(map(_setting_error_text, error.errors()))) from None
     except SettingsError as error:
         raise CliError(f"{error}: give JSON in it, as in SLOTLINE_QUEUES='{{\"default\": null}}'") from None
 
@@ -69,9 +69,9 @@ class ServerFailedError(RuntimeError):
 
 
 class LocalServer:
-    """On 127.0.0.1 at `port`, with its data in `directory`, in a session of its own; a context that ends it.
+    """A server on 127.0.0.1 at `port`, with its data in `directory`, in a process session of its own.
 
-    Port and data stay the same when it is started again.
+    A context that starts and ends it. Port and data stay the same when it is started again.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it is ready. Raises ServerFailed."""
+        """Start it and wait until it is ready; ServerFailedError where it is not."""
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "service.cli", "serve"],
@@ -106,7 +106,7 @@ class LocalServer:
             raise
 
     def check(self) -> None:
-        """Raise ServerFailed when it has ended."""
+        """Raise ServerFailedError when it has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             raise ServerFailedError(
                 f"`slotline serve` ended with code {code}; the end of its log:\n{self.tail()}"
@@ -127,7 +127,7 @@ class LocalServer:
         self._process = None
 
     def kill(self) -> None:
-        """As a crash would: no goodbye."""
+        """End it by SIGKILL, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -163,7 +163,7 @@ def migrate(
         typer.Option(
             metavar="REVISION",
             help="Another revision than this version's: an older one, before an older Slotline is started. "
-            "What was added since is dropped",
+            "Tables and columns that were added since are dropped",
         ),
     ] = "head",
     as_json: JsonOption = False,
@@ -187,7 +187,7 @@ async def _start_and_close(database: Database, to: str) -> None:
 
 
 _REQUEST_HEAD_LIMIT_BYTES = 65536
-"""Of a request's line and headers together."""
+"""Limit of a request's line and headers together."""
 
 
 @app.command()
@@ -247,13 +247,13 @@ def serve(
 
 
 def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
-    """Whether uvicorn shows the traceback of a failed start that `_why` tells in one line."""
+    """True for uvicorn's traceback of a failed start that `_start_error_text` says in one line."""
     expected = isinstance(getattr(state, "start_error", None), OSError | RuntimeError | OperationalError)
     return expected and record.getMessage().startswith("Traceback")
 
 
 def _start_error_text(state: Any) -> str:
-    """What stopped the start, in one line."""
+    """The cause of a failed start, in one line."""
     error = getattr(state, "start_error", None)
     lines = str(getattr(error, "orig", None) or error or "its log above says why").strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
-from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.jobs import state_text
-from service.cli.output import JsonOption, models_to_json, out, print_json
+from service.cli.output import JsonOption, borderless_table, models_to_json, out, print_json
 from service.client.client import Client, ClientError
 from service.schemas.clusters import AcceleratorsView, ClusterView
 from service.schemas.jobs import JobSummary, QueueView
@@ -34,7 +33,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True)
 class Overview:
-    """What is shown: jobs that run before those that were submitted last."""
+    """One reading of the server; running jobs stand before the newest ones."""
 
     cluster: ClusterView
     queues: Sequence[QueueView]
@@ -68,14 +67,14 @@ def _show_live(client: Client) -> None:
                 except ClientError as error:
                     if not error.temporary:
                         raise
-                    told = Text(f"{error}; trying again", style="red")
-                    live.update(Group(told, render_overview(seen)), refresh=True)
+                    notice = Text(f"{error}; trying again", style="red")
+                    live.update(Group(notice, render_overview(seen)), refresh=True)
         except KeyboardInterrupt:
             return
 
 
 def _read_overview(client: Client) -> Overview:
-    """Jobs that hold accelerators or recover first; then the newest of all, ended ones too."""
+    """Jobs that hold accelerators or recover stand first, then the newest of all states."""
     active = list(client.jobs(state=_ACTIVE_STATES, limit=_MAX_JOBS))
     known = {job.id for job in active}
     newest = [job for job in client.jobs(limit=_MAX_JOBS) if job.id not in known]
@@ -91,7 +90,7 @@ def _overview_json(seen: Overview) -> dict[str, Any]:
 
 
 def render_overview(seen: Overview) -> RenderableType:
-    """Tables of accelerators, queues, jobs and nodes, for eyes."""
+    """Tables of accelerators, queues, jobs and nodes."""
     several = len(seen.cluster.clusters) > 1
     return Group(
         _accelerators_table(seen.cluster),
@@ -106,17 +105,17 @@ def _accelerators_table(cluster: ClusterView) -> RenderableType:
         away = None if cluster.available else cluster.error or "the cluster has not been seen yet"
         return _free_accelerators_text(cluster.accelerators, away)
     table = _new_table(("cluster", "accelerators"), numbers=())
-    for one in cluster.clusters:
-        there = [row for row in cluster.accelerators if row.cluster == one.name]
-        away = None if one.available else one.error or "it has not been seen yet"
-        table.add_row(escape(one.name), _free_accelerators_text(there, away))
+    for member in cluster.clusters:
+        accelerators = [row for row in cluster.accelerators if row.cluster == member.name]
+        away = None if member.available else member.error or "it has not been seen yet"
+        table.add_row(escape(member.name), _free_accelerators_text(accelerators, away))
     return table
 
 
 def _free_accelerators_text(accelerators: Sequence[AcceleratorsView], away: str | None) -> Text:
     if away is not None:
         return Text(away, style="red")
-    parts = [f"{one.free} of {one.total} {one.resource} free" for one in accelerators if one.total]
+    parts = [f"{kind.free} of {kind.total} {kind.resource} free" for kind in accelerators if kind.total]
     return Text(", ".join(parts) or "no accelerators", style="bold")
 
 
@@ -170,7 +169,7 @@ def _nodes_table(cluster: ClusterView, *, several: bool) -> Table:
 
 
 def _new_table(titles: Sequence[str], *, numbers: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = borderless_table()
     for title in titles:
         whole = title in ("job", "state", "step")  # an id in two lines is none that can be copied
         width = {"name": 12, "owner": 10, "queue": 8}.get(title) if out.width < 100 else None

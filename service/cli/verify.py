@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from service.cli.job_file import read_spec
-from service.cli.output import BudgetOption, CliError, JsonOption, err
-from service.cli.plan import local_job_costs, plan_from_costs, python_path, validated_job
+from service.cli.local_plan import local_job_costs, plan_from_costs, python_path, validated_job
+from service.cli.output import BudgetOption, CliError, JsonOption, print_message
 from worker.contract.failures import read_crash_report, remove_crash_report
 from worker.contract.tasks import PROOF_RESULT_MARK, task_result
 
@@ -29,10 +29,10 @@ app = typer.Typer()
 @app.command()
 def verify(
     file: Annotated[Path, typer.Argument(help="The job, as YAML or JSON; - reads standard input.")],
-    steps: Annotated[int, typer.Option(min=1, help="Compare so many steps.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to compare.")] = 3,
     budget_s: BudgetOption = 3.0,
     limit_s: Annotated[
-        float, typer.Option("--limit-s", min=1.0, help="So long the comparison may take, in seconds.")
+        float, typer.Option("--limit-s", min=1.0, help="Limit of the comparison in seconds.")
     ] = 3600.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,7 +46,7 @@ def verify(
     except (ValueError, OSError) as error:
         raise CliError(str(error)) from None
     for note in proof["notes"]:
-        err.print(f"slotline: note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_message(f"note: {note}")
     typer.echo(json.dumps(proof, indent=1) if as_json else proof_text(proof))
     if not proof["equal"]:
         raise typer.Exit(1)
@@ -60,7 +60,7 @@ def verify_job(
     budget_s: float = 3.0,
     limit_s: float = 3600.0,
 ) -> dict[str, Any]:
-    """What verifying the job `spec` (as in job.yaml; `file` is where it lies) finds, as JSON of a Proof and of its plan.
+    """Verify the job `spec` (as in job.yaml, which lies at `file`): the JSON of a Proof, with the plan's main figures.
 
     Raises ValueError where the job is wrong, cannot be measured or planned, or where it cannot be run at all.
     """
@@ -80,7 +80,7 @@ def verify_job(
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:
-    """The result, a table of what was compared, and what was not."""
+    """The result, a table of the comparisons, and a list of what they do not cover."""
     result = (
         f"equal      {proof['steps']} steps to rounding"
         if proof["equal"]
@@ -93,9 +93,9 @@ def proof_text(proof: Mapping[str, Any]) -> str:
         "",
         f"{'what':28}{'compared':>10}{'worst':>12}{'allowed':>14}",
     ]
-    for one in proof["compared"]:
-        allowed = f"{one['allowed']:.1g}" if one["allowed"] else "bit for bit"
-        lines.append(f"{one['what']:28}{one['count']:>10}{one['worst']:>12.2g}{allowed:>14}")
+    for row in proof["compared"]:
+        allowed = f"{row['allowed']:.1g}" if row["allowed"] else "bit for bit"
+        lines.append(f"{row['what']:28}{row['count']:>10}{row['worst']:>12.2g}{allowed:>14}")
     return "\n".join([*lines, "", *(f"not covered: {text}" for text in proof["not_covered"])])
 
 
@@ -129,10 +129,10 @@ def _run_verification(request: Mapping[str, Any], folder: Path | None, limit_s: 
 
 
 def _exit_text(process_id: int, code: int) -> str:
-    words = read_crash_report(process_id)
+    report = read_crash_report(process_id)
     remove_crash_report(process_id)
-    where = f" in {words.action}" if words and words.action else ""
-    if words is not None and words.signal is not None:
-        print(words.stack, file=sys.stderr)
-        return f"the process that verified died in native code ({words.signal}){where}"
+    where = f" in {report.action}" if report and report.action else ""
+    if report is not None and report.signal is not None:
+        print(report.stack, file=sys.stderr)
+        return f"the process that verified died in native code ({report.signal}){where}"
     return f"the process that verified ended without a result (exit code {code}){where}"

@@ -1,12 +1,12 @@
 """A typed Python client of the REST API, for the `slotline` command, the demo and users' own scripts.
 
-    from service.client.client import Client
+    from service.client import Client
 
     client = Client()
     job = client.wait(client.submit(spec).id)
 
 Answers are the pydantic models of service.schemas. Imports neither the server nor what workers need. `wait` and
-followed streams survive a restart of the server (SERVER_AWAY_LIMIT_S); a stream that breaks goes on behind its last
+followed streams survive a restart of the server (SERVER_AWAY_LIMIT_S); a stream that breaks continues behind its last
 event. Loopback addresses are never called through a proxy.
 """
 
@@ -68,282 +68,23 @@ from service.schemas.jobs import (
 from service.schemas.plans import SavedPlanList, SavedPlanSummary, SavedPlanView, WhyView
 from service.settings.settings import is_loopback
 from service.spec.job import JobSpec
-from service.spec.states import JobState, Role
-
-PROFILE_LIMIT_S = 600.0
-"""So long who asks for the plan of a job waits until one worker has measured it."""
-_PLAN_LIMIT_S = 180.0
-
-
-class PlanCalls:
-    """Calls of a Client, which says how a call is made."""
-
-    _get: Callable[..., Any]
-    _call: Callable[..., Any]
-    _until_answered: Callable[..., Any]
-
-    def plan_job(
-        self,
-        spec: JobSpec | Mapping[str, Any],
-        *,
-        budget_s: float | None = None,
-        name: str | None = None,
-        limit_s: float = PROFILE_LIMIT_S,
-        waiting: Callable[[str], None] = lambda _: None,
-    ) -> JobPlanPreview:
-        """The plan of a job that is not submitted: cut, schedule, memory, expected step.
-
-        With a `name` it is kept, and a job whose `plan` is that name trains with exactly this plan; the same job under
-        the same name answers the plan that is kept. Where its costs are not known one worker measures them first:
-        `waiting` hears of it once, and after `limit_s` ClientError is raised.
-        """
-        body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
-        params = {key: value for key, value in (("budget_s", budget_s), ("name", name)) if value is not None}
-        call = {"json": body, "params": params, "timeout": _PLAN_LIMIT_S}
-        return self._until_answered(
-            JobPlanPreview, ProfilingView, "/api/v1/plans/job", call, limit_s=limit_s, waiting=waiting
-        )
-
-    def make_plan(
-        self, spec: Mapping[str, Any], *, format: str = "json", budget_s: float | None = None
-    ) -> str:
-        """Plan a PipelineSpec (DESIGN section 4): the plan as text in json, csv, table, events, chrome, svg or text."""
-        params = {"format": format} | ({} if budget_s is None else {"budget_s": budget_s})
-        return self._call("POST", "/api/v1/plans", json=spec, params=params).text
-
-    def saved_plans(self, *, owner: str | None = None) -> Iterator[SavedPlanSummary]:
-        """Plans that are kept under names, of one owner or of all."""
-        token = None
-        while True:
-            page = self._get(SavedPlanList, "/api/v1/plans/named", owner=owner, page_token=token)
-            yield from page.items
-            if (token := page.next_page_token) is None:
-                return
-
-    def saved_plan(self, name: str, *, owner: str | None = None) -> SavedPlanView:
-        """A kept plan as a whole, and the job that it was made for; one's own unless an `owner` is named."""
-        return self._get(SavedPlanView, f"/api/v1/plans/named/{name}", owner=owner)
-
-    def remove_plan(self, name: str, *, owner: str | None = None) -> None:
-        """Forget a kept plan; jobs that were submitted with it keep it."""
-        params = {} if owner is None else {"owner": owner}
-        self._call("DELETE", f"/api/v1/plans/named/{name}", params=params)
-
-
-EXPORT_LIMIT_S = 3600.0
-"""So long who asks for weights waits until the cluster has written them."""
-REMOVAL_LIMIT_S = 900.0
-"""So long who deletes a checkpoint waits until the cluster has."""
-_CHECKPOINTS_LIMIT_S = 90.0
-
-
-class WeightsCalls:
-    """Checkpoints and final weights; `_call`, `_parsed` and `_until_answered` are the client's."""
-
-    _call: Callable[..., Any]
-    _parsed: Callable[..., Any]
-    _until_answered: Callable[..., Any]
-
-    def checkpoints(self, job_id: str, *, sums: bool = False) -> CheckpointFiles:
-        """The job's checkpoints, newest first, as the server sees them; with `sums` their content is compared too."""
-        path, params = f"/api/v1/jobs/{job_id}/checkpoints", {"sums": sums}
-        response = self._call("GET", path, params=params, timeout=_CHECKPOINTS_LIMIT_S)
-        return self._parsed(CheckpointFiles, response)
-
-    def remove_checkpoint(
-        self,
-        job_id: str,
-        step: int,
-        *,
-        limit_s: float = REMOVAL_LIMIT_S,
-        waiting: Callable[[str], None] = lambda _: None,
-    ) -> RemovedView:
-        """Have the cluster delete the checkpoint after `step`; one that is not there is no mistake.
-
-        `waiting` hears of it once; ClientError after `limit_s`.
-        """
-        path = f"/api/v1/jobs/{job_id}/checkpoints/{step}"
-        return self._until_removed(path, limit_s, waiting)
-
-    def remove_export(
-        self,
-        job_id: str,
-        name: str,
-        *,
-        limit_s: float = REMOVAL_LIMIT_S,
-        waiting: Callable[[str], None] = lambda _: None,
-    ) -> RemovedView:
-        """Have the cluster delete exported weights, by their name in `artifacts`; as `remove_checkpoint`."""
-        return self._until_removed(f"/api/v1/jobs/{job_id}/exports/{name}", limit_s, waiting)
-
-    def _until_removed(self, path: str, limit_s: float, waiting: Callable[[str], None]) -> RemovedView:
-        return self._until_answered(
-            RemovedView, RemovingView, path, {}, limit_s=limit_s, waiting=waiting, method="DELETE"
-        )
-
-    def artifacts(self, job_id: str) -> ArtifactList:
-        """What the job has left beside its checkpoints, how much that is, and when it goes."""
-        path = f"/api/v1/jobs/{job_id}/artifacts"
-        return self._parsed(ArtifactList, self._call("GET", path, timeout=_CHECKPOINTS_LIMIT_S))
-
-    def usage(self, *, owner: str | None = None) -> list[OwnerUsage]:
-        """How many bytes there are of whom, most first."""
-        params = {} if owner is None else {"owner": owner}
-        return self._parsed(UsageList, self._call("GET", "/api/v1/usage", params=params)).items
-
-    def export(
-        self,
-        job_id: str,
-        *,
-        step: int | None = None,
-        format: str = "safetensors",
-        merged: bool = False,
-        limit_s: float = EXPORT_LIMIT_S,
-        waiting: Callable[[str], None] = lambda _: None,
-    ) -> ExportView:
-        """Have the cluster write the job's weights beside its checkpoints, those after `step` or the newest whole ones;
-        of a model of peft the adapters, or `merged` the whole model with them.
-
-        With the `format` "dcp" all of the checkpoint, as torch.distributed.checkpoint writes one.
-        `waiting` hears of it once; ClientError after `limit_s`.
-        """
-        asked = {"format": format, "step": step, "merged": merged or None}
-        call = {"params": {name: value for name, value in asked.items() if value is not None}}
-        path = f"/api/v1/jobs/{job_id}/export"
-        return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)
-
-
-_PAGE_SIZE = 500
-
-
-class PeopleCalls:
-    """Calls of a Client, which says how a call is made."""
-
-    _get: Callable[..., Any]
-    _post: Callable[..., Any]
-    _call: Callable[..., Any]
-
-    def whoami(self) -> Whoami:
-        """The name and the role of this client's token."""
-        return self._get(Whoami, "/api/v1/whoami")
-
-    def create_token(self, name: str, *, role: Role = Role.SUBMITTER, days: float | None = None) -> NewToken:
-        """Make a token, for admins; only this answer has it."""
-        body = {"name": name, "role": role, "days": days}
-        return self._post(NewToken, "/api/v1/tokens", json=body)
-
-    def tokens(self) -> list[TokenView]:
-        """All tokens without what opens anything, for admins."""
-        return self._get(TokenList, "/api/v1/tokens").items
-
-    def revoke_token(self, name: str) -> None:
-        """Make a token invalid, for admins."""
-        self._call("DELETE", f"/api/v1/tokens/{name}")
-
-    def set_secret(self, name: str, value: str) -> None:
-        """Keep a secret of one's own: a job that names it in `secrets` finds it in its environment."""
-        headers = {"Content-Type": "text/plain; charset=utf-8"}
-        self._call("PUT", f"/api/v1/secrets/{name}", content=value.encode(), headers=headers)
-
-    def secrets(self) -> list[SecretView]:
-        """The names of one's own secrets."""
-        return self._get(SecretList, "/api/v1/secrets").items
-
-    def remove_secret(self, name: str) -> None:
-        self._call("DELETE", f"/api/v1/secrets/{name}")
-
-    def audit(
-        self, *, principal: str | None = None, subject: str | None = None, limit: int | None = None
-    ) -> Iterator[AuditView]:
-        """Who did what, newest first, at most `limit`, for admins."""
-        left, token = limit, None
-        while left is None or left > 0:
-            size = _PAGE_SIZE if left is None else min(left, _PAGE_SIZE)
-            page = self._get(
-                AuditPage,
-                "/api/v1/audit",
-                principal=principal,
-                subject=subject,
-                limit=size,
-                page_token=token,
-            )
-            yield from page.items
-            left = None if left is None else left - len(page.items)
-            if (token := page.next_page_token) is None:
-                return
-
-
-class QueueCalls:
-    """Calls of a Client, which says how a call is made."""
-
-    _get: Callable[..., Any]
-    _call: Callable[..., Any]
-    _parsed: Callable[..., Any]
-
-    def jobs(
-        self,
-        *,
-        state: JobState | Sequence[JobState] | None = None,
-        queue: str | None = None,
-        owner: str | None = None,
-        limit: int | None = None,
-        name: str | None = None,
-        labels: Mapping[str, str | None] = MappingProxyType({}),
-        since: datetime | None = None,
-        until: datetime | None = None,
-    ) -> Iterator[JobSummary]:
-        """Jobs, newest first, at most `limit`; a page is asked for when it is needed.
-
-        Those with all of `labels` (None: any value), submitted at `since` or later and before `until` (with zones).
-        """
-        times = {"since": since and since.isoformat(), "until": until and until.isoformat()}
-        having = [key if value is None else f"{key}={value}" for key, value in labels.items()]
-        wanted = {"state": state, "queue": queue, "owner": owner, "name": name, "label": having, **times}
-        path = "/api/v1/jobs"
-        left, token = limit, None
-        while left is None or left > 0:
-            size = _PAGE_SIZE if left is None else min(left, _PAGE_SIZE)
-            page = self._get(JobPage, path, limit=size, page_token=token, **wanted)
-            yield from page.items
-            left = None if left is None else left - len(page.items)
-            if (token := page.next_page_token) is None:
-                return
-
-    def notifications(self, job_id: str) -> Iterator[DeliveryView]:
-        """Who was told of the job's states, and how that went."""
-        token = None
-        while True:
-            path = f"/api/v1/jobs/{job_id}/notifications"
-            page = self._get(DeliveryPage, path, limit=_PAGE_SIZE, page_token=token)
-            yield from page.items
-            if (token := page.next_page_token) is None:
-                return
-
-    def change(self, job_id: str, *, queue: str | None = None, priority: int | None = None) -> JobView:
-        """Move a waiting job to another queue or priority."""
-        given = {"queue": queue, "priority": priority}
-        body = {field: value for field, value in given.items() if value is not None}
-        return self._parsed(JobView, self._call("PATCH", f"/api/v1/jobs/{job_id}", json=body))
-
-    def queues(self) -> list[QueueView]:
-        """Quotas, and why each waiting job waits."""
-        return self._get(QueueList, "/api/v1/queues").items
-
-    def set_quota(self, queue: str, quota: int | None) -> QueueQuotaView:
-        """Let the queue's running jobs hold so many accelerators together (None: any number), for operators."""
-        answer = self._call("PUT", f"/api/v1/queues/{queue}/quota", json={"quota": quota})
-        return self._parsed(QueueQuotaView, answer)
-
-    def reset_quota(self, queue: str) -> QueueQuotaView:
-        """Back to the configured quota, for operators."""
-        return self._parsed(QueueQuotaView, self._call("DELETE", f"/api/v1/queues/{queue}/quota"))
-
+from service.spec.principals import Role
+from service.spec.states import JobState
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SERVER_AWAY_LIMIT_S = 300.0
-"""So long who waits for a job, or follows it, bears with a server that is away: it may be restarting."""
-_TEMPORARY_STATUSES = frozenset({502, 503, 504})
+"""`wait` and followed streams bear for this time with a server that is away: it may be restarting."""
+PROFILE_LIMIT_S = 600.0
+"""Limit of `plan_job` while one worker measures the job."""
+EXPORT_LIMIT_S = 3600.0
+"""Limit of `export` while the cluster writes the weights."""
+REMOVAL_LIMIT_S = 900.0
+"""Limit of `remove_checkpoint` and `remove_export` while the cluster deletes files."""
+_PLAN_CALL_LIMIT_S = 180.0
+_CHECKPOINTS_CALL_LIMIT_S = 90.0
 _STREAM_TIMEOUT = httpx.Timeout(30.0, read=60.0)  # the server sends a sign of life every 15 seconds
+_TEMPORARY_STATUSES = frozenset({502, 503, 504})
+_PAGE_SIZE = 500
 _POLL_EVERY_S = 0.5
 _RECONNECT_AFTER_S = 1.0
 
@@ -376,7 +117,7 @@ class ApiError(ClientError):
         return self.status in _TEMPORARY_STATUSES
 
 
-class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
+class Client:
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.
@@ -414,12 +155,39 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
     def submit(self, spec: JobSpec | Mapping[str, Any], *, idempotency_key: str | None = None) -> JobView:
         """Queue a job. The same key with the same specification submits only once."""
         body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
-        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        headers = _without_none(**{"Idempotency-Key": idempotency_key})
         return self._post(JobView, "/api/v1/jobs", json=body, headers=headers)
 
     def job(self, job_id: str) -> JobView:
         """State, reason, attempts and progress."""
         return self._get(JobView, f"/api/v1/jobs/{job_id}")
+
+    def jobs(
+        self,
+        *,
+        state: JobState | Sequence[JobState] | None = None,
+        queue: str | None = None,
+        owner: str | None = None,
+        limit: int | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str | None] = MappingProxyType({}),
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> Iterator[JobSummary]:
+        """Jobs, newest first, at most `limit`; a page is asked for when it is needed.
+
+        A job matches that has all of `labels` (None: any value) and was submitted at `since` or later and before
+        `until` (times with zones).
+        """
+        times = {"since": since and since.isoformat(), "until": until and until.isoformat()}
+        label = [key if value is None else f"{key}={value}" for key, value in labels.items()]
+        filters = {"state": state, "queue": queue, "owner": owner, "name": name, "label": label, **times}
+        return self._first_items(JobPage, "/api/v1/jobs", limit, **filters)
+
+    def change(self, job_id: str, *, queue: str | None = None, priority: int | None = None) -> JobView:
+        """Move a waiting job to another queue or priority."""
+        body = _without_none(queue=queue, priority=priority)
+        return self._parsed(JobView, self._call("PATCH", f"/api/v1/jobs/{job_id}", json=body))
 
     def cancel(self, job_id: str) -> JobView:
         """End a job."""
@@ -430,7 +198,7 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
         return self._post(JobView, f"/api/v1/jobs/{job_id}/retry")
 
     def wait(self, job_id: str) -> JobView:
-        """The job when it has ended, however that was. Bears with a server that is away for RETURN_LIMIT_S."""
+        """The job once its state is final. Bears with a server that is away for SERVER_AWAY_LIMIT_S."""
         seen_at = time.monotonic()
         while True:
             try:
@@ -444,7 +212,7 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
                     return job
             time.sleep(_POLL_EVERY_S)
 
-    # What happened in a job
+    # Observation of a job
 
     def events(
         self, job_id: str, *, after: EventView | None = None, follow: bool = False
@@ -452,7 +220,7 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
         """The job's event log behind `after`; with `follow` until the job ends, also over a restart of the server."""
         path = f"/api/v1/jobs/{job_id}/events"
         last = None if after is None else str(after.number)
-        return self._follow(EventView, path, last) if follow else self._pages(EventPage, path, last)
+        return self._follow(EventView, path, last) if follow else self._items(EventPage, path, last)
 
     def logs(
         self,
@@ -467,25 +235,25 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
     ) -> Iterator[LogLine]:
         """Lines of the drivers' logs behind `after`, of one attempt or of all; `follow` as with `events`.
 
-        Only the last `tail` of them, those written `since` a time (with its zone), those with the text `search`.
+        Filters: the last `tail` lines, lines written `since` a time (with its zone), lines with the text `search`.
         """
-        wanted = {"attempt": attempt, "tail": tail, "since": since and since.isoformat(), "search": search}
+        filters = {"attempt": attempt, "tail": tail, "since": since and since.isoformat(), "search": search}
         path = f"/api/v1/jobs/{job_id}/logs"
         last = None if after is None else f"{after.attempt}:{after.number}"
         if follow:
-            return self._follow(LogLine, path, last, **wanted)
-        return self._pages(LogPage, path, last, **wanted)
+            return self._follow(LogLine, path, last, **filters)
+        return self._items(LogPage, path, last, **filters)
 
     def steps(self, job_id: str, *, after: int | None = None) -> Iterator[StepView]:
         """Loss and times of the steps above `after`, by attempt, then step; each step once, as it was last done."""
-        return self._pages(StepPage, f"/api/v1/jobs/{job_id}/steps", None, limit=_PAGE_SIZE, after=after)
+        return self._items(StepPage, f"/api/v1/jobs/{job_id}/steps", limit=_PAGE_SIZE, after=after)
 
     def evaluations(self, job_id: str) -> Iterator[EvaluationView]:
-        """What the job's evaluations found, by attempt, then step; each once, as it was last done."""
-        return self._pages(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", None, limit=_PAGE_SIZE)
+        """Results of the job's evaluations, by attempt, then step; each once, as it was last done."""
+        return self._items(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", limit=_PAGE_SIZE)
 
     def plan(self, job_id: str) -> JobPlanView:
-        """Where the job's stages begin, what was planned, and the plan (DESIGN section 4)."""
+        """The job's stage starts, the costs that were planned, and the plan (DESIGN section 4)."""
         return self._get(JobPlanView, f"/api/v1/jobs/{job_id}/plan")
 
     def timeline(self, job_id: str, step: int | None = None) -> TimelineView:
@@ -493,41 +261,208 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
         return self._get(TimelineView, f"/api/v1/jobs/{job_id}/timeline", step=step)
 
     def chrome_trace(self, job_id: str, step: int | None = None) -> bytes:
-        """The same as a JSON file for Perfetto."""
+        """The timeline as a JSON file for Perfetto."""
         path = f"/api/v1/jobs/{job_id}/timeline"
         return self._call("GET", path, params=_without_none(step=step, format="chrome")).content
 
     def why(self, job_id: str, step: int | None = None) -> WhyView:
-        """What a profiled step waited for, what is to blame, and what would shorten it; the last one if None."""
+        """Idle time of a profiled step by reason, its causes, and changes that would shorten it; the last one if None."""
         return self._get(WhyView, f"/api/v1/jobs/{job_id}/why", step=step)
 
     def postmortem(self, job_id: str, attempt: int | None = None) -> bytes:
-        """What a failed attempt left, as a zip file; the last one that failed if None."""
+        """The zip file that a failed attempt left; of the last one that failed if None."""
         path = f"/api/v1/jobs/{job_id}/postmortem"
         return self._call("GET", path, params=_without_none(attempt=attempt)).content
 
-    # Code, cluster, server
+    def notifications(self, job_id: str) -> Iterator[DeliveryView]:
+        """Webhook calls about the job's states, and the receivers' answers."""
+        return self._items(DeliveryPage, f"/api/v1/jobs/{job_id}/notifications", limit=_PAGE_SIZE)
+
+    # Plans
+
+    def plan_job(
+        self,
+        spec: JobSpec | Mapping[str, Any],
+        *,
+        budget_s: float | None = None,
+        name: str | None = None,
+        limit_s: float = PROFILE_LIMIT_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> JobPlanPreview:
+        """The plan of a job that is not submitted: cut, schedule, memory, expected step.
+
+        With a `name` it is saved, and a job whose `plan` is that name trains with exactly this plan; the same job under
+        the same name answers the saved plan. Where its costs are not known one worker measures them first:
+        `waiting` hears of it once, and after `limit_s` ClientError is raised.
+        """
+        body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
+        params = _without_none(budget_s=budget_s, name=name)
+        call = {"json": body, "params": params, "timeout": _PLAN_CALL_LIMIT_S}
+        return self._until_answered(
+            JobPlanPreview, ProfilingView, "/api/v1/plans/job", call, limit_s=limit_s, waiting=waiting
+        )
+
+    def make_plan(
+        self, spec: Mapping[str, Any], *, format: str = "json", budget_s: float | None = None
+    ) -> str:
+        """Plan a PipelineSpec (DESIGN section 4): the plan as text in json, csv, table, events, chrome, svg or text."""
+        params = _without_none(format=format, budget_s=budget_s)
+        return self._call("POST", "/api/v1/plans", json=spec, params=params).text
+
+    def saved_plans(self, *, owner: str | None = None) -> Iterator[SavedPlanSummary]:
+        """Saved plans, of one owner or of all."""
+        return self._items(SavedPlanList, "/api/v1/plans/named", owner=owner)
+
+    def saved_plan(self, name: str, *, owner: str | None = None) -> SavedPlanView:
+        """A saved plan as a whole, and the job that it was made for; one's own unless an `owner` is named."""
+        return self._get(SavedPlanView, f"/api/v1/plans/named/{name}", owner=owner)
+
+    def remove_plan(self, name: str, *, owner: str | None = None) -> None:
+        """Delete a saved plan; jobs that were submitted with it keep it."""
+        self._call("DELETE", f"/api/v1/plans/named/{name}", params=_without_none(owner=owner))
+
+    # Checkpoints, exports, uploaded code
+
+    def checkpoints(self, job_id: str, *, sums: bool = False) -> CheckpointFiles:
+        """The job's checkpoints, newest first, as the server sees them; with `sums` their content is compared too."""
+        path, params = f"/api/v1/jobs/{job_id}/checkpoints", {"sums": sums}
+        response = self._call("GET", path, params=params, timeout=_CHECKPOINTS_CALL_LIMIT_S)
+        return self._parsed(CheckpointFiles, response)
+
+    def remove_checkpoint(
+        self,
+        job_id: str,
+        step: int,
+        *,
+        limit_s: float = REMOVAL_LIMIT_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> RemovedView:
+        """Have the cluster delete the checkpoint after `step`; one that is not there is no mistake.
+
+        `waiting` hears of it once; ClientError after `limit_s`.
+        """
+        path = f"/api/v1/jobs/{job_id}/checkpoints/{step}"
+        return self._until_removed(path, limit_s, waiting)
+
+    def remove_export(
+        self,
+        job_id: str,
+        name: str,
+        *,
+        limit_s: float = REMOVAL_LIMIT_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> RemovedView:
+        """Have the cluster delete exported weights, by their name in `artifacts`; as `remove_checkpoint`."""
+        return self._until_removed(f"/api/v1/jobs/{job_id}/exports/{name}", limit_s, waiting)
+
+    def _until_removed(self, path: str, limit_s: float, waiting: Callable[[str], None]) -> RemovedView:
+        return self._until_answered(
+            RemovedView, RemovingView, path, {}, limit_s=limit_s, waiting=waiting, method="DELETE"
+        )
+
+    def artifacts(self, job_id: str) -> ArtifactList:
+        """Stored output of the job beside its checkpoints: kinds, sizes, and when each is deleted."""
+        path = f"/api/v1/jobs/{job_id}/artifacts"
+        return self._parsed(ArtifactList, self._call("GET", path, timeout=_CHECKPOINTS_CALL_LIMIT_S))
+
+    def usage(self, *, owner: str | None = None) -> list[OwnerUsage]:
+        """Stored bytes of each owner, most first."""
+        return self._get(UsageList, "/api/v1/usage", owner=owner).items
+
+    def export(
+        self,
+        job_id: str,
+        *,
+        step: int | None = None,
+        format: str = "safetensors",
+        merged: bool = False,
+        limit_s: float = EXPORT_LIMIT_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> ExportView:
+        """Have the cluster write the job's weights beside its checkpoints: those after `step`, or the newest whole ones.
+
+        Of a peft model the adapters are written, or with `merged` the whole model with them. The `format` "dcp" is all
+        of the checkpoint, as torch.distributed.checkpoint writes one.
+        `waiting` hears of it once; ClientError after `limit_s`.
+        """
+        call = {"params": _without_none(format=format, step=step, merged=merged or None)}
+        path = f"/api/v1/jobs/{job_id}/export"
+        return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)
 
     def upload_package(self, content: bytes) -> PackageView:
         """Store a zip of code; its `uri` goes into a job's code.working_dir."""
         headers = {"Content-Type": "application/zip"}
         return self._post(PackageView, "/api/v1/packages", content=content, headers=headers)
 
+    # Clusters and queues
+
     def cluster(self, name: str | None = None) -> ClusterView:
-        """Nodes and accelerators as last seen, and who uses them: of the cluster of this name, or of all."""
+        """Nodes, accelerators and their users as last seen: of the cluster of this name, or of all."""
         return self._get(ClusterView, "/api/v1/cluster", cluster=name)
+
+    def queues(self) -> list[QueueView]:
+        """Queues with their quotas, and the reason why each waiting job waits."""
+        return self._get(QueueList, "/api/v1/queues").items
+
+    def set_quota(self, queue: str, quota: int | None) -> QueueQuotaView:
+        """Limit the accelerators that the queue's running jobs hold together (None: any number), for operators."""
+        answer = self._call("PUT", f"/api/v1/queues/{queue}/quota", json={"quota": quota})
+        return self._parsed(QueueQuotaView, answer)
+
+    def reset_quota(self, queue: str) -> QueueQuotaView:
+        """Return to the configured quota, for operators."""
+        return self._parsed(QueueQuotaView, self._call("DELETE", f"/api/v1/queues/{queue}/quota"))
+
+    # Principals and secrets
+
+    def whoami(self) -> Whoami:
+        """The name and the role of this client's token."""
+        return self._get(Whoami, "/api/v1/whoami")
+
+    def create_token(self, name: str, *, role: Role = Role.SUBMITTER, days: float | None = None) -> NewToken:
+        """Make a token, for admins; only this answer has it."""
+        body = {"name": name, "role": role, "days": days}
+        return self._post(NewToken, "/api/v1/tokens", json=body)
+
+    def tokens(self) -> list[TokenView]:
+        """All tokens without their secret texts, for admins."""
+        return self._get(TokenList, "/api/v1/tokens").items
+
+    def revoke_token(self, name: str) -> None:
+        """Make a token invalid, for admins."""
+        self._call("DELETE", f"/api/v1/tokens/{name}")
+
+    def set_secret(self, name: str, value: str) -> None:
+        """Store a secret of one's own: a job that names it in `secrets` finds it in its environment."""
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        self._call("PUT", f"/api/v1/secrets/{name}", content=value.encode(), headers=headers)
+
+    def secrets(self) -> list[SecretView]:
+        """The names of one's own secrets."""
+        return self._get(SecretList, "/api/v1/secrets").items
+
+    def remove_secret(self, name: str) -> None:
+        self._call("DELETE", f"/api/v1/secrets/{name}")
+
+    def audit(
+        self, *, principal: str | None = None, subject: str | None = None, limit: int | None = None
+    ) -> Iterator[AuditView]:
+        """The audit log, newest first, at most `limit` entries, for admins."""
+        return self._first_items(AuditPage, "/api/v1/audit", limit, principal=principal, subject=subject)
+
+    # The server
 
     def version(self) -> Version:
         return self._get(Version, "/api/v1/version")
 
     def ready(self) -> bool:
-        """Whether a server is there whose database and cluster answer."""
+        """True where a server answers whose database and cluster answer too."""
         try:
             return self._get(Health, "/readyz").status == "ok"
         except ClientError:
             return False
 
-    # How calls are made
+    # HTTP
 
     def _get(self, model: type[Model], path: str, **params: Any) -> Model:
         return self._parsed(model, self._call("GET", path, params=_without_none(**params)))
@@ -535,15 +470,31 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
     def _post(self, model: type[Model], path: str, **kwargs: Any) -> Model:
         return self._parsed(model, self._call("POST", path, **kwargs))
 
-    def _pages(self, model: type[BaseModel], path: str, token: str | None, **params: Any) -> Iterator[Any]:
+    def _items(
+        self, model: type[BaseModel], path: str, token: str | None = None, **params: Any
+    ) -> Iterator[Any]:
+        """The items of all pages behind the page token `token`."""
         while True:
             page: Any = self._get(model, path, page_token=token, **params)
             yield from page.items
             if (token := page.next_page_token) is None:
                 return
 
+    def _first_items(
+        self, model: type[BaseModel], path: str, limit: int | None, **params: Any
+    ) -> Iterator[Any]:
+        """At most `limit` items (None: all); the last page is asked for no more than are left."""
+        left, token = limit, None
+        while left is None or left > 0:
+            size = _PAGE_SIZE if left is None else min(left, _PAGE_SIZE)
+            page: Any = self._get(model, path, limit=size, page_token=token, **params)
+            yield from page.items
+            left = None if left is None else left - len(page.items)
+            if (token := page.next_page_token) is None:
+                return
+
     def _follow(self, model: type[Model], path: str, last: str | None, **params: Any) -> Iterator[Model]:
-        """What a stream of server-sent events carries; a stream that breaks is taken up where it broke."""
+        """The payloads of a stream of server-sent events; a stream that breaks is taken up where it broke."""
         seen_at = None
         while True:
             try:
@@ -599,14 +550,14 @@ class Client(PeopleCalls, PlanCalls, QueueCalls, WeightsCalls):
         method: str = "POST",
     ) -> Model:
         """Call again and again while the answer is 202: `waiting` hears why, once; ClientError after `limit_s`."""
-        deadline, told = time.monotonic() + limit_s, False
+        deadline, announced = time.monotonic() + limit_s, False
         while (response := self._call(method, path, **call)).status_code == 202:
             message = self._parsed(pending, response).message
             if time.monotonic() > deadline:
                 raise ClientError(f"{message}, for more than {limit_s:g} s: ask again later")
-            if not told:
+            if not announced:
                 waiting(message)
-                told = True
+                announced = True
             time.sleep(_POLL_EVERY_S)
         return self._parsed(model, response)
 
@@ -628,7 +579,7 @@ def _without_none(**params: Any) -> dict[str, Any]:
 
 
 def _read_problem(response: httpx.Response) -> Problem:
-    """The problem in an answer; one that says so where something else than Slotline answered."""
+    """The problem in an answer; where something else than Slotline answered, one made of its status and text."""
     try:
         return Problem.model_validate_json(response.content)
     except ValidationError:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.spec.job import Name
-from service.spec.states import Role
+from service.spec.principals import Role
 
 
 class DeliveryView(BaseModel):

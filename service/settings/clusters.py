@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,17 +19,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings
 
 from service.spec.job import Name
 
 DEFAULT_CLUSTER = "default"
-"""The cluster of RAY_ADDRESS, or the local one; and of queues that name none."""
-MEBIBYTE = 1 << 20
+"""Name of the cluster of RAY_ADDRESS, or of the local one; queues that name no cluster belong to it."""
 
 
 def checked_dashboard_address(value: str, setting: str) -> str:
-    """The address of a Ray dashboard as it is called; ValueError, which names the setting, for another kind."""
+    """A Ray dashboard's address without a slash at its end; ValueError, which names `setting`, for one without http."""
     if not value.startswith(("http://", "https://")):
         raise ValueError(
             f"{setting} is {value!r}; Slotline talks to the Jobs API over HTTP: "
@@ -41,11 +37,11 @@ def checked_dashboard_address(value: str, setting: str) -> str:
 
 
 class ClusterSettings(BaseModel):
-    """A Ray cluster beside the default one; what is not given is as for one that nobody set anything for."""
+    """A Ray cluster beside the default one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    address: str = Field(description="Of its dashboard: http://head:8265")
+    address: str = Field(description="Address of its dashboard: http://head:8265")
     token: SecretStr | None = Field(default=None, description="The cluster's token (RAY_AUTH_TOKEN there)")
     token_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         default=None, description="The environment variable that holds the token, in place of it"
@@ -80,7 +76,7 @@ class ClusterSettings(BaseModel):
     @model_validator(mode="after")
     def _token_is_there_once(self) -> ClusterSettings:
         if self.token is not None and self.token_variable is not None:
-            raise ValueError("token and token_variable are both given: one of them says the token")
+            raise ValueError("token and token_variable are both given: leave out one")
         if self.token_variable is not None and not os.environ.get(self.token_variable, "").strip():
             raise ValueError(
                 f"token_variable is {self.token_variable}, and the environment has no such variable, or a blank "
@@ -90,14 +86,17 @@ class ClusterSettings(BaseModel):
 
     @property
     def ray_token(self) -> str | None:
+        """The cluster's token, given or in its variable."""
         if self.token_variable is not None:
             return os.environ[self.token_variable].strip()
         return None if self.token is None else self.token.get_secret_value()
 
 
 class QueueSettings(BaseModel):
-    """A queue: the accelerators that its running jobs may hold together (null: any number), the cluster that they run
-    on, and who may put jobs into it (null: every submitter)."""
+    """A queue: its quota of accelerators (null: none), its cluster, and its submitters (null: all).
+
+    The quota bounds the accelerators that the queue's running jobs hold together.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -108,8 +107,8 @@ class QueueSettings(BaseModel):
     )
 
     def admits(self, principal: str) -> bool:
-        """Whether a submitter of this name may use the queue."""
-        return self.submitters is None or any(fnmatchcase(principal, one) for one in self.submitters)
+        """True where a submitter of this name may use the queue."""
+        return self.submitters is None or any(fnmatchcase(principal, name) for name in self.submitters)
 
 
 def _queue_from_quota(value: Any) -> Any:
@@ -118,102 +117,3 @@ def _queue_from_quota(value: Any) -> Any:
 
 QueueOrQuota = Annotated[QueueSettings, BeforeValidator(_queue_from_quota)]
 """A QueueSettings, or its quota alone."""
-
-
-class ClusterAndQueueSettings(BaseSettings):
-    """Which Ray clusters there are, and which queues; see service/settings/settings.py."""
-
-    # The cluster named default
-    ray_address: str | None = Field(
-        default=None,
-        validation_alias=AliasChoices("SLOTLINE_RAY_ADDRESS", "RAY_ADDRESS"),
-        description="Dashboard address of a Ray cluster (http://head:8265); empty: a local Ray is started",
-    )
-    ray_auth_token: SecretStr | None = Field(
-        default=None, validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN")
-    )
-    ray_auth_token_path: Path = Field(
-        default=Path("~/.ray/auth_token"),
-        validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH"),
-        description="Where Ray keeps the token when none is given; need not exist",
-    )
-    ray_timeout_s: Annotated[float, Field(gt=0)] = 20.0
-    driver_ray_address: str | None = Field(
-        default=None,
-        description="host:port at which drivers join the cluster; needed where several Ray run on one machine",
-    )
-    local_workers: Annotated[int, Field(ge=1, le=1024)] = 4
-    local_ray_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=0, description="Port of the local Ray's Jobs API; 0 takes a free one"
-    )
-    local_object_store_bytes: Annotated[int, Field(ge=80 * MEBIBYTE)] = 128 * MEBIBYTE
-    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1,
-        description="Workers that share a GPU: each takes that part of Ray's GPU, and counts as an accelerator",
-    )
-    driver_python: str | None = Field(default=None, description="Python that runs the driver in the cluster")
-
-    clusters: dict[Name, ClusterSettings] = Field(
-        default={}, description='Further Ray clusters: {"east": {"address": "http://east:8265", ...}}'
-    )
-
-    # name -> quota, or {"quota": ..., "cluster": ..., "submitters": [...]}
-    queues: Annotated[dict[Name, QueueOrQuota], Field(min_length=1)] = {DEFAULT_CLUSTER: QueueSettings()}
-
-    @field_validator("ray_address")
-    @classmethod
-    def _ray_address_is_http(cls, value: str | None) -> str | None:
-        return checked_dashboard_address(value, "RAY_ADDRESS") if value else None
-
-    @field_validator("clusters")
-    @classmethod
-    def _default_is_another_setting(cls, value: dict[str, ClusterSettings]) -> dict[str, ClusterSettings]:
-        if DEFAULT_CLUSTER in value:
-            raise ValueError(
-                f"{DEFAULT_CLUSTER} is the cluster of RAY_ADDRESS: set that, or choose another name"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _queues_belong_to_clusters(self) -> ClusterAndQueueSettings:
-        for name, queue in self.queues.items():
-            if queue.cluster != DEFAULT_CLUSTER and queue.cluster not in self.clusters:
-                known = ", ".join([DEFAULT_CLUSTER, *sorted(self.clusters)])
-                raise ValueError(
-                    f"SLOTLINE_QUEUES: queue {name} belongs to the cluster {queue.cluster!r}, which SLOTLINE_CLUSTERS does "
-                    f"not name: use one of {known}"
-                )
-        return self
-
-    @property
-    def quotas(self) -> dict[str, int | None]:
-        """The configured quota of each queue."""
-        return {name: queue.quota for name, queue in self.queues.items()}
-
-    @property
-    def has_default_cluster(self) -> bool:
-        """Whether there is a cluster named default: one that has an address, or that a queue belongs to."""
-        return self.ray_address is not None or any(
-            one.cluster == DEFAULT_CLUSTER for one in self.queues.values()
-        )
-
-    def cluster_of(self, queue: str) -> str | None:
-        """The cluster that the jobs of a queue run on; None for a queue that is not there, where several clusters are:
-        it may have been another tenant's."""
-        if queue in self.queues:
-            return self.queues[queue].cluster
-        return None if self.clusters else DEFAULT_CLUSTER
-
-    @property
-    def ray_token(self) -> str | None:
-        """The default cluster's token: given, or in Ray's own file."""
-        if self.ray_auth_token is not None:
-            return self.ray_auth_token.get_secret_value()
-        file = self.ray_auth_token_path.expanduser()
-        return file.read_text().strip() or None if file.is_file() else None
-
-    @property
-    def ray_tokens(self) -> list[str]:
-        """Those of all clusters."""
-        found = [self.ray_token, *(cluster.ray_token for cluster in self.clusters.values())]
-        return [token for token in found if token]

@@ -1,9 +1,9 @@
 """Settings of the control plane, read from SLOTLINE_* environment variables.
 
 Each has one name, and one default that works on a laptop. Field names are environment variables, so they are a
-public format. What cannot work together (a reachable host without a token, several control planes on SQLite, half
-an identity provider) is refused here, before anything starts. In retention settings -1 day means for ever; jobs,
-attempts and events always stay.
+public format. Settings that contradict each other (a reachable host without a token, several control planes on
+SQLite, half an identity provider) are refused here, before anything starts. In retention settings -1 day means for
+ever; jobs, attempts and events always stay.
 """
 
 from __future__ import annotations
@@ -15,45 +15,327 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.settings.clusters import ClusterAndQueueSettings
-from service.spec.states import Role
+from service.settings.clusters import (
+    DEFAULT_CLUSTER,
+    ClusterSettings,
+    QueueOrQuota,
+    QueueSettings,
+    checked_dashboard_address,
+)
+from service.spec.job import Name
+from service.spec.principals import Role
 from service.spec.values import StateName, check_webhook_secret, checked_webhook_url
 
-MEBIBYTE = 1 << 20
+KIBIBYTE, MEBIBYTE = 1 << 10, 1 << 20
 FOR_EVER = -1
 RetentionDays = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
+_ASYNC_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+}
 
 
-class RetentionSettings(BaseSettings):
-    """In days -1 is for ever. Jobs, attempts and events always stay."""
+class Settings(BaseSettings):
+    """Every setting with its default and meaning, from SLOTLINE_* and RAY_*; units are in the names.
 
-    keep_timelines_days: RetentionDays = Field(
-        default=30.0, description="Measured slots, after their job's end"
+    service/README.md shows the descriptions as a table: `python -m tests.service.settings_table` renews it.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="SLOTLINE_", extra="ignore", env_ignore_empty=True, populate_by_name=True
     )
-    keep_history_days: RetentionDays = Field(
-        default=365.0, description="Steps, plan and logs, after their job's end"
+
+    # The server and its data
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; beyond this machine a token must be required"
     )
-    keep_packages_days: RetentionDays = Field(
-        default=30.0, description="Uploaded code that no job names, after its last upload"
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port to listen on")
+    public_url: str | None = Field(
+        default=None,
+        description="How users reach this server, and drivers where `SLOTLINE_DRIVER_URL` is not set",
     )
-    keep_checkpoints_days: RetentionDays = Field(
-        default=-1.0, description="Checkpoints and exports, after their job's end; the cluster deletes them"
+    driver_url: str | None = Field(
+        default=None, description="How drivers reach this server, where that differs"
+    )
+    data_dir: Path = Field(default=Path(".slotline"), description="SQLite, local logs and the key of secrets")
+    database_url: str = Field(
+        default="",
+        description="`postgresql://user:password@host/name`; empty: SQLite in `SLOTLINE_DATA_DIR`, for one server",
+    )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        default="info",
+        description="Least level of log lines: `debug`, `info`, `warning`, `error`, `critical`",
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="`text`, or `json`: log lines of server and drivers as objects with job, attempt, step and trace_id",
+    )
+    grafana_url: str | None = Field(
+        default=None, description="Grafana with our dashboards: a job's page links to them"
+    )
+
+    # Callers
+    api_token: SecretStr | None = Field(
+        default=None, description="One fixed token, an admin's, that every call may carry"
+    )
+    metrics_token: SecretStr | None = Field(
+        default=None, description="Opens the list of drivers for Prometheus, and nothing else"
+    )
+    require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
+    secrets_key: SecretStr | None = Field(
+        default=None,
+        description="Encrypts users' secrets (`openssl rand -hex 32`); several, with commas: the first encrypts, all "
+        "decrypt. Without one SQLite has a key file of its own, PostgreSQL takes no secrets",
+    )
+    open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
+    oidc_issuer: str | None = Field(default=None, description="JWTs with this `iss` are tokens too")
+    oidc_audience: str | None = Field(default=None, description="The `aud` that such a JWT must have")
+    oidc_jwks_url: str | None = Field(default=None, description="The issuer's public keys: `https://...`")
+    oidc_roles: dict[str, Role] = Field(
+        default={},
+        description='Values of the role claim and the roles that they give: `{"ml-admins": "admin"}`',
+    )
+    oidc_role_claim: str = Field(
+        default="roles", description="Claim with a list or words, or the path of one: `realm_access.roles`"
+    )
+    oidc_name_claim: str = Field(
+        default="sub", description="Claim that names the owner, uniquely and for ever: `oidc:<value>`"
+    )
+
+    # The Ray cluster named default
+    ray_address: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SLOTLINE_RAY_ADDRESS", "RAY_ADDRESS"),
+        description="Dashboard of the Ray cluster `default` (`http://head:8265`); without it a local Ray is started",
+    )
+    ray_auth_token: SecretStr | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN"),
+        description="Token of that cluster",
+    )
+    ray_auth_token_path: Path = Field(
+        default=Path("~/.ray/auth_token"),
+        validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH"),
+        description="File with that token, where `RAY_AUTH_TOKEN` is not set; need not exist",
+    )
+    ray_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=20.0, description="Limit of one call to Ray's Jobs API"
+    )
+    driver_ray_address: str | None = Field(
+        default=None,
+        description="`host:port` at which drivers join Ray; needed where several Ray clusters run on one machine",
+    )
+    local_workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=4, description="Accelerators that a local Ray offers"
+    )
+    local_ray_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0, description="Port of the local Ray's Jobs API; 0 takes a free one"
+    )
+    local_object_store_bytes: Annotated[int, Field(ge=80 * MEBIBYTE)] = Field(
+        default=128 * MEBIBYTE, description="Object store of a local Ray"
+    )
+    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Workers that share one GPU, each counted as an accelerator; for tests of a pipeline on one GPU, "
+        "with CUDA MPS",
+    )
+    driver_python: str | None = Field(
+        default=None,
+        description="Python that runs drivers in the cluster; the default is `python`, of a local Ray this server's own",
+    )
+
+    # Further clusters, and queues
+    clusters: dict[Name, ClusterSettings] = Field(
+        default={}, description="Further Ray clusters by name, see *Several Ray clusters*"
+    )
+    queues: Annotated[dict[Name, QueueOrQuota], Field(min_length=1)] = Field(
+        default={DEFAULT_CLUSTER: QueueSettings()},
+        description="Queues: a quota of accelerators each, or `quota`, `cluster` and `submitters`, see *Queues*",
+    )
+    preemption: bool = Field(
+        default=True, description="Running jobs are preempted by waiting jobs of a higher priority"
+    )
+    preemption_grace_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        default=60.0,
+        description="Time to save a checkpoint for a job that is preempted, or whose `max_duration` is over",
+    )
+    queue_patience_s: Annotated[float, Field(gt=0)] = Field(
+        default=3600.0, description="An owner who had no start for this time has the next turn of the queue"
+    )
+
+    # The orchestrator
+    orchestrator: bool = Field(
+        default=True,
+        description="`false`: this server only answers, beside others on the same PostgreSQL that start jobs",
+    )
+    lease_s: Annotated[float, Field(ge=1, le=600)] = Field(
+        default=10.0, description="An orchestrator that has not renewed its lease for this time is replaced"
+    )
+    tick_s: Annotated[float, Field(gt=0, le=60)] = Field(
+        default=0.5, description="Time between two rounds of the orchestrator"
+    )
+    cluster_refresh_s: Annotated[float, Field(gt=0)] = Field(
+        default=2.0, description="Time between two looks at a cluster's nodes"
+    )
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0, description="An event names a driver that has not reported for this time"
+    )
+    silence_limit_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0,
+        description="A driver that Ray still runs and that has not reported for this time is stopped",
+    )
+    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="Limit for Ray to take a driver, and then for the driver's first report"
+    )
+    cancel_grace_s: Annotated[float, Field(ge=0)] = Field(
+        default=15.0, description="Time for a cancelled job to end by itself before Ray stops it"
+    )
+    retry_backoff_s: Annotated[float, Field(ge=0)] = Field(
+        default=2.0, description="Pause before the second attempt; twice as long before each later one"
+    )
+    retry_backoff_limit_s: Annotated[float, Field(ge=0)] = Field(
+        default=60.0, description="Longest such pause"
+    )
+    metrics_linger_s: Annotated[float, Field(ge=0)] = Field(
+        default=60.0, description="Drivers still serve the metrics of a finished job for this time"
+    )
+    profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=30.0,
+        description="Time between two steps whose slots are stored and exposed; a job's first two and its last always are",
+    )
+    metrics_ports: Annotated[str, Field(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = Field(
+        default="",
+        description="`first-last`: drivers serve their metrics at one of these ports (`9400-9499`); empty: at any port",
+    )
+
+    # Planning and tasks
+    plan_processes: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Plans computed at once for users; one process more is kept for drivers"
+    )
+    plan_queue: Annotated[int, Field(ge=0)] = Field(
+        default=4, description="Plans that may wait for a process; beyond that 503 with `Retry-After`"
+    )
+    plan_memory_bytes: Annotated[int, Field(ge=512 * MEBIBYTE)] = Field(
+        default=8192 * MEBIBYTE, description="Memory of one planning process"
+    )
+    plan_budget_s: Annotated[float, Field(ge=0)] = Field(
+        default=10.0, description="Search time of `auto`, counted as work"
+    )
+    plan_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=120.0, description="Limit of one plan by the clock"
+    )
+    plan_action_limit: Annotated[int, Field(ge=1)] = Field(
+        default=200_000,
+        description="Largest microbatches × (stages + edges) of `POST /api/v1/plans`, and of a job",
+    )
+    profile_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=300.0, description="Limit for one worker to measure a job that is planned without training"
+    )
+    export_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=3600.0, description="Limit for the cluster to write a job's final weights"
     )
     removal_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="So long the cluster may take to delete checkpoints"
+        default=600.0, description="Limit of one deletion of checkpoints by the cluster"
+    )
+
+    # Retention
+    keep_timelines_days: RetentionDays = Field(
+        default=30.0, description="Days from a job's end until its measured slots are deleted; -1: never"
+    )
+    keep_history_days: RetentionDays = Field(
+        default=365.0,
+        description="Days from a job's end until its steps, plan, post-mortems and logs are deleted; -1: never",
+    )
+    keep_packages_days: RetentionDays = Field(
+        default=30.0,
+        description="Days from its last upload until code that no job names is deleted; -1: never",
+    )
+    keep_checkpoints_days: RetentionDays = Field(
+        default=-1.0,
+        description="Days from a job's end until the cluster deletes its checkpoints and exports; -1: never",
     )
     keep_plans_days: RetentionDays = Field(
-        default=90.0, description="Plans kept under a name, after the last job was submitted with them"
+        default=90.0,
+        description="Days from the last submission with it until a saved plan is deleted; -1: never",
+    )
+    timelines_kept: Annotated[int, Field(ge=1)] = Field(
+        default=100, description="Profiled steps of one job whose slots are stored: the last ones"
     )
     named_plans: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=100, description="Plans that one owner may keep under names"
+        default=100, description="Saved plans of one owner at most"
+    )
+
+    # Limits of what is stored and received
+    body_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=32 * MEBIBYTE, description="Any request body, so a driver's report"
+    )
+    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0, description="Time in which a body must arrive, and a second more for each 64 KiB"
+    )
+    job_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=256 * KIBIBYTE, description="The specification of a job"
+    )
+    plan_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=MEBIBYTE, description="The specification of `POST /api/v1/plans`"
     )
     named_plan_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=32 * MEBIBYTE, description="A plan that is kept under a name"
+        default=32 * MEBIBYTE, description="Size of one saved plan at most"
     )
+    profile_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=16 * MEBIBYTE, description="What a driver may store of one measurement"
+    )
+    package_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=64 * MEBIBYTE, description="An uploaded zip of code"
+    )
+    package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=512 * MEBIBYTE, description="The same, unpacked"
+    )
+    log_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=1 * MEBIBYTE, description="Stored log of one attempt: its end"
+    )
+
+    # Webhooks
+    webhook_url: str | None = Field(
+        default=None, description="Called for every job, beside the job's own notifications"
+    )
+    webhook_secret: SecretStr | None = Field(
+        default=None, description="Signs what `SLOTLINE_WEBHOOK_URL` is sent"
+    )
+    webhook_states: list[StateName] = Field(
+        default=["SUCCEEDED", "FAILED", "CANCELLED"], description="States of jobs for which it is called"
+    )
+    webhooks_anywhere: bool = Field(
+        default=False,
+        description="Jobs may also name URLs of this machine and of private networks: the server calls them",
+    )
+    webhook_timeout_s: Annotated[float, Field(gt=0, le=120)] = Field(
+        default=10.0, description="Limit of one webhook call"
+    )
+    webhook_tries: Annotated[int, Field(ge=1, le=30)] = Field(
+        default=8, description="Calls of one notification at most"
+    )
+    webhook_backoff_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        default=5.0,
+        description="Pause before the second call; three times as long before each later one, at most an hour",
+    )
+
+    @field_validator("ray_address")
+    @classmethod
+    def _ray_address_is_http(cls, value: str | None) -> str | None:
+        return checked_dashboard_address(value, "RAY_ADDRESS") if value else None
+
+    @field_validator("clusters")
+    @classmethod
+    def _default_is_another_setting(cls, value: dict[str, ClusterSettings]) -> dict[str, ClusterSettings]:
+        if DEFAULT_CLUSTER in value:
+            raise ValueError(
+                f"{DEFAULT_CLUSTER} is the cluster of RAY_ADDRESS: set that, or choose another name"
+            )
+        return value
 
     @field_validator(
         "keep_timelines_days",
@@ -67,164 +349,6 @@ class RetentionSettings(BaseSettings):
         if -1 < value < 0:
             raise ValueError(f"{value:g} is no time to keep something: give days, or -1 for ever")
         return value
-
-
-KIBIBYTE = 1 << 10
-
-
-class Settings(RetentionSettings, ClusterAndQueueSettings):
-    """Read from SLOTLINE_* (and RAY_ADDRESS, RAY_AUTH_TOKEN); see each field for its meaning and unit."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="SLOTLINE_", extra="ignore", env_ignore_empty=True, populate_by_name=True
-    )
-
-    # The server and its data
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    public_url: str | None = Field(default=None, description="How drivers and users reach this server")
-    driver_url: str | None = Field(
-        default=None, description="How drivers reach this server, where that differs from public_url"
-    )
-    data_dir: Path = Path(".slotline")
-    database_url: str = Field(default="", description="SQLite in data_dir when empty")
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    log_format: Literal["text", "json"] = Field(
-        default="text",
-        description="Of the server's and of drivers' logs: lines for people, or JSON for machines",
-    )
-
-    # Who may call
-    api_token: SecretStr | None = Field(default=None, description="One token that every call must carry")
-    metrics_token: SecretStr | None = Field(
-        default=None, description="Opens the list of drivers for Prometheus, and nothing else"
-    )
-    require_token: bool = Field(default=False, description="Ask for a token made by `slotline token create`")
-    secrets_key: SecretStr | None = Field(
-        default=None,
-        description="Encrypts users' secrets: a long random text; several, with commas: the first seals, all open. "
-        "With SQLite in data_dir a file there holds one when none is given",
-    )
-    open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
-    oidc_issuer: str | None = Field(
-        default=None, description="JWTs of this issuer (their `iss`) are tokens too"
-    )
-    oidc_audience: str | None = Field(default=None, description="The `aud` that such a JWT must have")
-    oidc_jwks_url: str | None = Field(
-        default=None, description="Where the issuer's public keys are: https://..."
-    )
-    oidc_roles: dict[str, Role] = Field(
-        default={}, description='Values of the role claim and the roles they give: {"ml-admins": "admin"}'
-    )
-    oidc_role_claim: str = Field(
-        default="roles", description="A claim with a list or words, or the path of one: realm_access.roles"
-    )
-    oidc_name_claim: str = Field(
-        default="sub", description="The claim that names its owner, for ever and uniquely: oidc:<value>"
-    )
-
-    # Whose turn it is
-    preemption: bool = Field(
-        default=True, description="Running jobs give way to waiting ones of a higher priority"
-    )
-    preemption_grace_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        default=60.0, description="So long a job that gives way, or whose time is over, may save a checkpoint"
-    )
-    queue_patience_s: Annotated[float, Field(gt=0)] = Field(
-        default=3600.0, description="After so long without a start an owner has the next turn of their queue"
-    )
-
-    # Who is told of states of jobs
-    webhook_url: str | None = Field(
-        default=None, description="Told of every job, beside its own notifications"
-    )
-    webhook_secret: SecretStr | None = Field(default=None, description="Signs what webhook_url is sent")
-    webhook_states: list[StateName] = Field(default=["SUCCEEDED", "FAILED", "CANCELLED"])
-    webhooks_anywhere: bool = Field(
-        default=False,
-        description="Jobs may also name URLs of this machine and of private networks: the server calls them",
-    )
-    webhook_timeout_s: Annotated[float, Field(gt=0, le=120)] = 10.0
-    webhook_tries: Annotated[int, Field(ge=1, le=30)] = 8
-    webhook_backoff_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        default=5.0,
-        description="Before the second try; three times as long before each later one, at most an hour",
-    )
-
-    # The orchestrator
-    orchestrator: bool = Field(
-        default=True, description="false: answer only, beside others on the same PostgreSQL that start jobs"
-    )
-    lease_s: Annotated[float, Field(ge=1, le=600)] = Field(
-        default=10.0,
-        description="One that orchestrates and is not heard of for so long is replaced by another",
-    )
-    tick_s: Annotated[float, Field(gt=0, le=60)] = 0.5
-    cluster_refresh_s: Annotated[float, Field(gt=0)] = 2.0
-    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    silence_limit_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="A driver that Ray still runs but that says nothing for so long is stopped"
-    )
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    cancel_grace_s: Annotated[float, Field(ge=0)] = 15.0
-    retry_backoff_s: Annotated[float, Field(ge=0)] = 2.0
-    retry_backoff_limit_s: Annotated[float, Field(ge=0)] = 60.0
-    metrics_linger_s: Annotated[float, Field(ge=0)] = 60.0
-    profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=30.0, description="So often the slots of a step are stored, and exposed to Prometheus"
-    )
-    metrics_ports: Annotated[str, Field(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = Field(
-        default="", description="first-last: drivers serve their metrics at one of these; empty: at any port"
-    )
-
-    grafana_url: str | None = Field(
-        default=None, description="Where Grafana has our dashboards: the page of a job links to them"
-    )
-
-    # Limits
-    body_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=32 * MEBIBYTE, description="Any body, so a driver's report; jobs and plans have less"
-    )
-    job_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=256 * KIBIBYTE, description="The specification of a job"
-    )
-    plan_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=MEBIBYTE, description="The specification of POST /api/v1/plans"
-    )
-    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=30.0, description="So long a body may take, and a second more for each 64 KiB"
-    )
-    profile_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=16 * MEBIBYTE, description="What a driver may store of one measurement"
-    )
-    package_limit_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
-    package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = 512 * MEBIBYTE
-    log_limit_bytes: Annotated[int, Field(ge=1024)] = 1 * MEBIBYTE
-    timelines_kept: Annotated[int, Field(ge=1)] = Field(
-        default=100, description="Profiled steps of one job whose slots are stored: the last ones"
-    )
-
-    # Planning
-    plan_processes: Annotated[int, Field(ge=1)] = 1
-    plan_queue: Annotated[int, Field(ge=0)] = Field(
-        default=4, description="Plans that may wait for a process"
-    )
-    plan_memory_bytes: Annotated[int, Field(ge=512 * MEBIBYTE)] = Field(
-        default=8192 * MEBIBYTE, description="Memory that one planning process may use"
-    )
-    plan_budget_s: Annotated[float, Field(ge=0)] = 10.0
-    plan_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    profile_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=300.0,
-        description="So long one worker may take to measure a job that is planned without training",
-    )
-    export_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=3600.0, description="So long the cluster may take to write a job's final weights"
-    )
-    plan_action_limit: Annotated[int, Field(ge=1)] = Field(
-        default=200_000,
-        description="Largest microbatches x (stages + edges) of POST /api/v1/plans, and of a job",
-    )
 
     @field_validator("metrics_ports")
     @classmethod
@@ -257,7 +381,9 @@ class Settings(RetentionSettings, ClusterAndQueueSettings):
     def _keys_come_over_tls(cls, value: str | None) -> str | None:
         url = urlsplit(value or "")
         if value and url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.hostname or "")):
-            raise ValueError("whoever changes the keys on their way says who everybody is: write https://...")
+            raise ValueError(
+                "whoever changes the keys on their way can forge every identity: write https://..."
+            )
         return value
 
     @field_validator("public_url", "driver_url", "grafana_url")
@@ -274,22 +400,33 @@ class Settings(RetentionSettings, ClusterAndQueueSettings):
 
     @field_validator("database_url")
     @classmethod
-    def _database_is_one_that_we_know(cls, value: str) -> str:
+    def _database_is_supported(cls, value: str) -> str:
         kind = value.partition("://")[0].partition("+")[0]
         if value and kind not in _ASYNC_DRIVERS:
             raise ValueError("write postgresql://user:password@host/name, or leave it empty for SQLite")
         return value
 
     @model_validator(mode="after")
+    def _queues_belong_to_clusters(self) -> Settings:
+        for name, queue in self.queues.items():
+            if queue.cluster != DEFAULT_CLUSTER and queue.cluster not in self.clusters:
+                known = ", ".join([DEFAULT_CLUSTER, *sorted(self.clusters)])
+                raise ValueError(
+                    f"SLOTLINE_QUEUES: queue {name} belongs to the cluster {queue.cluster!r}, which SLOTLINE_CLUSTERS does "
+                    f"not name: use one of {known}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _identity_provider_is_whole(self) -> Settings:
-        given = {
+        provider = {
             "SLOTLINE_OIDC_ISSUER": self.oidc_issuer,
             "SLOTLINE_OIDC_AUDIENCE": self.oidc_audience,
             "SLOTLINE_OIDC_JWKS_URL": self.oidc_jwks_url,
             "SLOTLINE_OIDC_ROLES": self.oidc_roles,
         }
-        missing = [name for name, value in given.items() if not value]
-        if missing and len(missing) < len(given):
+        missing = [name for name, value in provider.items() if not value]
+        if missing and len(missing) < len(provider):
             raise ValueError(
                 f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
             )
@@ -351,7 +488,7 @@ class Settings(RetentionSettings, ClusterAndQueueSettings):
 
     @property
     def control_url(self) -> str:
-        """The address at which drivers report: their own, or everybody's."""
+        """The address at which drivers report: `driver_url`, or else `url`."""
         return self.driver_url or self.url
 
     @property
@@ -365,12 +502,40 @@ class Settings(RetentionSettings, ClusterAndQueueSettings):
                 return f"{driver}://{url.removeprefix(f'{prefix}://')}"
         return url
 
+    @property
+    def quotas(self) -> dict[str, int | None]:
+        """The configured quota of each queue."""
+        return {name: queue.quota for name, queue in self.queues.items()}
 
-_ASYNC_DRIVERS = {
-    "sqlite": "sqlite+aiosqlite",
-    "postgres": "postgresql+psycopg",
-    "postgresql": "postgresql+psycopg",
-}
+    @property
+    def has_default_cluster(self) -> bool:
+        """True where a cluster is named default: it has an address, or a queue belongs to it."""
+        return self.ray_address is not None or any(
+            queue.cluster == DEFAULT_CLUSTER for queue in self.queues.values()
+        )
+
+    def cluster_of(self, queue: str) -> str | None:
+        """The cluster of a queue's jobs.
+
+        None for an unknown queue where there are several clusters: it may have been another tenant's.
+        """
+        if queue in self.queues:
+            return self.queues[queue].cluster
+        return None if self.clusters else DEFAULT_CLUSTER
+
+    @property
+    def ray_token(self) -> str | None:
+        """The default cluster's token: given, or in Ray's own file."""
+        if self.ray_auth_token is not None:
+            return self.ray_auth_token.get_secret_value()
+        file = self.ray_auth_token_path.expanduser()
+        return file.read_text().strip() or None if file.is_file() else None
+
+    @property
+    def ray_tokens(self) -> list[str]:
+        """The tokens of all clusters that have one."""
+        tokens = [self.ray_token, *(cluster.ray_token for cluster in self.clusters.values())]
+        return [token for token in tokens if token]
 
 
 def is_loopback(host: str) -> bool:
@@ -384,10 +549,10 @@ def is_loopback(host: str) -> bool:
 
 
 def misspelt_settings(environment: Iterable[str]) -> dict[str, str]:
-    """Variables that are almost a setting, and the setting that was probably meant."""
+    """Variables whose names are almost a setting's, with the setting that was probably meant."""
     known = {f"SLOTLINE_{name.upper()}" for name in Settings.model_fields}
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in environment}
-    return {name: found[0] for name, found in near.items() if found and name not in known}
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in environment}
+    return {name: matches[0] for name, matches in nearest.items() if matches and name not in known}
 
 
 def load_settings(**values: Any) -> Settings:

@@ -1,4 +1,4 @@
-"""Values that users and the service exchange: JobSpec and its parts, states, principals and roles.
+"""Values that users and the service exchange: JobSpec and its sections, states, principals and roles.
 
 Imports nothing of service: no database, no HTTP, no Ray, no torch.
 """

@@ -27,12 +27,82 @@ from service.spec.values import (
     ParameterGroup,
     Patterns,
     SecretNames,
+    SpecPart,
     Text,
     check_storable,
 )
-from service.spec.values import SpecPart as _Part
 
+JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
+IDEMPOTENCY_KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
+FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+MAX_ARGUMENTS = 1000
+PACKAGE_PREFIX = "package:"
+REMOTE_CODE_PREFIXES = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
+TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+METRIC_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$"
+
+
+def _check_argument_count(value: object) -> object:
+    """Refuse too many arguments at once: checked one by one, thousands of them would give thousands of errors."""
+    if isinstance(value, dict) and len(value) > MAX_ARGUMENTS:
+        raise ValueError(f"holds {len(value)} values, the limit is {MAX_ARGUMENTS}: put them in a list")
+    return value
+
+
+def _check_argument_names(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    for key in value:
+        check_storable(key)
+    return value
+
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_check_argument_names)]
+LimitedArguments = Annotated[Arguments, BeforeValidator(_check_argument_count)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 _TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+def _auto_or_count(most: int) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
+            return value
+        raise ValueError(f"is {value!r}: write auto, or a whole number from 1 to {most}")
+
+    return BeforeValidator(check)
+
+
+AutoCount = Annotated[Literal["auto"] | Count, _auto_or_count(1_000_000)]
+AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or_count(1024)]
+
+
+class Factory(SpecPart):
+    """An import path `module:attribute` and the arguments of its call."""
+
+    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
+    args: LimitedArguments = {}  # noqa: RUF012 (pydantic copies it)
+
+
+class Model(Factory):
+    """A model, its initial weights, and the part of its result that the loss takes."""
+
+    output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
+        default=None,
+        description="Part of the model's result that the loss takes, e.g. logits, or 0.hidden, or * for all of it; "
+        "null: the only tensor, or all of several; without a loss the model's own",
+    )
+    weights: Text | None = Field(
+        default=None,
+        description="Weights to start from, at an absolute path that every worker sees: safetensors (a file, an index, a "
+        "folder) or a torch checkpoint; null: as the factory makes them",
+    )
+    freeze: Patterns = Field(
+        default=[],
+        description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
+        "expression",
+    )
 
 
 class Loader(BaseModel):
@@ -51,12 +121,12 @@ class Loader(BaseModel):
     )
     timeout_s: _TimeoutSeconds = Field(
         default=120.0,
-        description="For how long a process may be silent before the attempt ends with its name",
+        description="Silence of a process that ends the attempt",
     )
 
 
 class DataOptions(BaseModel):
-    """All but the factory and what puts samples together."""
+    """Options of reading a data set: split, columns, order, end, read-ahead, loader processes."""
 
     prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
         default=2,
@@ -64,11 +134,11 @@ class DataOptions(BaseModel):
         "(streams and loader processes: 1)",
     )
     split: Text | None = Field(
-        default=None, description="Which of several data sets by name the factory's result has"
+        default=None, description="One of several data sets by name, where the factory's result has several"
     )
     columns: list[Text] | dict[Text, Text] | None = Field(
         default=None,
-        description="Of samples that are dicts: which fields are taken, or {name in the model: field}; null: all",
+        description="Fields of samples that are dicts, as a list or {name in the model: field}; null: all",
     )
     shuffle: bool = Field(
         default=True,
@@ -76,62 +146,43 @@ class DataOptions(BaseModel):
     )
     at_end: Literal["repeat", "stop"] = Field(
         default="repeat",
-        description="What the end of the data does: it begins again, or the job ends with the last whole batch",
+        description="At the end of the data: repeat begins again, stop ends the job with the last whole batch",
     )
     skip_limit_s: _TimeoutSeconds = Field(
         default=600.0,
-        description="For how long a resume may pass over samples of a stream that cannot go to a place by itself",
+        description="Limit in seconds of a resume that passes over samples of a stream which cannot seek",
     )
     loader: Loader = Loader()
 
     @model_validator(mode="after")
     def _columns_name_something(self) -> Self:
         if self.columns is not None and not self.columns:
-            raise ValueError("columns names no field: name those that the model takes, or leave it out")
+            raise ValueError("columns names no field: name the fields that the model takes, or leave it out")
         return self
 
 
-METRIC_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$"
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
+class Data(Factory, DataOptions):
+    """A data set or a stream, the options of reading it, and its collator (called with a list of samples)."""
+
+    collate: Factory | None = None
 
 
-class EvaluationPolicy(BaseModel):
-    """All but the data."""
+class Optimizer(Factory):
+    """An optimizer, its parameter groups, and the schedule of its learning rate."""
 
-    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
-        default=100, description="Evaluate after every so many steps, and after the last"
+    schedule: Factory | None = Field(
+        default=None,
+        description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
     )
-    steps: Count | None = Field(
-        default=None, description="Batches of training.global_batch samples; null: all of the data"
+    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
+        default=[],
+        description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
+        "the first group that matches it",
     )
-    at_start: bool = Field(default=False, description="Also before the first step")
-    metric: Annotated[str, Field(pattern=METRIC_PATTERN)] = Field(
-        default="loss",
-        description="What keep_best and patience go by: loss, or a metric that the loss returns",
-    )
-    mode: Literal["min", "max"] | None = Field(
-        default=None, description="Whether less or more of the metric is better; null: less of the loss"
-    )
-    keep_best: bool = Field(
-        default=False,
-        description="Keep the best checkpoint beside the newest; it is taken when it is found, due or not",
-    )
-    patience: Count | None = Field(
-        default=None, description="End the job when so many evaluations one after the other are no better"
-    )
-
-    @model_validator(mode="after")
-    def _better_is_known(self) -> Self:
-        if self.metric != "loss" and self.mode is None and (self.keep_best or self.patience is not None):
-            raise ValueError(
-                f"evaluation.metric is {self.metric!r}, and nothing says whether less or more of it is better: "
-                "set evaluation.mode to min or max"
-            )
-        return self
 
 
 class LossScaling(BaseModel):
-    """How losses are scaled in fp16, in the words of torch.amp.GradScaler."""
+    """Loss scaling of fp16, in the words of torch.amp.GradScaler."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -142,12 +193,12 @@ class LossScaling(BaseModel):
         default=2000, description="Steps without overflow after which the scale grows"
     )
     max_skipped_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        default=24, description="After so many steps in a row that overflow the job fails"
+        default=24, description="The job fails after this number of steps in a row that overflow"
     )
 
 
-class Precision(BaseModel):
-    """A part of `training`."""
+class Training(SpecPart):
+    """Steps, batches and numbers of the training loop."""
 
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
@@ -162,8 +213,8 @@ class Precision(BaseModel):
     )
     tf32: bool | None = Field(
         default=None,
-        description="Whether products of fp32 numbers may round to TF32 on CUDA; null: as torch does by default (matrix "
-        "products do not, cuDNN's convolutions do)",
+        description="fp32 products may round to TF32 on CUDA; null: torch's default (matrix products do not, cuDNN's "
+        "convolutions do)",
     )
     compile: bool = Field(
         default=False,
@@ -172,8 +223,33 @@ class Precision(BaseModel):
     )
     compile_limit_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         default=300.0,
-        description="What a worker takes for compiling at most, in seconds: once for the layers that it measures, and "
-        "once for its stages; what is left then runs as traced",
+        description="Limit in seconds of compiling in one worker: once for the layers that it measures, and once for its "
+        "stages; stages that are left then run as traced",
+    )
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
+    global_batch: Count = 32
+    microbatches: AutoCount = Field(
+        default=8, description="auto: planning chooses a divisor of the batch, for the shortest planned step"
+    )
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    transfers: Literal["auto", "bf16"] = Field(
+        default="auto",
+        description="Type of tensors on links between meshes: auto: their own; bf16 rounds fp32 tensors to half their bytes",
+    )
+    clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="Effect of a loss or gradient norm that is NaN or infinite: stop ends the job, skip skips the update",
+    )
+    loss_reduction: Literal["mean", "tokens"] = Field(
+        default="mean",
+        description="Weight of microbatches: mean: equal; tokens: by the number of targets that the loss does not ignore "
+        "(ignore_index in loss.args, -100 where it is not there), as if the batch were one",
+    )
+    check_trace: bool = Field(
+        default=True,
+        description="Before the first step, compare the traced model with the model itself on one microbatch: output, "
+        "loss, buffers, every gradient",
     )
 
     @model_validator(mode="after")
@@ -184,124 +260,6 @@ class Precision(BaseModel):
                 "leave it out, or set precision to fp16"
             )
         return self
-
-
-JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
-IDEMPOTENCY_KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
-FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
-MAX_ARGUMENTS = 1000
-PACKAGE_PREFIX = "package:"
-REMOTE_CODE_PREFIXES = ("http://", "https://", "s3://", "gs://", "gcs://", "azure://", "abfss://")
-TRAINING_SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-
-
-def _check_argument_count(value: object) -> object:
-    """Before each is looked at: thousands of wrong ones would be thousands of errors to write down."""
-    if isinstance(value, dict) and len(value) > MAX_ARGUMENTS:
-        raise ValueError(f"holds {len(value)} values, the limit is {MAX_ARGUMENTS}: put them in a list")
-    return value
-
-
-def _check_argument_names(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    for key in value:
-        check_storable(key)
-    return value
-
-
-Arguments = Annotated[dict[str, FiniteJson], AfterValidator(_check_argument_names)]
-LimitedArguments = Annotated[Arguments, BeforeValidator(_check_argument_count)]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
-
-
-def _auto_or_count(most: int) -> BeforeValidator:
-    def check(value: object) -> object:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
-            return value
-        raise ValueError(f"is {value!r}: write auto, or a whole number from 1 to {most}")
-
-    return BeforeValidator(check)
-
-
-AutoCount = Annotated[Literal["auto"] | Count, _auto_or_count(1_000_000)]
-AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or_count(1024)]
-
-
-class Factory(_Part):
-    """An import path `module:attribute` and the arguments it is called with."""
-
-    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
-    args: LimitedArguments = {}  # noqa: RUF012 (pydantic copies it)
-
-
-class Model(Factory):
-    """A model, and what of its result is used."""
-
-    output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
-        default=None,
-        description="What the loss takes of the model's result, e.g. logits, or 0.hidden, or * for all of it as it is; "
-        "null: the only tensor, or of several all as they are; without a loss the model's own",
-    )
-    weights: Text | None = Field(
-        default=None,
-        description="Weights to start from, at an absolute path that every worker sees: safetensors (a file, an index, a "
-        "folder) or a torch checkpoint; null: as the factory makes them",
-    )
-    freeze: Patterns = Field(
-        default=[],
-        description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
-        "expression",
-    )
-
-
-class Data(Factory, DataOptions):
-    """A data set or a stream, how its samples are put together (`collate`, called with a list of them), and read."""
-
-    collate: Factory | None = None
-
-
-class Optimizer(Factory):
-    """An optimizer, and what changes its learning rate after every step."""
-
-    schedule: Factory | None = Field(
-        default=None,
-        description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
-    )
-    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
-        default=[],
-        description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
-        "the first group that matches it",
-    )
-
-
-class Training(_Part, Precision):
-    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
-    global_batch: Count = 32
-    microbatches: AutoCount = Field(
-        default=8, description="auto: planning chooses a divisor of the batch, for the shortest planned step"
-    )
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    transfers: Literal["auto", "bf16"] = Field(
-        default="auto",
-        description="How tensors travel between meshes: auto as they are, bf16 rounds fp32 ones to half their bytes",
-    )
-    clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    non_finite: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="What a loss or gradient norm does that is NaN or infinite: skip leaves out the step",
-    )
-    loss_reduction: Literal["mean", "tokens"] = Field(
-        default="mean",
-        description="How microbatches count: all alike, or by how many of their targets the loss does not ignore "
-        "(ignore_index in loss.args, -100 where it is not there), as if the batch were one",
-    )
-    check_trace: bool = Field(
-        default=True,
-        description="Before the first step, compare the traced model with the model itself on one microbatch: output, "
-        "loss, buffers, every gradient",
-    )
 
     @model_validator(mode="after")
     def _microbatches_divide_the_batch(self) -> Self:
@@ -314,7 +272,9 @@ class Training(_Part, Precision):
         return self
 
 
-class Pipeline(_Part):
+class Pipeline(SpecPart):
+    """Stages, cut, schedule and recomputation."""
+
     stages: AutoStages = Field(
         default=1,
         description="auto: planning chooses a multiple of resources.meshes, or as many as `cut` names",
@@ -344,7 +304,9 @@ class Pipeline(_Part):
         return self
 
 
-class Checkpoint(_Part):
+class Checkpoint(SpecPart):
+    """Place, interval and number of checkpoints."""
+
     uri: Text
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 50
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
@@ -355,7 +317,7 @@ class Checkpoint(_Part):
     )
     keep_every: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None,
-        description="Checkpoints of every so-many-th step stay, beside the newest `keep`; a multiple of every_steps",
+        description="Checkpoints whose step is a multiple of this stay, beside the newest `keep`; a multiple of every_steps",
     )
 
     @model_validator(mode="after")
@@ -369,21 +331,53 @@ class Checkpoint(_Part):
         return self
 
 
-class Evaluation(_Part, EvaluationPolicy):
-    """On what data a job is evaluated between its steps, how often, and what follows."""
+class Evaluation(SpecPart):
+    """Evaluation between steps: its data, its interval, the best checkpoint, and early stopping."""
 
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        default=100, description="Interval of evaluations in steps; one more follows the last step"
+    )
+    steps: Count | None = Field(
+        default=None, description="Batches of training.global_batch samples; null: all of the data"
+    )
+    at_start: bool = Field(default=False, description="Also before the first step")
+    metric: Annotated[str, Field(pattern=METRIC_PATTERN)] = Field(
+        default="loss",
+        description="The metric of keep_best and patience: loss, or one that the loss returns",
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="Direction in which the metric is better; null: min for the loss"
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Keep the best checkpoint beside the newest; it is taken when it is found, due or not",
+    )
+    patience: Count | None = Field(
+        default=None, description="End the job after this number of evaluations in a row that are no better"
+    )
     data: Data
 
+    @model_validator(mode="after")
+    def _better_is_known(self) -> Self:
+        if self.metric != "loss" and self.mode is None and (self.keep_best or self.patience is not None):
+            raise ValueError(
+                f"evaluation.metric is {self.metric!r}, and nothing says whether less or more of it is better: "
+                "set evaluation.mode to min or max"
+            )
+        return self
 
-class Retry(_Part):
-    """How often an attempt that failed is followed by another, by cause; -1 is without end."""
+
+class Retry(SpecPart):
+    """Number of further attempts after failed ones, by cause; -1: without limit."""
 
     infrastructure: Annotated[int, Field(ge=-1, le=1_000_000)] = 3
     user: Annotated[int, Field(ge=-1, le=1_000_000)] = 0
     preemption: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
 
 
-class Code(_Part):
+class Code(SpecPart):
+    """The user's own modules: a folder or package of code, and packages that pip installs."""
+
     working_dir: Text | None = None
     pip: Texts = []  # noqa: RUF012 (pydantic copies it)
 
@@ -398,7 +392,7 @@ class Code(_Part):
         return self
 
 
-class JobSpec(_Part):
+class JobSpec(SpecPart):
     """What a user submits (DESIGN section 11). Unknown fields are refused."""
 
     name: Name = "job"
@@ -416,7 +410,7 @@ class JobSpec(_Part):
     env: Environment = Field(default={}, description="Environment variables of the driver and the workers")
     secrets: SecretNames = Field(
         default=[],
-        description="Secrets of the job's owner, by name: variables too, whose values nothing shows",
+        description="Secrets of the job's owner, by name: environment variables whose values no answer shows",
     )
     queue: Name = "default"
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
@@ -426,9 +420,11 @@ class JobSpec(_Part):
         "checkpoint and ends then; a job with such a limit may overtake others that wait",
     )
     labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
-    notifications: Notifications = Field(default=[], description="URLs that are told of the job's states")
+    notifications: Notifications = Field(
+        default=[], description="Webhooks: URLs that are called when the job reaches a state"
+    )
     plan: Name | None = Field(
-        default=None, description="Train with exactly this plan of the submitter's, kept under its name"
+        default=None, description="Train with exactly this saved plan of the submitter's"
     )
 
     @model_validator(mode="before")
@@ -450,7 +446,7 @@ class JobSpec(_Part):
 
     @model_validator(mode="after")
     def _every_database_stores_it(self) -> Self:
-        """Whatever the fields look for themselves: PostgreSQL takes a NUL in JSON, and fails whatever reads it later."""
+        """Beside the fields' own checks: PostgreSQL stores a NUL in JSON, and every query that reads it fails."""
         check_storable(self.model_dump())
         return self
 
@@ -519,12 +515,12 @@ class JobSpec(_Part):
 
     @property
     def accelerators(self) -> int:
-        """How many accelerators the whole gang needs."""
+        """Number of accelerators of the whole gang."""
         return sum(self.mesh_sizes)
 
 
 def stored_field(spec: Mapping[str, Any], section: str, field: str, default: Any) -> Any:
-    """A field of a specification in the store, where an older or newer Slotline may have put something else.
+    """A field of a stored specification, which an older or newer Slotline may have written.
 
     `default` where the field is missing or of another type than `default` is.
     """
@@ -534,7 +530,7 @@ def stored_field(spec: Mapping[str, Any], section: str, field: str, default: Any
 
 
 def stored_retry(spec: Mapping[str, Any]) -> Retry:
-    """How often a stored job wants to be tried again."""
+    """The `retry` of a stored job, with defaults for fields that are missing or wrong."""
     names = Retry.model_fields
     return Retry.model_construct(
         **{name: stored_field(spec, "retry", name, names[name].default) for name in names}
@@ -542,6 +538,6 @@ def stored_retry(spec: Mapping[str, Any]) -> Retry:
 
 
 def stored_plan_name(spec: Mapping[str, Any]) -> str:
-    """The plan that a stored job was submitted with."""
+    """Name of the saved plan that a stored job was submitted with; empty where it has none."""
     name = spec.get("plan")
     return name if isinstance(name, str) else ""

@@ -28,14 +28,14 @@ class _MeshPart(BaseModel):
 
 
 class Parallel(_MeshPart):
-    """data times tensor is the workers of the mesh; `data` is what tensor leaves where it is not given."""
+    """Sizes of the dp and tp groups of a mesh: data x tensor = workers; `data` follows where it is not given."""
 
     data: MeshCount | None = None
     tensor: MeshCount = 1
 
 
 class MeshEntry(_MeshPart):
-    """One mesh: so many workers, how they share, and whether they share the state of the optimizer too."""
+    """One mesh of a list: its number of workers, their dp and tp sizes, and ZeRO-1 (`shard: optimizer`)."""
 
     workers: MeshCount = 1
     parallel: Parallel = Parallel()
@@ -43,7 +43,7 @@ class MeshEntry(_MeshPart):
 
 
 def normalize_meshes(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """`resources` with meshes and workers_per_mesh as numbers; raises ValueError for a list that cannot run (yet)."""
+    """`resources` with meshes and workers_per_mesh as numbers; ValueError for a list that cannot run."""
     listed = resources["meshes"]
     for field in ("workers_per_mesh", "workers", "tensor", "tensors"):
         if resources.get(field) is not None:
@@ -52,11 +52,11 @@ def normalize_meshes(resources: Mapping[str, Any]) -> dict[str, Any]:
             )
     if not 1 <= len(listed) <= MAX_MESHES:
         raise ValueError(f"meshes lists {len(listed)} meshes: list 1 to {MAX_MESHES}")
-    entries = [_parse_entry(f"meshes.{k}", one) for k, one in enumerate(listed)]
+    entries = [_parse_entry(f"meshes.{k}", entry) for k, entry in enumerate(listed)]
     for k, entry in enumerate(entries):
         _check_entry_sizes(f"meshes.{k}", entry)
     shards = [entry.shard for entry in entries]
-    if resources.get("shard") is not None and any("shard" in one for one in listed):
+    if resources.get("shard") is not None and any("shard" in entry for entry in listed):
         raise ValueError("shard is given in entries of meshes and beside them: leave it out beside them")
     if {*shards} != {"none"}:
         resources = {**resources, "shard": shards[0] if len({*shards}) == 1 else shards}
@@ -69,19 +69,20 @@ def normalize_meshes(resources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_fields(tensors: Sequence[int]) -> dict[str, Any]:
-    """The fields of resources that say among how many workers each mesh shares its matrices."""
+    """The fields of resources with the tp size of each mesh: `tensor`, and `tensors` for heterogeneous meshes."""
     return {"tensor": max(tensors), "tensors": list(tensors) if len({*tensors}) > 1 else None}
 
 
 def worker_fields(workers: Sequence[int]) -> dict[str, Any]:
-    """The fields of resources that say how many workers each mesh has."""
-    unlike = len({*workers}) > 1
-    return {"workers_per_mesh": max(workers), "workers": list(workers) if unlike else None}
+    """The fields of resources with the size of each mesh: `workers_per_mesh`, and `workers` where sizes differ."""
+    return {"workers_per_mesh": max(workers), "workers": list(workers) if len({*workers}) > 1 else None}
 
 
 def check_optimizer_sharding(shard: str | Sequence[str], meshes: int | None, optimizer: str) -> None:
-    """Raise ValueError unless `shard` is one for all meshes or for each, and the optimizer (its factory) may be shared;
-    one of a user's own is tried by the workers."""
+    """Raise ValueError unless `shard` is one mode or one a mesh, and the optimizer (a factory) is elementwise.
+
+    Only torch's own optimizers are known here; the workers try a user's own.
+    """
     if not isinstance(shard, str) and len(shard) != meshes:
         raise ValueError(
             f"resources.shard lists {len(shard)} meshes and there are {meshes}: write none or optimizer for all, or "
@@ -95,8 +96,10 @@ def check_optimizer_sharding(shard: str | Sequence[str], meshes: int | None, opt
 
 
 def check_tensor_parallel_optimizer(tensor: int, optimizer: str) -> None:
-    """Raise ValueError unless the optimizer may update what each of `tensor` workers has of a matrix; one of a user's own
-    is tried by the workers."""
+    """Raise ValueError unless the optimizer (a factory) may update the shards of a matrix in a tp group of size `tensor`.
+
+    Only torch's own optimizers are known here; the workers try a user's own.
+    """
     if tensor > 1 and (name := _non_elementwise_name(optimizer)):
         raise ValueError(
             f"resources.tensor is {tensor}, and {name} does not update each element by itself: of a part of a matrix it "
@@ -112,7 +115,7 @@ def _non_elementwise_name(optimizer: str) -> str | None:
 
 
 def check_worker_list(meshes: int | None, largest: int, workers: Sequence[int]) -> None:
-    """Raise ValueError unless `workers` are one number for each mesh, not all alike, the largest of them `largest`."""
+    """Raise ValueError unless `workers` has one number for each mesh, not all equal, the largest of them `largest`."""
     if meshes != len(workers) or worker_fields(workers) != {
         "workers_per_mesh": largest,
         "workers": list(workers),
@@ -124,7 +127,7 @@ def check_worker_list(meshes: int | None, largest: int, workers: Sequence[int]) 
 
 
 def check_tensor_list(tensors: Sequence[int], meshes: int | None, largest: int) -> None:
-    """Raise ValueError unless `tensors` are one number for each mesh, not all alike, the largest of them `largest`."""
+    """Raise ValueError unless `tensors` has one number for each mesh, not all equal, the largest of them `largest`."""
     if meshes != len(tensors) or tensor_fields(tensors) != {"tensor": largest, "tensors": list(tensors)}:
         raise ValueError(
             f"tensors {list(tensors)} does not say among how many workers each of {meshes} meshes shares its matrices, with "
@@ -136,7 +139,7 @@ def check_tensor_list(tensors: Sequence[int], meshes: int | None, largest: int) 
 def check_tensor_parallel(
     workers: Sequence[int], tensors: Sequence[int], plan: Mapping[str, str] | None
 ) -> None:
-    """Raise ValueError unless meshes of so many workers can share their matrices among `tensors` of them."""
+    """Raise ValueError unless the tp sizes `tensors` divide the meshes' sizes `workers`, and `plan` splits a matrix."""
     tensor = max(tensors)
     if tensor == 1:
         if plan is not None:
@@ -149,20 +152,22 @@ def check_tensor_parallel(
             f"tensor_plan shares no matrix and tensor is {tensor}: say which are colwise, rowwise or vocab, leave the plan "
             "out for that of the known model families, or set tensor to 1"
         )
-    for size, among in zip(workers, tensors, strict=True):
-        if size % among:
+    for size, tensor in zip(workers, tensors, strict=True):
+        if size % tensor:
             raise ValueError(
-                f"tensor {among} does not divide workers_per_mesh {size}: use one of {_divisors_text(size)}, or a multiple of "
-                f"{among} workers"
+                f"tensor {tensor} does not divide workers_per_mesh {size}: use one of {_divisors_text(size)}, "
+                f"or a multiple of {tensor} workers"
             )
 
 
 def check_batch_divides(batch: int, microbatches: int | None, sizes: Sequence[int]) -> None:
-    """Raise ValueError unless the workers of every mesh can have equally many samples of a microbatch, naming what fits;
-    `microbatches` None: their number is still to be chosen."""
+    """Raise ValueError, with numbers that fit, unless every mesh's dp size divides the samples of a microbatch.
+
+    `microbatches` None: their number is chosen by planning.
+    """
     step = math.lcm(*sizes)
-    unlike = len({*sizes}) > 1
-    whom = f"meshes of {list(sizes)} workers" if unlike else f"resources.workers_per_mesh {step}"
+    heterogeneous = len({*sizes}) > 1
+    whom = f"meshes of {list(sizes)} workers" if heterogeneous else f"resources.workers_per_mesh {step}"
     if microbatches is None:
         if batch % step:
             raise ValueError(
@@ -173,7 +178,7 @@ def check_batch_divides(batch: int, microbatches: int | None, sizes: Sequence[in
     size = batch // microbatches
     if size % step == 0:
         return
-    if unlike:
+    if heterogeneous:
         raise ValueError(
             f"a microbatch of {size} samples cannot be shared by {whom}, each mesh among its own: give microbatches of a "
             f"multiple of {step} samples, with training.global_batch {-(-size // step) * step * microbatches}, or give "
@@ -202,12 +207,12 @@ def _parse_entry(place: str, data: Any) -> MeshEntry:
 
 
 def _check_entry_sizes(place: str, entry: MeshEntry) -> None:
-    """data times tensor is workers; else the sizes that fit are named."""
+    """Raise ValueError, with sizes that fit, unless data x tensor = workers."""
     workers, tensor = entry.workers, entry.parallel.tensor
     if workers % tensor:
         raise ValueError(
-            f"{place}.parallel.tensor {tensor} does not divide {place}.workers {workers}: use one of {_divisors_text(workers)}, "
-            f"or a multiple of {tensor} workers"
+            f"{place}.parallel.tensor {tensor} does not divide {place}.workers {workers}: "
+            f"use one of {_divisors_text(workers)}, or a multiple of {tensor} workers"
         )
     data = workers // tensor if entry.parallel.data is None else entry.parallel.data
     if data * tensor != workers:
@@ -239,6 +244,8 @@ MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_check_memory
 
 
 class Resources(SpecPart):
+    """Meshes and their parallelism, device, and memory of a worker."""
+
     meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
         description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
@@ -246,28 +253,28 @@ class Resources(SpecPart):
     workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
     workers: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
         default=None,
-        description="Of each mesh, where they are not alike; workers_per_mesh is then the largest",
+        description="Of each mesh, where sizes differ; workers_per_mesh is then the largest",
     )
     shard: ShardMode | list[ShardMode] = Field(
         default="none",
-        description="optimizer: the workers of a mesh share its state, each keeps and updates its part; also one a mesh",
+        description="optimizer: ZeRO-1, each worker of a mesh keeps and updates its shard of the state; also one a mesh",
     )
     tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
-        description="Among how many workers of a mesh its matrices are shared (tensor parallel); the rest is data parallel",
+        description="Size of tensor parallel groups in a mesh; its workers are data x tensor",
     )
     tensors: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
         default=None,
-        description="Of each mesh, where they are not alike; tensor is then the largest",
+        description="Of each mesh, where sizes differ; tensor is then the largest",
     )
     tensor_plan: dict[Pattern, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
         default=None,
-        description="Module-name patterns and how their matrices are shared; null: the plan of the known model families",
+        description="Module-name patterns and the split of their matrices; null: the plan of the known model families",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_per_worker: MemoryPerWorker = Field(
         default="auto",
-        description="Bytes that the plan of one worker may use; auto is what its accelerator has free, less a margin",
+        description="Bytes that the plan of one worker may use; auto: the free memory of its accelerator, less a margin",
     )
 
     @model_validator(mode="before")
@@ -290,7 +297,7 @@ class Resources(SpecPart):
 
     @property
     def heterogeneous(self) -> bool:
-        """Whether meshes have unlike numbers of workers, or share their matrices unlike."""
+        """True where meshes differ in size or in tensor parallelism."""
         return self.workers is not None or self.tensors is not None
 
     @property
@@ -300,5 +307,5 @@ class Resources(SpecPart):
 
     @property
     def mesh_tensors(self) -> list[int]:
-        """Among how many of its workers each mesh shares its matrices."""
+        """The tensor parallel size of each mesh."""
         return self.tensors or [self.tensor] * (self.meshes or 1)

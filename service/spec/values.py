@@ -25,7 +25,7 @@ from pydantic import (
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 MIN_SECRET_LENGTH = 8
-"""Shorter ones would be found, and blanked, in every other line of a log."""
+"""A shorter secret would match, and blank, text in every other line of a log."""
 MAX_SECRET_LENGTH = 32_768
 _MAX_VARIABLES = 100
 _MAX_ENVIRONMENT_CHARACTERS = 65_536
@@ -103,11 +103,11 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 
 def _parse_duration(value: object) -> object:
     if isinstance(value, str):
-        found = _DURATION_PATTERN.fullmatch(value)
-        if not value or found is None or any(len(part or "") > 9 for part in found.groups()):
+        match = _DURATION_PATTERN.fullmatch(value)
+        if not value or match is None or any(len(part or "") > 9 for part in match.groups()):
             raise ValueError(f"is {value!r}: write seconds as a number, or e.g. 90m, 12h or 2d12h")
         return float(
-            sum(int(part or 0) * unit for part, unit in zip(found.groups(), _DURATION_UNITS_S, strict=True))
+            sum(int(part or 0) * unit for part, unit in zip(match.groups(), _DURATION_UNITS_S, strict=True))
         )
     if isinstance(value, bool):
         raise ValueError(f"is {value}: write seconds as a number, or e.g. 90m, 12h or 2d12h")
@@ -146,7 +146,7 @@ def checked_webhook_url(url: str) -> str:
 
 
 def check_webhook_secret(url: str, secret: SecretStr | None) -> None:
-    """ValueError unless there is a secret to sign with what the operator's `url` is sent."""
+    """Raise ValueError unless there is a secret that signs calls of the operator's `url`."""
     if secret is None or len(secret.get_secret_value().strip()) < 16:
         raise ValueError(
             f"SLOTLINE_WEBHOOK_URL is {url}: it needs SLOTLINE_WEBHOOK_SECRET, of at least 16 characters"
@@ -154,7 +154,7 @@ def check_webhook_secret(url: str, secret: SecretStr | None) -> None:
 
 
 class Notification(BaseModel):
-    """A URL that is told when the job comes into one of `states`."""
+    """A webhook: a URL that is called when the job reaches one of `states`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -182,7 +182,7 @@ def _check_printable(value: str) -> str:
 
 
 def check_storable(value: JsonValue) -> JsonValue:
-    """The value; ValueError for what JSON or a database cannot hold, however deep."""
+    """The value itself; ValueError where it holds, at any depth, a value that JSON or a database cannot store."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a JSON number: give a finite number, or null")
     if isinstance(value, str) and _NOT_STORABLE.search(value):
@@ -234,7 +234,7 @@ class ParameterGroup(BaseModel):
 
 
 class SpecPart(BaseModel):
-    """A part of a specification: no field that is not known, and not thousands of those."""
+    """A section of a specification: strict, frozen, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -252,7 +252,7 @@ _MESSAGE_LIMIT = 20_000
 
 
 def storable_text(text: str | None) -> str | None:
-    """`text` as PostgreSQL takes it: no NUL, no half surrogates, not longer than the limit."""
+    """`text` in a form that PostgreSQL stores: no NUL, no half surrogates, cut at the limit."""
     if text is None:
         return None
     text = text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()

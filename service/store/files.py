@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.job import PACKAGE_PREFIX, stored_field
-from service.spec.states import ANONYMOUS, FINAL_STATES, principal_text
+from service.spec.principals import ANONYMOUS, principal_text
+from service.spec.states import FINAL_STATES
 from service.store.database import Sessions, upsert
 from service.store.events import add_audit
 from service.store.leases import (

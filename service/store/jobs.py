@@ -22,7 +22,8 @@ from sqlalchemy import Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.spec.job import JobSpec
-from service.spec.states import ANONYMOUS, WAITING_STATES, JobState, principal_text
+from service.spec.principals import ANONYMOUS, principal_text
+from service.spec.states import WAITING_STATES, JobState
 from service.store.database import DATABASE_UNAVAILABLE, Database
 from service.store.events import add_audit
 from service.store.notifications import enqueue_deliveries

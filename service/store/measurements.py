@@ -22,7 +22,7 @@ from sqlalchemy import delete, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
-from service.spec.states import ANONYMOUS
+from service.spec.principals import ANONYMOUS
 from service.store.database import upsert
 from service.store.tables import Attempt, Evaluation, Profile, Slot, Step, Timeline
 

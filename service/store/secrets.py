@@ -24,7 +24,7 @@ from sqlalchemy import delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.settings import Settings
-from service.spec.states import Principal, Role
+from service.spec.principals import Principal, Role
 from service.store.database import upsert
 from service.store.events import add_audit
 from service.store.tables import ApiToken, Secret

@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from service.cli.job_file import read_spec
-from service.cli.plan import validated_job
+from service.cli.local_plan import validated_job
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler, read_sample
 
@@ -138,7 +138,7 @@ def test_the_job_file_of_a_family_trains_as_its_librarys_own_loop(family, monkey
 
 
 def test_the_readme_points_at_every_file_and_each_is_complete():
-    readme = (HERE.parents[1] / "README.md").read_text()
+    readme = (HERE.parents[1] / "worker" / "README.md").read_text()
     files = sorted(path.name for path in HERE.glob("*.yaml"))
     assert files == sorted(f"{family}.yaml" for family in FAMILIES)
     for name in files:

@@ -32,7 +32,7 @@ from service.schemas.admin import (
     Whoami,
 )
 from service.spec.job import NAME_PATTERN, OWNER_PATTERN
-from service.spec.states import Role
+from service.spec.principals import Role
 from service.spec.values import MAX_SECRET_LENGTH, MIN_SECRET_LENGTH, VARIABLE_PATTERN, checked_variable_name
 from service.store.database import utc_now
 from service.store.events import list_audit

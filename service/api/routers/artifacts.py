@@ -46,7 +46,8 @@ from service.schemas.jobs import (
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import FOR_EVER
 from service.spec.job import OWNER_PATTERN, PACKAGE_PREFIX, stored_field
-from service.spec.states import JobState, Principal
+from service.spec.principals import Principal
+from service.spec.states import JobState
 from service.store.database import utc_now
 from service.store.files import (
     StoredArtifact,

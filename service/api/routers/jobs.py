@@ -38,7 +38,8 @@ from service.spec.job import (
     JobSpec,
     Name,
 )
-from service.spec.states import JobState, Principal, Role
+from service.spec.principals import Principal, Role
+from service.spec.states import JobState
 from service.spec.values import LABEL_NAME_PATTERN, LABEL_VALUE_PATTERN, MAX_LABELS
 from service.store import jobs as store
 from service.store.attempts import attempts_of

@@ -24,7 +24,8 @@ from service.orchestrator.ray.jobs_api import (
     RayNode,
     ResourceUse,
 )
-from service.settings.clusters import DEFAULT_CLUSTER, ClusterAndQueueSettings
+from service.settings.clusters import DEFAULT_CLUSTER
+from service.settings.settings import Settings
 from worker.contract.job import placement_group_name
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class Clusters:
         await asyncio.gather(*(one.watcher.refresh() for one in self))
 
 
-def ray_cluster(settings: ClusterAndQueueSettings, name: str) -> RayCluster:
+def ray_cluster(settings: Settings, name: str) -> RayCluster:
     """How the cluster of this name in the settings is called."""
     if name == DEFAULT_CLUSTER:
         assert settings.ray_address is not None, "a local Ray has an address of its own"
@@ -209,9 +210,7 @@ def ray_cluster(settings: ClusterAndQueueSettings, name: str) -> RayCluster:
     )
 
 
-def driver_settings(
-    settings: ClusterAndQueueSettings, name: str, *, python: str = "python"
-) -> DriverSettings:
+def driver_settings(settings: Settings, name: str, *, python: str = "python") -> DriverSettings:
     """What drivers of the cluster of this name are given; `python` where the default cluster's has no setting."""
     if name == DEFAULT_CLUSTER:
         return DriverSettings(
@@ -229,7 +228,7 @@ def driver_settings(
 
 
 def build_clusters(
-    settings: ClusterAndQueueSettings,
+    settings: Settings,
     clusters: Mapping[str, Cluster],
     *,
     refresh_s: float,

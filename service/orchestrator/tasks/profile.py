@@ -18,7 +18,7 @@ from service.orchestrator.decisions.decide import device_of
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.tasks.runner import NoTaskResultError, TaskRunner, TaskTimeoutError, run_ray_task
 from service.settings.clusters import DEFAULT_CLUSTER
-from service.spec.states import ANONYMOUS
+from service.spec.principals import ANONYMOUS
 from service.store.database import Database, run_to_completion, utc_now
 from service.store.measurements import MEASURED_BY_ONE_WORKER, find_costs, record_costs, scoped_costs_digest
 from service.store.secrets import spec_secret_names

@@ -13,7 +13,7 @@ from fastapi.routing import iter_route_contexts
 from service.api.auth import LEAST_ROLE, least_role
 from service.control_plane import control_plane_app
 from service.settings.settings import Settings
-from service.spec.states import Role
+from service.spec.principals import Role
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.fake_cluster import FakeCluster

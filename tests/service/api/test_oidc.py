@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from service.api import oidc
 from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, usable_keys
 from service.settings.settings import Settings
-from service.spec.states import Principal, Role
+from service.spec.principals import Principal, Role
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body

@@ -66,7 +66,7 @@ def test_without_a_server_a_job_is_measured_here_once_and_planned(run: Run, here
     def never(*_arguments, **_options):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("service.cli.plan._measure_costs", never)
+    monkeypatch.setattr("service.cli.local_plan._measure_costs", never)
     text = run("plan", file, "--budget-s", 1)
     assert text.code == 0, text.err
     assert f"{answer['spec']['microbatches']} microbatches" in text.out and "REDUCE and STEP" in text.out

@@ -49,7 +49,7 @@ def test_a_plan_is_kept_shown_used_and_removed(run: Run, served: Served, job_fil
     assert job.code == 0 and job.json["spec"]["plan"] == "mine", job.err
     assert asked("bash", "slotline submit --plan m", SLOTLINE_URL=served.url).split() == ["mine"]
     assert json.loads(run("plans", "remove", "mine", "--json").out) == {"removed": "mine"}
-    assert "no plans are kept" in run("plans", "list").out
+    assert "no saved plans" in run("plans", "list").out
     refused = run("submit", job_file, "--plan", "mine")
     assert refused.code == 1 and "you keep no such plan" in refused.err
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from service.cli import plan, verify
+from service.cli import local_plan, verify
 from service.spec.job import JobSpec
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
@@ -55,7 +55,7 @@ def test_what_runs_a_job_on_this_machine_has_its_variables(monkeypatch: pytest.M
     monkeypatch.setattr("subprocess.Popen", started)
     spec = JobSpec.model_validate(job_body(env={"A_VARIABLE": "of the job"})).model_dump(mode="json")
     for start in (
-        lambda: plan._measure_costs(spec, "cpu", None),
+        lambda: local_plan._measure_costs(spec, "cpu", None),
         lambda: verify._run_verification({"job": spec}, None, 1.0),
     ):
         with pytest.raises(Started) as told:

@@ -33,7 +33,7 @@ from tests.service.conftest import job_body
 from tests.service.serving import Served, report, serve, until
 from worker.contract.costs import PROFILE_RESULT_MARK
 
-README = Path(__file__).parents[3] / "README.md"
+README = Path(__file__).parents[3] / "service" / "README.md"
 
 
 @pytest.fixture

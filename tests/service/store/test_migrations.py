@@ -6,7 +6,7 @@ import json
 
 from sqlalchemy import text
 
-from service.spec.states import Principal, Role
+from service.spec.principals import Principal, Role
 from service.store.attempts import find_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of

@@ -436,7 +436,7 @@ async def test_programs_and_our_own_pages_are_no_other_origin(make_api: ApiMaker
 
 
 async def test_a_token_made_by_the_command_is_good_until_it_is_revoked(make_api: ApiMaker):
-    from service.spec.states import Role
+    from service.spec.principals import Role
     from service.store.secrets import delete_token, generate_token, store_token, token_digest
 
     async with make_api(require_token=True) as api:

@@ -6,7 +6,7 @@ import json
 from datetime import timedelta
 from typing import Any
 
-from service.spec.states import Role
+from service.spec.principals import Role
 from service.store.database import utc_now
 from service.store.files import RetentionPolicy, apply_retention
 from service.store.jobs import find_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.spec.states import Role
+from service.spec.principals import Role
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from service.cli.plan import app
+from service.cli.main import app
 from service.scheduler.compare import compare_schedules, definition_order_timeline, lockstep_timeline
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import SpecError, load_spec
@@ -115,7 +115,7 @@ def test_exposed_transfer_time_is_idle_compute_beside_a_running_transfer():
 def run(tmp_path):
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(chain(3, 4, split_backward=False)))
-    return lambda *words: CliRunner().invoke(app, [str(path), *words])
+    return lambda *words: CliRunner().invoke(app, ["plan", str(path), *words])
 
 
 def test_the_command_prints_every_format(run):
@@ -152,10 +152,10 @@ def test_the_command_reads_yaml_and_refuses_what_is_no_spec(tmp_path):
 
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(chain(2, 2)))
-    assert CliRunner().invoke(app, [str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 0
     path.write_text("- just a list")
-    assert CliRunner().invoke(app, [str(path)]).exit_code == 1
-    assert CliRunner().invoke(app, [str(tmp_path / "missing.json")]).exit_code == 1
+    assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 1
+    assert CliRunner().invoke(app, ["plan", str(tmp_path / "missing.json")]).exit_code == 1
 
 
 def test_the_comparison_lists_all_schedules_and_the_two_of_the_past(run):
