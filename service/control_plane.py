@@ -9,29 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 
-from service.api import auth, errors, openapi, pages
-from service.api.dependencies import Service
-from service.api.middleware import BodyLimit, LocalOriginsOnly, RequestTiming, RequestTracing, allowed_hosts
+from service.api.app import create_app
 from service.api.oidc import IdentityProvider
-from service.api.routers import (
-    activity,
-    admin,
-    artifacts,
-    clusters,
-    diagnose,
-    drivers,
-    jobs,
-    metrics,
-    plans,
-    system,
-)
+from service.jobs.service import Service
 from service.observability.tracing import export_traces
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.notify.notifier import Notifier
@@ -46,80 +32,12 @@ from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
 from service.store.database import Database, exclusive_sqlite_lock
 
-
-def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextManager[Service]]) -> FastAPI:
-    """The API over what `serving` gives, which is entered at the start and left at the end."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                app.state.service = await stack.enter_async_context(serving())
-            except Exception as error:
-                app.state.start_error = error  # for the command, which tells it in one line
-                raise
-            yield
-
-    app = FastAPI(
-        title="Slotline",
-        summary="Pipeline-parallel training on Ray with communication as scheduled slots",
-        version="1",
-        lifespan=lifespan,
-        docs_url=None,  # FastAPI's own loads its scripts from elsewhere
-        redoc_url=None,
-    )
-    app.add_middleware(
-        BodyLimit,
-        limit_bytes=settings.body_limit_bytes,
-        limits={
-            "/api/v1/packages": settings.package_limit_bytes + 65536,
-            "/api/v1/jobs": min(settings.job_limit_bytes, settings.body_limit_bytes),
-            "/api/v1/plans/job": min(settings.job_limit_bytes, settings.body_limit_bytes),
-            "/api/v1/plans": min(settings.plan_limit_bytes, settings.body_limit_bytes),
-        },
-        timeout_s=settings.body_timeout_s,
-    )
-    app.add_middleware(RequestTracing)
-    if (names := allowed_hosts(settings)) is not None:
-        app.add_middleware(LocalOriginsOnly, names=names)
-    app.add_middleware(RequestTiming)  # the outermost: what comes after it counts
-    errors.install_error_handlers(app)
-    for router in (
-        plans.job_plan_router,
-        jobs.router,
-        activity.router,
-        admin.notifications_router,
-        clusters.quotas_router,
-        plans.spec_plan_router,
-        plans.saved_plans_router,
-        artifacts.packages_router,
-        clusters.clusters_router,
-        admin.people_router,
-        admin.secrets_router,
-        diagnose.why_router,
-        diagnose.postmortem_router,
-        artifacts.weights_router,
-        artifacts.artifacts_router,
-        artifacts.usage_router,
-    ):
-        app.include_router(
-            router, dependencies=[Depends(auth.require_user)], responses=errors.responses(401, 403)
-        )
-    app.include_router(pages.router, dependencies=[Depends(auth.require_user)])
-    app.include_router(metrics.router)
-    app.include_router(drivers.router)
-    app.include_router(system.router)
-    app.include_router(openapi.docs_router)
-    openapi.install_openapi(app, authenticates=settings.authenticates)
-    return app
-
-
 _STOP_LIMIT_S = 10.0
 
 
 @dataclass
 class ControlPlane(Service):
-    """What the API works with, and the orchestrator beside it."""
+    """The parts that the API works with, and the orchestrator and the notifier beside them."""
 
     orchestrator: Orchestrator = field(kw_only=True)
     notifier: Notifier = field(kw_only=True)
@@ -128,8 +46,8 @@ class ControlPlane(Service):
 def control_plane_app(
     settings: Settings, cluster: Cluster | None = None, others: Mapping[str, Cluster] = MappingProxyType({})
 ) -> FastAPI:
-    """The API with its orchestrator. With no `cluster` given it uses `settings.ray_address`, else a local Ray, and those
-    of `settings.clusters`; `others` are given in place of these, by name."""
+    """The API with its orchestrator, on `cluster` or else the Ray of `settings.ray_address` or a local one, and on the
+    clusters of `settings.clusters`, in place of which `others` stand by name."""
     return create_app(settings, lambda: run_control_plane(settings, cluster, others))
 
 
@@ -203,19 +121,20 @@ async def _connect_clusters(
     others: Mapping[str, Cluster],
     stack: contextlib.AsyncExitStack,
 ) -> Clusters:
-    """Those of the settings; `default` and `others` (by name) in place of Ray."""
+    """Clusters of the settings; `default` and `others` (by name) stand in place of Ray."""
     python = "python" if default is not None or settings.ray_address is not None else sys.executable
-    found = dict[str, Cluster]()
+    connected = dict[str, Cluster]()
     if default is not None:
-        found[DEFAULT_CLUSTER] = default
+        connected[DEFAULT_CLUSTER] = default
     elif settings.has_default_cluster:
-        given = settings.ray_address is not None
-        found[DEFAULT_CLUSTER] = (
-            ray_cluster(settings, DEFAULT_CLUSTER) if given else await _start_local_ray(settings, stack)
+        connected[DEFAULT_CLUSTER] = (
+            ray_cluster(settings, DEFAULT_CLUSTER)
+            if settings.ray_address is not None
+            else await _start_local_ray(settings, stack)
         )
     for name in settings.clusters:
-        found[name] = others.get(name) or ray_cluster(settings, name)
-    return build_clusters(settings, found, refresh_s=settings.cluster_refresh_s, python=python)
+        connected[name] = others.get(name) or ray_cluster(settings, name)
+    return build_clusters(settings, connected, refresh_s=settings.cluster_refresh_s, python=python)
 
 
 async def _start_local_ray(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:

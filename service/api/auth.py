@@ -17,9 +17,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.api.dependencies import CurrentService, Service
-from service.api.errors import ProblemError
+from service.api.dependencies import CurrentService
 from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, NoRoleError
+from service.jobs.problems import ProblemError
+from service.jobs.service import Service
 from service.spec.principals import (
     API_TOKEN_PRINCIPAL,
     METRICS_TOKEN_PRINCIPAL,
@@ -97,7 +98,7 @@ LEAST_ROLE: dict[tuple[str, str], Role] = {
 
 
 def least_role(method: str, path: str) -> Role:
-    """What a caller of the route with this template of a path must at least be."""
+    """The least role of a caller of the route with this template of a path."""
     return LEAST_ROLE.get(("GET" if method == "HEAD" else method, path), Role.ADMIN)
 
 
@@ -107,7 +108,7 @@ _CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
 
 async def require_user(request: Request, service: CurrentService) -> Principal:
-    """Who calls; 401 for nobody that is known, 403 for somebody who may not call this route."""
+    """The caller; 401 without a valid token, 403 where its role may not call this route."""
     if not service.settings.authenticates:
         return OPEN_ACCESS_PRINCIPAL
     if (admitted := request.scope.get(_ADMITTED)) is not None:
@@ -154,7 +155,7 @@ DriverAttempt = Annotated[Attempt, Depends(require_driver)]
 
 
 async def _find_principal(service: Service, token: str) -> Principal | None:
-    """Whose token it is: a setting's, else one of the store."""
+    """The owner of a token of the settings, of the identity provider, or of the store; None for an unknown one."""
     settings = service.settings
     for secret, owner in (
         (settings.api_token, Principal(API_TOKEN_PRINCIPAL, Role.ADMIN)),
@@ -199,5 +200,5 @@ def _basic_token(request: Request) -> str | None:
         return None
 
 
-def _same_secret(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
+def _same_secret(token: str, other: str) -> bool:
+    return hmac.compare_digest(token.encode(), other.encode())

@@ -1,8 +1,5 @@
-"""FastAPI dependencies of the routes: the running service, its shared job feed, and helpers for long requests.
+"""FastAPI dependencies and parameters that several routers share: the running service, ids, times, and long work.
 
-`Service` holds the parts of the running process; routes find it on the application. `JobFeed` polls the store once
-for all streams that follow jobs, and only while a stream waits. `while_connected` cancels work when its caller
-disconnects.
 Times in queries are ISO 8601 with a zone, as `format: date-time` says, and nothing else that could be read as one.
 A 202 answer carries Retry-After and asks for the same request again.
 """
@@ -10,44 +7,41 @@ A 202 answer carries Retry-After and asks for the same request again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Path, Request, Response
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator
 from starlette.requests import HTTPConnection
 
-from service.api.errors import ProblemError
-from service.api.oidc import IdentityProvider
-from service.orchestrator.attempts.outcome import Backoff
-from service.orchestrator.planning.pool import Planner
-from service.orchestrator.ray.clusters import Clusters, ClusterWatcher
-from service.orchestrator.ray.driver_logs import LogReader
-from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
-from service.orchestrator.tasks.profile import JobProfiler
-from service.settings.clusters import DEFAULT_CLUSTER
-from service.settings.settings import Settings
-from service.store.database import Database
-from service.store.events import JobVersion, events_of, job_versions
-from service.store.jobs import SubmissionBatcher
-from service.store.tables import Event
+from service.jobs.problems import ProblemError
+from service.jobs.service import RunWork, Service
+from service.spec.job import JOB_ID_PATTERN
 
-_RETRY_AFTER_S = "1"
+JobId = Annotated[str, Path(pattern=JOB_ID_PATTERN, description="A job's id, e.g. job-k3j9x2abcd")]
 
 
-def accepted(waiting: BaseModel) -> Response:
-    """Says what is under way, and asks for the same request a second later."""
-    return Response(
-        waiting.model_dump_json(),
-        status_code=202,
-        media_type="application/json",
-        headers={"Retry-After": _RETRY_AFTER_S},
-    )
+def service_of(app: FastAPI) -> Service:
+    """The service behind an application made by `create_app`."""
+    return app.state.service
 
 
+async def _current_service(connection: HTTPConnection) -> Service:  # not async, it would be run in a thread
+    return service_of(connection.app)
+
+
+CurrentService = Annotated[Service, Depends(_current_service)]
+
+
+async def _run_while_connected(request: Request) -> RunWork:
+    return functools.partial(while_connected, request)
+
+
+RunWhileConnected = Annotated[RunWork, Depends(_run_while_connected)]
+"""Awaits a plan or an analysis, and cancels it when the caller disconnects."""
 T = TypeVar("T")
 
 
@@ -74,107 +68,23 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class JobFeed:
-    """Looks only while somebody waits for a look."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._asked: dict[str, asyncio.Future[JobVersion | None]] = {}
-        self._polling: asyncio.Task[None] | None = None
-        self._polls: set[asyncio.Task[None]] = set()  # the loop itself holds its tasks weakly
-        self._reading: dict[tuple[str, int], asyncio.Task[Sequence[Event]]] = {}
-
-    async def now(self, job_id: str) -> JobVersion | None:
-        """The job at this moment; None: no such job."""
-        async with self._database.read() as session:
-            return (await job_versions(session, [job_id])).get(job_id)
-
-    async def next(self, job_id: str, *, within_s: float) -> JobVersion | None:
-        """The job at the next look, about `within_s` from now or from when somebody else asked for it."""
-        if (asked := self._asked.get(job_id)) is None:
-            asked = self._asked[job_id] = asyncio.get_running_loop().create_future()
-        if self._polling is None:
-            self._polling = asyncio.create_task(self._poll(within_s))
-            self._polls.add(self._polling)
-            self._polling.add_done_callback(self._polls.discard)
-        return await asyncio.shield(asked)  # others wait for it too
-
-    async def events(self, job_id: str, *, after: int) -> Sequence[Event]:
-        """The job's events behind `after`; read once for all that ask for the same at the same time, as all do that
-        have seen as much: each with a read of its own would take every connection at once."""
-        key = (job_id, after)
-        if (reading := self._reading.get(key)) is None:
-            reading = self._reading[key] = asyncio.create_task(self._read(job_id, after))
-            reading.add_done_callback(lambda _: self._reading.pop(key))
-        return await asyncio.shield(reading)
-
-    async def _read(self, job_id: str, after: int) -> Sequence[Event]:
-        async with self._database.read() as session:
-            return await events_of(session, job_id, after=after)
-
-    async def _poll(self, after_s: float) -> None:
-        try:
-            await asyncio.sleep(after_s)
-        finally:
-            asked, self._asked, self._polling = self._asked, {}, None
-        try:
-            async with self._database.read() as session:
-                found = await job_versions(session, list(asked))
-        except Exception as error:
-            for one in asked.values():
-                one.set_exception(error)
-                one.exception()  # who waited may have gone: then nobody has to hear of it
-        else:
-            for job_id, one in asked.items():
-                one.set_result(found.get(job_id))
+_RETRY_AFTER_S = "1"
 
 
-@dataclass
-class Service:
-    """What routes work with. `wake` tells the orchestrator that a job changed, if it is in this process;
-    `problem` says why that one does not go on, `lag_s` since when it has not come round (None: none runs here), `leads`
-    whether it has the lease."""
-
-    settings: Settings
-    database: Database
-    planner: Planner
-    profiler: JobProfiler
-    exporter: JobExporter
-    remover: JobRemover
-    clusters: Clusters
-    logs: LogReader
-    wake: Callable[[], None]
-    problem: Callable[[], str | None] = lambda: None
-    identity: IdentityProvider | None = None
-    lag_s: Callable[[], float | None] = lambda: None
-    leads: Callable[[], bool] = lambda: False
-    submissions: SubmissionBatcher = field(init=False)
-    feed: JobFeed = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.submissions = SubmissionBatcher(self.database)
-        self.feed = JobFeed(self.database)
-
-    @property
-    def cluster(self) -> ClusterWatcher:
-        """What was last seen of the cluster named default."""
-        return self.clusters.of(DEFAULT_CLUSTER).watcher
-
-    @property
-    def backoff(self) -> Backoff:
-        return Backoff(self.settings.retry_backoff_s, self.settings.retry_backoff_limit_s)
+def accepted(waiting: BaseModel) -> Response:
+    """202: the work is under way, and the same request is to be sent again a second later."""
+    return Response(
+        waiting.model_dump_json(),
+        status_code=202,
+        media_type="application/json",
+        headers={"Retry-After": _RETRY_AFTER_S},
+    )
 
 
-def service_of(app: FastAPI) -> Service:
-    """The service behind an application made by `create_app`."""
-    return app.state.service
-
-
-async def _current_service(connection: HTTPConnection) -> Service:  # not async, it would be run in a thread
-    return service_of(connection.app)
-
-
-CurrentService = Annotated[Service, Depends(_current_service)]
+def json_text(text: str, *, file_name: str | None = None) -> Response:
+    """A JSON answer that is serialized already; with `file_name` browsers store it."""
+    headers = {} if file_name is None else {"Content-Disposition": f'attachment; filename="{file_name}"'}
+    return Response(text, media_type="application/json", headers=headers)
 
 
 _DATE_TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d(:\d\d([.,]\d{1,9})?)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)

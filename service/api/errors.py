@@ -1,7 +1,7 @@
 """Maps every exception to `application/problem+json` (RFC 9457): field, value, cause and remedy.
 
-`ProblemError` is what routes raise. `ProblemCode` is what programs read where people read `detail`; codes are part of
-the API and are never renamed. Text that is no valid Unicode is escaped, not refused.
+Routes and the rules that they call raise ProblemError (service/jobs/problems.py); other exceptions have a handler here.
+Text that is no valid Unicode is escaped, not refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, get_args
 
@@ -23,47 +22,12 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
+from service.jobs.problems import ProblemCode, ProblemError
 from service.orchestrator.attempts.outcome import StaleAttemptError
 from service.orchestrator.planning.pool import PlannerBusyError, PlanRefusedError, PlanTimeoutError
 from service.orchestrator.ray.jobs_api import ClusterError
 from service.spec.job import JobSpec
 from service.store.transitions import TransitionError
-from worker.contract.reasons import Reason
-
-
-class ProblemCode(StrEnum):
-    """Those of one HTTP status first, which stand where no other says more."""
-
-    UNAUTHENTICATED = "UNAUTHENTICATED"
-    FORBIDDEN = "FORBIDDEN"
-    NOT_FOUND = "NOT_FOUND"
-    METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
-    TIMED_OUT = "TIMED_OUT"
-    CONFLICT = "CONFLICT"
-    TOO_LARGE = "TOO_LARGE"
-    INVALID = "INVALID"
-    INTERNAL_ERROR = "INTERNAL_ERROR"
-    UNAVAILABLE = "UNAVAILABLE"
-    REFUSED = "REFUSED"
-
-    IDEMPOTENCY_KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
-    JOB_NOT_WAITING = "JOB_NOT_WAITING"
-    JOB_BEGAN_ELSEWHERE = "JOB_BEGAN_ELSEWHERE"
-    QUEUE_NOT_YOURS = "QUEUE_NOT_YOURS"
-    STATE_FORBIDS = "STATE_FORBIDS"
-    ATTEMPT_OVER = "ATTEMPT_OVER"
-    VERSION_MISMATCH = Reason.VERSION_MISMATCH.value
-    PLAN_REFUSED = "PLAN_REFUSED"
-    PLAN_MISMATCH = "PLAN_MISMATCH"
-    PLAN_NAME_TAKEN = "PLAN_NAME_TAKEN"
-    TOO_MANY_PLANS = "TOO_MANY_PLANS"
-    CHECKPOINT_IN_USE = "CHECKPOINT_IN_USE"
-    PLANNER_BUSY = "PLANNER_BUSY"
-    PLAN_TOO_SLOW = "PLAN_TOO_SLOW"
-    CLUSTER_AWAY = "CLUSTER_AWAY"
-    DATABASE_AWAY = "DATABASE_AWAY"
-    DATABASE_BUSY = "DATABASE_BUSY"
-
 
 _CODE_OF_STATUS = {
     401: ProblemCode.UNAUTHENTICATED,
@@ -95,23 +59,6 @@ _UNION_TAG = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
-class ProblemError(Exception):
-    """An error that a route answers with."""
-
-    def __init__(
-        self,
-        status: int,
-        detail: str,
-        *,
-        errors: Sequence[Mapping[str, Any]] | None = None,
-        headers: Mapping[str, str] | None = None,
-        code: ProblemCode | None = None,
-    ) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.code = status, detail, code
-        self.errors, self.headers = errors, headers
-
-
 def problem_response(
     status: int,
     detail: str,
@@ -135,7 +82,7 @@ def problem_response(
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says about the errors of a route."""
+    """OpenAPI's description of the errors of a route."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,
@@ -162,13 +109,13 @@ def install_error_handlers(app: FastAPI) -> None:
         return problem_response(error.status_code, _http_detail(request, error, headers), headers=headers)
 
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        found = error.errors()
-        errors = [_field_error(one) for one in found[:_ERRORS_SHOWN]]
-        errors = [one for k, one in enumerate(errors) if one not in errors[:k]]
-        detail = "; ".join(f"{one['field']}: {one['message']}" for one in errors)
-        if len(found) > len(errors):
-            detail += f"; and {len(found) - len(errors)} more"
-        return problem_response(422, detail, errors=errors)
+        details = error.errors()
+        errors = [_field_error(detail) for detail in details[:_ERRORS_SHOWN]]
+        errors = [shown for k, shown in enumerate(errors) if shown not in errors[:k]]
+        message = "; ".join(f"{shown['field']}: {shown['message']}" for shown in errors)
+        if len(details) > len(errors):
+            message += f"; and {len(details) - len(errors)} more"
+        return problem_response(422, message, errors=errors)
 
     async def transition(_: Request, error: TransitionError) -> Response:
         return problem_response(
@@ -241,7 +188,7 @@ def _http_detail(request: Request, error: HTTPException, headers: Mapping[str, s
 
 
 def _allowed_methods(request: Request, named: str | None) -> list[str]:
-    """Of all routes at this path; the router itself names those of one route only."""
+    """The methods of all routes at this path; the router itself names the methods of one route only."""
     methods = {method.strip() for method in (named or "").split(",")} - {""}
     for path, operations in request.app.openapi()["paths"].items():
         if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), request.url.path):
@@ -289,11 +236,11 @@ def _refused_value(error: Mapping[str, Any]) -> str:
 
 def _unknown_field(path: Sequence[Any]) -> str:
     known = sorted(_fields_at(JobSpec, path[:-1]))
-    given = str(path[-1]) if path else ""
+    unknown = str(path[-1]) if path else ""
     begun = [
-        name for name in known if given and name.startswith(f"{given}_")
+        name for name in known if unknown and name.startswith(f"{unknown}_")
     ]  # every for every_steps, not keep_every
-    near = begun or (difflib.get_close_matches(given, known, n=1) if path else [])
+    near = begun or (difflib.get_close_matches(unknown, known, n=1) if path else [])
     if near:
         return f"unknown field: did you mean {near[0]}?"
     known_here = f"; known here: {', '.join(known)}" if known else ""
@@ -301,7 +248,7 @@ def _unknown_field(path: Sequence[Any]) -> str:
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
-    """Names of the fields of a job specification below `path`; empty where that is no job's place."""
+    """Names of the fields of a job specification below `path`; empty where the path is not of a job."""
     for part in path:
         field = model.model_fields.get(str(part))
         kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # also X of `X | None`

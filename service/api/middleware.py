@@ -27,7 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api import auth
 from service.api.dependencies import service_of
-from service.api.errors import ProblemError, problem_response
+from service.api.errors import problem_response
+from service.jobs.problems import ProblemError
 from service.observability.instruments import REQUEST_SECONDS
 from service.observability.tracing import REQUEST_SPAN, Span, exporting, record_span
 from service.settings.settings import Settings, is_loopback
@@ -55,8 +56,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         body = _LimitedBody(receive, self._limits.get(scope["path"], self._limit_bytes), self._timeout_s)
-        told = dict(scope["headers"]).get(b"content-length", b"0")
-        body.declared_bytes = int(told) if told.isdigit() else 0
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        body.declared_bytes = int(declared) if declared.isdigit() else 0
         await self._app(scope, body.receive, send)
 
 
@@ -98,7 +99,7 @@ _PARSE_IN_THREAD_BYTES = 16384
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """How deep JSON may be nested, and how many values it may hold in all; `size_bytes` for it as text."""
+    """Limits of a JSON body: its length as text, its depth, and the number of all values in it (None: no limit)."""
 
     size_bytes: int
     depth: int = 64
@@ -122,7 +123,7 @@ class UserRoute(APIRoute):
         await auth.require_user(request, service_of(request.app))
 
     def json_limits(self, request: Request) -> JsonLimits:
-        """What JSON the caller may send."""
+        """The limits of the JSON that the caller may send."""
         return JsonLimits(service_of(request.app).settings.plan_limit_bytes)
 
 
@@ -153,11 +154,11 @@ async def _admit(admit: Callable[[Request], Coroutine[Any, Any, None]], request:
 
 
 class _LimitedJsonRequest(Request):
-    """The same request, whose JSON is of a shape that the server can take."""
+    """A request whose JSON is checked against limits when it is read."""
 
-    def __init__(self, request: Request, shape: JsonLimits) -> None:
+    def __init__(self, request: Request, limits: JsonLimits) -> None:
         super().__init__(request.scope, request.receive)
-        self._limits = shape
+        self._limits = limits
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -169,24 +170,24 @@ class _LimitedJsonRequest(Request):
         return self._json
 
 
-def read_json(body: bytes, shape: JsonLimits) -> Any:
+def read_json(body: bytes, limits: JsonLimits) -> Any:
     """The value of a JSON text. HTTPException: 413 for too long a text or too many values, 422 for one too deep."""
-    if len(body) > shape.size_bytes:
-        raise HTTPException(413, f"the body is JSON of more than {shape.size_bytes} bytes: send less")
-    too_deep = HTTPException(422, f"the body is nested more than {shape.depth} deep: flatten it")
+    if len(body) > limits.size_bytes:
+        raise HTTPException(413, f"the body is JSON of more than {limits.size_bytes} bytes: send less")
+    too_deep = HTTPException(422, f"the body is nested more than {limits.depth} deep: flatten it")
     try:
         value = json.loads(body)
     except RecursionError:
         raise too_deep from None
-    if shape.elements is None:
+    if limits.elements is None:
         return value
     level, depth, count = [value], 0, 0
     while level:
         depth, count = depth + 1, count + len(level)
-        if depth > shape.depth:
+        if depth > limits.depth:
             raise too_deep
-        if count > shape.elements:
-            raise HTTPException(413, f"the body holds more than {shape.elements} values: send fewer")
+        if count > limits.elements:
+            raise HTTPException(413, f"the body holds more than {limits.elements} values: send fewer")
         level = [
             inner
             for value in level
@@ -225,14 +226,14 @@ class LocalOriginsOnly:
 
 
 def allowed_hosts(settings: Settings) -> set[str] | None:
-    """Names besides those of this machine; None where everybody may call: with a token, or by a setting."""
+    """Names besides the names of this machine; None where everybody may call: with a token, or by a setting."""
     if settings.authenticates or settings.open_access:
         return None
     return {httpx.URL(settings.url).host, httpx.URL(settings.control_url).host, settings.host}
 
 
 def _is_same_origin(headers: Mapping[bytes, str]) -> bool:
-    """Whether no other origin's page asks; another port of this machine is another origin, though the same site."""
+    """False where a page of another origin asks; another port of this machine is another origin, though the same site."""
     if (site := headers.get(b"sec-fetch-site")) is not None:
         return site in ("none", "same-origin")
     origin = headers.get(b"origin")  # of browsers that do not send the other, and of no program
@@ -240,9 +241,9 @@ def _is_same_origin(headers: Mapping[bytes, str]) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header: without port, and without the brackets of IPv6; as it is where it is neither."""
-    found = _HOST_HEADER.fullmatch(host)
-    return (found["v6"] or found["name"]).lower() if found else host
+    """The name in a Host header, without port and brackets of IPv6; the whole header where it has another form."""
+    match = _HOST_HEADER.fullmatch(host)
+    return (match["v6"] or match["name"]).lower() if match else host
 
 
 _LABELLED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

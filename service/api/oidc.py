@@ -72,7 +72,7 @@ class IdentityProvider:
         self.keys = KeySet(settings.oidc_jwks_url, clock=clock)
 
     async def principal(self, token: str) -> Principal:
-        """Whose token it is. Raises InvalidTokenError, NoRoleError or KeysUnavailableError."""
+        """The principal that the token was issued to. Raises InvalidTokenError, NoRoleError or KeysUnavailableError."""
         if len(token) > _TOKEN_MAX_CHARS:
             raise InvalidTokenError(f"it has more than {_TOKEN_MAX_CHARS} characters")
         try:
@@ -114,8 +114,8 @@ class IdentityProvider:
         return name
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
-        found = _claim(claims, self._role_claim)
-        values = found.split() if isinstance(found, str) else found if isinstance(found, list) else []
+        claim = _claim(claims, self._role_claim)
+        values = claim.split() if isinstance(claim, str) else claim if isinstance(claim, list) else []
         roles = [self._roles[value] for value in values if isinstance(value, str) and value in self._roles]
         if not roles:
             raise NoRoleError(
@@ -200,14 +200,14 @@ def usable_keys(document: Any) -> dict[str | None, SigningKey]:
     entries = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(entries, list) or len(entries) > _MAX_KEYS:
         raise ValueError(f"it is no JWK set with a list `keys` of at most {_MAX_KEYS}")
-    found = {}
+    keys: dict[str | None, SigningKey] = {}
     for entry in entries:
         if isinstance(entry, dict) and (key := _signing_key(entry)) is not None:
             key_id = entry.get("kid")
-            found[key_id if isinstance(key_id, str) else None] = key
-    if not found:
+            keys[key_id if isinstance(key_id, str) else None] = key
+    if not keys:
         raise ValueError("it holds no public key for signatures that can be used")
-    return found
+    return keys
 
 
 def _signing_key(entry: Mapping[str, Any]) -> SigningKey | None:
@@ -220,10 +220,10 @@ def _signing_key(entry: Mapping[str, Any]) -> SigningKey | None:
         return None
     if isinstance(read.key, RSAPublicKey) and read.key.key_size < _RSA_MIN_BITS:
         return None
-    said = entry.get("alg")
-    if said is None and entry["kty"] == "RSA":
+    declared = entry.get("alg")
+    if declared is None and entry["kty"] == "RSA":
         return SigningKey(read.key, tuple(name for name in ALGORITHMS if name[:2] in ("RS", "PS")))
-    if (algorithm := said or read.algorithm_name) not in ALGORITHMS:
+    if (algorithm := declared or read.algorithm_name) not in ALGORITHMS:
         return None
     return SigningKey(read.key, (algorithm,))
 

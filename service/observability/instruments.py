@@ -58,8 +58,8 @@ class Outage:
     def away(self, error: BaseException | str) -> None:
         if self._since is None:
             self._since = time.monotonic()
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            self._logger.error("%s does not answer: %s", self._what, said)
+            message = " ".join(str(error).split())[:300] or type(error).__name__
+            self._logger.error("%s does not answer: %s", self._what, message)
 
     def back(self) -> None:
         if self._since is not None:

@@ -58,7 +58,7 @@ _exporter: Exporter | None = None
 
 
 def exporting() -> bool:
-    """Whether spans go anywhere."""
+    """True while spans are exported."""
     return _exporter is not None
 
 
@@ -73,7 +73,7 @@ def record_span(span: Span) -> None:
 
 
 def record_request_span(name: str, seconds: float, *, error: str | None = None) -> None:
-    """What took so long, until now, to answer the present request; nothing where that has no span."""
+    """Export a span of `seconds`, ending now, below the present request's span; nothing where it has none."""
     if _exporter is not None and (request := REQUEST_SPAN.get()) is not None:
         now = time.time()
         record_span(Span(name, request.child(), now - seconds, now, request.span_id, error=error))

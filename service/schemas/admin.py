@@ -86,7 +86,7 @@ class SecretList(BaseModel):
 
 
 class AuditView(BaseModel):
-    """What `principal` did (e.g. job.cancel) to `subject` (a job's id, a token's name)."""
+    """An action of `principal` (e.g. job.cancel) on `subject` (a job's id, a token's name)."""
 
     number: int
     at: datetime

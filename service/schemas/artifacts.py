@@ -34,7 +34,7 @@ class ArtifactList(BaseModel):
 
 
 class RemovedView(BaseModel):
-    """Which folders are gone, which stay and why, and the steps of the whole checkpoints that are left."""
+    """Removed folders, refused ones with the reason of each, and the steps of the whole checkpoints that are left."""
 
     removed: list[str]
     refused: dict[str, str]
@@ -48,7 +48,7 @@ class RemovingView(BaseModel):
 
 
 class OwnerUsage(BaseModel):
-    """What an owner's jobs, plans and packages take. A package counts for everybody who uploaded it."""
+    """Storage of an owner's jobs, plans and packages. A package counts for everybody who uploaded it."""
 
     owner: str
     jobs: int = Field(description="That have files in storage")

@@ -41,7 +41,7 @@ class GangView(BaseModel):
 
 
 class ClusterState(BaseModel):
-    """Whether a cluster of this name answers; the queues whose jobs run there."""
+    """The availability of one cluster, and the queues whose jobs run there."""
 
     name: str
     available: bool
@@ -51,8 +51,8 @@ class ClusterState(BaseModel):
 
 
 class ClusterView(BaseModel):
-    """The Ray cluster; of several all of them, or the one that was asked for: `available` are they when each is,
-    `error` names those that are not, and they were seen at the earliest `seen_at`. `clusters` has each by itself."""
+    """All Ray clusters, or one. `available`: each of them answers; `error` names the others; `seen_at` is the earliest of
+    their times. `clusters` has each by itself."""
 
     available: bool
     error: str | None
@@ -61,3 +61,10 @@ class ClusterView(BaseModel):
     accelerators: list[AcceleratorsView]
     gangs: list[GangView]
     clusters: list[ClusterState] = []
+
+
+class TargetGroup(BaseModel):
+    """An entry of Prometheus's HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]

@@ -212,7 +212,7 @@ class PlacedWorker(_FromDriver):
 
 
 class MeshMemory(_FromDriver):
-    """What each worker of a mesh may use."""
+    """The memory that each worker of a mesh may use."""
 
     mesh: Label
     memory_bytes: Annotated[int, Field(ge=0, lt=2**63)]
@@ -250,22 +250,22 @@ class UpdateSeconds(_FromDriver):
 
 
 class MicrobatchProfile(_FromDriver):
-    """The layers' costs with the batch in so many microbatches."""
+    """The layers' costs with the batch in this number of microbatches."""
 
     microbatches: Count
     profile: Arguments
 
 
 class MeshProfile(MicrobatchProfile):
-    """The same as a mesh of so many workers measures it, `tensor` of which share matrices, where meshes have unlike
-    sizes."""
+    """The layers' costs measured by a mesh of `workers` with tensor-parallel groups of `tensor`, where meshes are
+    heterogeneous."""
 
     workers: Count
     tensor: Count = 1
 
 
 class PlanRequest(_FromDriver):
-    """What was measured of a job. One profile stands in `profile`, several in `profiles`; `tried` are numbers of
+    """Measured costs of a job. One profile stands in `profile`, several in `profiles`; `tried` are numbers of
     microbatches, also those that were left out.
 
     Drivers that measure no memory send no `memory`: their plans have no limit of the whole. `action_s` is what the

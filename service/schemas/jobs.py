@@ -9,8 +9,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from service.spec.job import Name
 from service.spec.states import AttemptState, JobState
 
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -85,7 +86,7 @@ class JobSummary(BaseModel):
     started_at: datetime | None
     finished_at: datetime | None
     max_duration_s: float | None = Field(
-        default=None, description="So long it may hold accelerators, all attempts together"
+        default=None, description="The longest time that it may hold accelerators, all attempts together"
     )
     labels: dict[str, str] = {}
     progress: Progress
@@ -104,6 +105,30 @@ class JobView(JobSummary):
 class JobPage(BaseModel):
     items: list[JobSummary]
     next_page_token: str | None
+
+
+class JobChange(BaseModel):
+    """Another queue or priority for a waiting job; an absent field changes nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    queue: Name | None = None
+    priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_these_change(cls, data: object) -> object:
+        if isinstance(data, dict) and (
+            others := sorted(ascii(key).strip("'") for key in {*data} - {*cls.model_fields})[:5]
+        ):
+            raise ValueError(f"{', '.join(others)} cannot be changed: give queue, priority, or both")
+        return data
+
+    @model_validator(mode="after")
+    def _something_changes(self) -> JobChange:
+        if self.queue is None and self.priority is None:
+            raise ValueError("nothing would change: give queue, priority, or both")
+        return self
 
 
 # Events, logs, steps, plans, timelines
@@ -154,7 +179,7 @@ class StepPage(BaseModel):
 
 
 class EvaluationView(BaseModel):
-    """What the evaluation after `step` (0: before the first) found on so many `samples`."""
+    """Loss and metrics of the evaluation after `step` (0: before the first) on `samples` samples."""
 
     step: int
     attempt: int
@@ -179,7 +204,7 @@ class MeshUpdateView(BaseModel):
 
 
 class SavedPlanRef(BaseModel):
-    """A plan that its owner has kept under a name."""
+    """A plan that its owner has saved under a name."""
 
     id: str
     owner: str
@@ -270,7 +295,7 @@ class QueueView(BaseModel):
 
 
 class QueueQuotaView(BaseModel):
-    """What is in force, and what the configuration says (null: no quota)."""
+    """The quota in force, and the configured one (null: no quota)."""
 
     name: str
     quota: int | None
@@ -327,8 +352,8 @@ class CheckpointFile(BaseModel):
     state: Literal["complete", "being written", "damaged", "unfinished"]
     damage: str | None = Field(description="What is wrong with it")
     checked: Literal["sizes", "checksums"]
-    blocking_s: float | None = Field(None, description="So long training stood still for it")
-    writing_s: float | None = Field(None, description="So long the slowest worker wrote")
+    blocking_s: float | None = Field(None, description="Seconds that training stood still for it")
+    writing_s: float | None = Field(None, description="Seconds that the slowest worker wrote")
     loss: float | None
     latest: bool
     best: bool

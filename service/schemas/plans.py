@@ -6,14 +6,31 @@ Values only, shared by the routes and service.client.client: no web framework, n
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.schemas.jobs import JobPlanPreview
+from service.spec.job import LimitedArguments
+
+
+class PlanSpec(BaseModel):
+    """A PipelineSpec (DESIGN section 4). Its details are checked by the scheduler, not here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    microbatches: Annotated[int, Field(ge=1)]
+    meshes: Annotated[list[LimitedArguments], Field(min_length=1, fail_fast=True)]
+    stages: Annotated[list[LimitedArguments], Field(min_length=1, fail_fast=True)]
+    edges: Annotated[list[LimitedArguments], Field(fail_fast=True)] = []
+
+    @property
+    def actions(self) -> int:
+        return self.microbatches * (len(self.stages) + len(self.edges))
 
 
 class SavedPlanSummary(BaseModel):
-    """A kept plan without its slots and programs; `begins` are the modules that begin its stages."""
+    """A saved plan without its slots and programs; `begins` are the modules that begin its stages."""
 
     id: str
     owner: str = Field(description="Who keeps it; empty where nobody was asked for a name")
@@ -42,7 +59,7 @@ class SavedPlanList(BaseModel):
 
 
 class SavedPlanView(SavedPlanSummary):
-    """A kept plan, and the job (a JobSpec) that it was made for."""
+    """A saved plan, and the job (a JobSpec) that it was made for."""
 
     job: dict[str, object]
     plan: JobPlanPreview

@@ -2,10 +2,3 @@
 
 They read the same JSON API as everybody else; they must not know tables or Ray.
 """
-
-from service.api.pages import data
-from service.api.pages.router import router
-
-router.include_router(data.router)
-
-__all__ = ["router"]

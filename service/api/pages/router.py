@@ -1,6 +1,6 @@
-"""Serves the web pages: HTML shells with their script, style and icon, and links to Grafana.
+"""Serves the web pages: HTML shells with their script, style and icon, links to Grafana, and a job page's own JSON.
 
-The pages fill themselves from the JSON API; this module asks the store only if a job exists.
+The pages fill themselves from the JSON API, and from four answers that only they need.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
-from service.api.dependencies import CurrentService
+from service.api.dependencies import CurrentService, JobId
+from service.jobs import explain
+from service.schemas.jobs import Integer
 from service.spec.job import JOB_ID_PATTERN
 from service.spec.states import JobState
 from service.store.jobs import find_job
@@ -77,9 +80,33 @@ def dashboard_links(grafana_url: str | None, job: Job, *, at: float) -> dict[str
     }
 
 
+@router.get("/jobs/{job_id}/profiled-steps")
+async def steps(job_id: JobId, service: CurrentService) -> dict[str, Any]:
+    """The attempt whose plan is stored (null: none), and of each stored timeline the step and the attempt; latest last."""
+    return await explain.read_profiled_steps(service, job_id)
+
+
+@router.get("/jobs/{job_id}/gaps")
+async def gaps(job_id: JobId, service: CurrentService, step: Integer | None = None) -> dict[str, Any]:
+    """The gaps of the planned and of the measured compute lanes of one step (the last profiled one if null)."""
+    return await explain.read_gaps(service, job_id, step)
+
+
+@router.get("/jobs/{job_id}/memory")
+async def memory(job_id: JobId, service: CurrentService) -> dict[str, Any]:
+    """The meshes of the job's plan: memory limit, planned and measured peak, and the stages that recompute."""
+    return {"meshes": await explain.read_memory(service, job_id)}
+
+
+@router.get("/jobs/{job_id}/choice")
+async def choice(job_id: JobId, service: CurrentService) -> dict[str, Any]:
+    """Microbatches, stages, step time and updates of the job's plan; null and empty where there is no plan yet."""
+    return await explain.read_choice(service, job_id)
+
+
 @router.get("/static/{name}")
 async def static(name: str) -> FileResponse:
-    """Script, style or icon."""
+    """A script, a style sheet or an icon."""
     if name not in _STATIC:
         raise HTTPException(404, f"no file {name} belongs to the pages")
     return FileResponse(_STATIC[name], headers=_HEADERS)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Body, Path, Query, Response
 from sqlalchemy.exc import IntegrityError
 
 from service.api.auth import Caller
-from service.api.dependencies import CurrentService
-from service.api.errors import ProblemError, responses
+from service.api.dependencies import CurrentService, JobId
+from service.api.errors import responses
 from service.api.middleware import UserRoute
-from service.api.routers.jobs import JobId, existing_job
+from service.jobs.lifecycle import existing_job
+from service.jobs.problems import ProblemError
+from service.jobs.views import delivery_view
 from service.schemas.admin import (
     AuditPage,
     AuditView,
     DeliveryPage,
-    DeliveryView,
     NewToken,
     SecretList,
     SecretView,
@@ -49,7 +49,6 @@ from service.store.secrets import (
     store_token,
     token_digest,
 )
-from service.store.tables import Delivery, DeliveryState
 
 notifications_router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
 
@@ -62,37 +61,19 @@ async def list_deliveries(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
     page_token: Annotated[str | None, Query(pattern=r"^[0-9]{1,9}$")] = None,
 ) -> DeliveryPage:
-    """Who was told of the job's states, and how that went. What the operator's URL is, operators see."""
+    """Notifications of the job's states, and how their delivery went. Only operators see the operator's URL."""
     skip = int(page_token or 0)
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        found = await deliveries_of(session, job_id, skip=skip, limit=limit + 1)
-    token = str(skip + limit) if len(found) > limit else None
+        deliveries = await deliveries_of(session, job_id, skip=skip, limit=limit + 1)
+    token = str(skip + limit) if len(deliveries) > limit else None
     operator = caller.role.includes(Role.OPERATOR)
-    return DeliveryPage(items=[_delivery_view(one, operator) for one in found[:limit]], next_page_token=token)
-
-
-def _delivery_view(delivery: Delivery, operator: bool) -> DeliveryView:
-    shown = delivery.secret is not None or operator
-    return DeliveryView(
-        id=delivery.id,
-        job_id=delivery.job_id,
-        event=delivery.event,
-        job_state=delivery.job_state,
-        url=delivery.url if shown else f"{urlsplit(delivery.url).scheme}://(the operator's)",
-        secret=delivery.secret,
-        state=delivery.state,  # type: ignore[arg-type]
-        tries=delivery.tries,
-        created_at=delivery.created_at,
-        next_at=delivery.next_at if delivery.state == DeliveryState.PENDING else None,
-        last_at=delivery.last_at,
-        status=delivery.status,
-        error=delivery.error if shown else None,
+    return DeliveryPage(
+        items=[delivery_view(delivery, operator) for delivery in deliveries[:limit]], next_page_token=token
     )
 
 
 people_router = APIRouter(prefix="/api/v1", tags=["people"], route_class=UserRoute)
-
 TokenName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100)]
 PrincipalQuery = Annotated[str | None, Query(max_length=200, pattern=OWNER_PATTERN)]
 
@@ -105,10 +86,10 @@ async def whoami(caller: Caller) -> Whoami:
 
 @people_router.get("/tokens")
 async def read_tokens(service: CurrentService) -> TokenList:
-    """All tokens, also expired ones, without what opens anything."""
+    """All tokens, also expired ones, without their texts."""
     async with service.database.read() as session:
-        found = await list_tokens(session)
-    return TokenList(items=[TokenView.model_validate(one, from_attributes=True) for one in found])
+        tokens = await list_tokens(session)
+    return TokenList(items=[TokenView.model_validate(token, from_attributes=True) for token in tokens])
 
 
 @people_router.post("/tokens", status_code=201, responses=responses(409, 422))
@@ -159,19 +140,18 @@ async def read_audit(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     page_token: Annotated[str | None, Query(pattern=r"^\d{1,18}$")] = None,
 ) -> AuditPage:
-    """Who did what, newest first: submits, cancels, retries, tokens made and revoked."""
+    """Actions of all principals, newest first: submits, cancels, retries, tokens made and revoked."""
     before = None if page_token is None else int(page_token)
     async with service.database.read() as session:
-        found = await list_audit(
+        entries = await list_audit(
             session, principal=principal, subject=subject, before=before, limit=limit + 1
         )
-    token = str(found[limit - 1].number) if len(found) > limit else None
-    views = [AuditView.model_validate(one, from_attributes=True) for one in found[:limit]]
+    token = str(entries[limit - 1].number) if len(entries) > limit else None
+    views = [AuditView.model_validate(entry, from_attributes=True) for entry in entries[:limit]]
     return AuditPage(items=views, next_page_token=token)
 
 
 secrets_router = APIRouter(prefix="/api/v1/secrets", tags=["people"], route_class=UserRoute)
-
 SecretName = Annotated[
     str, Path(pattern=VARIABLE_PATTERN, description="The variable that jobs will find it in")
 ]
@@ -181,8 +161,8 @@ SecretName = Annotated[
 async def read_secrets(caller: Caller, service: CurrentService) -> SecretList:
     """The names of the caller's secrets, and when each was set."""
     async with service.database.read() as session:
-        found = await list_secrets(session, caller.name)
-    return SecretList(items=[SecretView.model_validate(one, from_attributes=True) for one in found])
+        secrets = await list_secrets(session, caller.name)
+    return SecretList(items=[SecretView.model_validate(secret, from_attributes=True) for secret in secrets])
 
 
 @secrets_router.put("/{name}", status_code=204, responses=responses(409, 413, 422))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.api.routers import activity
+from service.jobs.log_lines import written_at
 from service.orchestrator.attempts.watch import AttemptWatcher
 from service.store.jobs import find_job
 from tests.service.api.conftest import Api, ApiMaker
@@ -90,5 +91,5 @@ async def test_lines_of_the_server_say_which_job_and_trace_they_are_about(
 
 async def test_lines_of_json_logs_have_a_time_to_be_found_by():
     line = '{"time": "2026-05-17T12:00:01.250Z", "level": "INFO"}'
-    assert activity._written_at(line) == activity._written_at("2026-05-17T12:00:01.250Z INFO x: y")
-    assert activity._written_at(line) is not None and activity._written_at('{"time": "soon"}') is None
+    assert written_at(line) == written_at("2026-05-17T12:00:01.250Z INFO x: y")
+    assert written_at(line) is not None and written_at('{"time": "soon"}') is None

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Case
 from schemathesis.checks import load_all_checks
 
-from service.api.dependencies import Service
 from service.control_plane import control_plane_app
+from service.jobs.service import Service
 from service.settings.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body

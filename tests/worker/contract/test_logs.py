@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from service.api.routers.activity import _written_at
+from service.jobs.log_lines import written_at
 from worker.contract import logs
 from worker.contract.logs import JsonFormatter, TraceParent, bind_process_fields, log_fields, set_up_logging
 
@@ -116,6 +116,6 @@ def test_who_reads_since_a_time_finds_it_at_the_begin_of_a_line_wherever_the_pro
         timeout=100,
         env={**os.environ, "TZ": "Asia/Tokyo"},
     )
-    written = _written_at(ran.stderr)
+    written = written_at(ran.stderr)
     assert written is not None, ran.stderr
     assert before <= written <= datetime.now(UTC)

@@ -9,7 +9,7 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
-from service.api.errors import ProblemCode
+from service.jobs.problems import ProblemCode
 from service.spec.job import JobSpec
 from service.spec.states import JobState
 from service.store.database import utc_now

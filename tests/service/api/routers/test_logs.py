@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.api.routers import activity
+from service.api import streams
 from service.orchestrator.ray import driver_logs
 from service.orchestrator.ray.driver_logs import LogWindow
 from tests.service.api.conftest import Api, ApiMaker
@@ -34,7 +34,7 @@ async def _longest_pause(until: asyncio.Task) -> float:
 
 @pytest.fixture
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "_LOG_POLL_S", 0.05)
+    monkeypatch.setattr(streams, "_LOG_POLL_S", 0.05)
 
 
 async def test_followers_of_a_log_of_74_mb_share_one_reader_and_hold_up_nobody(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.routers.metrics import exposition
+from service.api.metrics import exposition
 from service.settings.settings import Settings
 from service.spec.states import JobState
 from service.store.queues import ControlPlaneCounts

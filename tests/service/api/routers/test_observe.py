@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.api.routers import activity
+from service.api import streams
 from service.control_plane import control_plane_app
+from service.jobs import timelines
 from service.orchestrator.ray.driver_logs import LogWindow
 from service.schemas.jobs import SlotView
 from service.settings.settings import Settings
@@ -83,23 +84,23 @@ def slot(action: str, start_s: float, end_s: float) -> SlotView:
 
 def test_a_steps_length_is_what_its_driver_said_or_from_first_to_last_of_its_slots():
     slots = [slot("F", 1.0, 2.0), slot("B", 2.5, 4.0), slot("REDUCE", 4.0, 9.0), slot("STEP", 0.0, 9.5)]
-    assert activity._makespan(slots, SimpleNamespace(makespan_s=7.0)) == 7.0
-    assert activity._makespan(slots, SimpleNamespace(makespan_s=None)) == 3.0
-    assert activity._makespan(slots, None) == 3.0
-    assert activity._makespan(slots[2:], None) == 0.0
+    assert timelines.makespan_s(slots, SimpleNamespace(makespan_s=7.0)) == 7.0
+    assert timelines.makespan_s(slots, SimpleNamespace(makespan_s=None)) == 3.0
+    assert timelines.makespan_s(slots, None) == 3.0
+    assert timelines.makespan_s(slots[2:], None) == 0.0
 
 
 def test_who_asks_for_a_step_without_a_timeline_is_told_which_have_one():
-    assert activity._profiled_steps_hint([]) == "no step was yet"
-    assert activity._profiled_steps_hint([10, 20]) == "choose one of 10, 20"
+    assert timelines.profiled_steps_hint([]) == "no step was yet"
+    assert timelines.profiled_steps_hint([10, 20]) == "choose one of 10, 20"
     twenty = ", ".join(map(str, range(20)))
-    assert activity._profiled_steps_hint(range(20)) == f"choose one of {twenty}"
-    assert activity._profiled_steps_hint(range(21)) == f"choose one of {twenty}, ..."
+    assert timelines.profiled_steps_hint(range(20)) == f"choose one of {twenty}"
+    assert timelines.profiled_steps_hint(range(21)) == f"choose one of {twenty}, ..."
 
 
 def test_a_plan_that_is_missing_is_still_to_come_or_never_will():
     def told(state: JobState) -> str:
-        return activity._why_no_plan(SimpleNamespace(job_state=state))
+        return timelines.why_no_plan(SimpleNamespace(job_state=state))
 
     assert told(JobState.RUNNING).startswith(" yet:") and told(JobState.FAILED).startswith(
         ": it ended before"
@@ -137,7 +138,7 @@ async def missing(api: Api, path: str) -> str:
     ],
 )
 def test_a_last_event_id_is_a_number_of_ours_or_none(text: str | None, number: int | None):
-    assert activity.parse_event_id(text) == number
+    assert streams.parse_event_id(text) == number
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_last_event_id_is_a_number_of_ours_or_none(text: str | None, number: i
     [(None, (0, 0)), ("3:14", (3, 14)), ("3", (3, 0)), (":5", (0, 5)), ("x:y", (0, 0)), ("2:1:7", (2, 0))],
 )
 def test_a_place_in_a_log_is_attempt_and_line_and_the_beginning_when_it_is_not_ours(text, place):
-    assert activity.parse_line_place(text) == place
+    assert streams.parse_line_place(text) == place
 
 
 @pytest.mark.parametrize("pieces", [[b"a\nb\nc"], [b"a", b"\nb", b"\n", b"c"]], ids=["at once", "in pieces"])
@@ -162,7 +163,7 @@ def test_the_last_line_of_a_log_is_one_when_it_is_complete_or_nothing_follows(pi
 
 
 def test_a_stream_ends_with_the_state_of_its_job():
-    ends = [activity._end_message(None), activity._end_message(SimpleNamespace(state="FAILED"))]
+    ends = [streams._end_message(None), streams._end_message(SimpleNamespace(state="FAILED"))]
     assert [(e.event, json.loads(e.data)) for e in ends] == [
         ("end", {"state": None}),
         ("end", {"state": "FAILED"}),
@@ -171,7 +172,7 @@ def test_a_stream_ends_with_the_state_of_its_job():
 
 def test_a_stream_is_what_the_caller_wants_who_accepts_it():
     def asked(**headers: str) -> bool:
-        return activity.wants_stream(SimpleNamespace(headers=headers))
+        return streams.wants_stream(SimpleNamespace(headers=headers))
 
     assert asked(accept="text/event-stream") and asked(accept="text/html, text/event-stream;q=1")
     assert not asked(accept="application/json") and not asked()

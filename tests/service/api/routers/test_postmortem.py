@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from service.api.routers import diagnose as room
-from service.api.routers.diagnose import REDACTED, PostMortemFacts, post_mortem_zip
+from service.jobs import postmortem as room
+from service.jobs.postmortem import REDACTED, PostMortemFacts, post_mortem_zip
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.events import find_post_mortem
@@ -205,6 +205,6 @@ def test_what_is_too_long_is_cut_with_a_word(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_columns_that_it_tells_hold_no_token():
-    from service.api.routers.diagnose import _ATTEMPT_FIELDS
+    from service.jobs.postmortem import ATTEMPT_FIELDS
 
-    assert "token" not in _ATTEMPT_FIELDS and all(hasattr(Attempt, name) for name in _ATTEMPT_FIELDS)
+    assert "token" not in ATTEMPT_FIELDS and all(hasattr(Attempt, name) for name in ATTEMPT_FIELDS)

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api import dependencies
-from service.api.dependencies import JobFeed
-from service.api.routers import activity
+from service.api import streams
+from service.jobs import service as service_room
+from service.jobs.service import JobFeed
 from service.orchestrator.ray.driver_logs import LogWindow
 from service.store.attempts import find_attempt
 from tests.service.api.conftest import Api
@@ -25,8 +25,8 @@ LIMIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "_EVENT_POLL_S", 0.01)
-    monkeypatch.setattr(activity, "_LOG_POLL_S", 0.01)
+    monkeypatch.setattr(streams, "_EVENT_POLL_S", 0.01)
+    monkeypatch.setattr(streams, "_LOG_POLL_S", 0.01)
     monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_SETTLES_S", 0.0)
     monkeypatch.setattr("service.orchestrator.ray.driver_logs._WINDOW_FRESH_S", 0.0)
 
@@ -112,7 +112,7 @@ async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api, mon
     page = (await api.client.get(path, params={"page_token": "1:1"})).json()
     assert [line["text"] for line in page["items"]] == ["two"] and page["next_page_token"] is None
 
-    looks = count_calls(monkeypatch, activity, "log_lines")
+    looks = count_calls(monkeypatch, streams, "log_lines")
     following = asyncio.create_task(stream(api, path))
     await looks(2)
     api.cluster.logs[f"{job_id}-1"] += "three\n"
@@ -149,7 +149,7 @@ async def test_a_log_that_is_cut_off_while_it_is_followed_loses_and_repeats_no_l
     job_id = await api.started()
     attempt_id = f"{job_id}-1"
     api.cluster.logs[attempt_id] = "".join(f"line {number}\n" for number in range(1, 9))
-    looks = count_calls(monkeypatch, activity, "log_lines")
+    looks = count_calls(monkeypatch, streams, "log_lines")
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/logs"))
     await looks(2)
     whole = api.cluster.logs[attempt_id] + "line 9\nline 10\n"
@@ -180,7 +180,7 @@ async def test_a_stream_of_an_ended_job_waits_a_while_for_a_ray_that_is_away(
     api.cluster.logs[f"{job_id}-1"] = "one\n"
     api.cluster.away = True
     await api.report(job_id, 1, state="SUCCEEDED")
-    looks = count_calls(monkeypatch, activity, "log_lines")
+    looks = count_calls(monkeypatch, streams, "log_lines")
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/logs"))
     await looks(3)
     api.cluster.away = False
@@ -226,14 +226,14 @@ async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_
     api: Api, monkeypatch: pytest.MonkeyPatch
 ):
     job_id = await api.started()
-    monkeypatch.setattr(activity, "_EVENT_POLL_S", 3600.0)
-    looked, ask = [], dependencies.events_of
+    monkeypatch.setattr(streams, "_EVENT_POLL_S", 3600.0)
+    looked, ask = [], service_room.events_of
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         looked.append(keywords["after"])
         return ask(*arguments, **keywords)
 
-    monkeypatch.setattr(dependencies, "events_of", counted)
+    monkeypatch.setattr(service_room, "events_of", counted)
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
     async with asyncio.timeout(LIMIT_S):
         while not looked:
@@ -245,13 +245,13 @@ async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_
 
 async def test_all_that_follow_jobs_look_together(api: Api, monkeypatch: pytest.MonkeyPatch):
     job_ids = [await api.submit() for _ in range(3)]
-    asked, ask = [], dependencies.job_versions
+    asked, ask = [], service_room.job_versions
 
     async def counted(session: Any, ids: list[str]) -> Any:
         asked.append(sorted(ids))
         return await ask(session, ids)
 
-    monkeypatch.setattr(dependencies, "job_versions", counted)
+    monkeypatch.setattr(service_room, "job_versions", counted)
     feed = api.service.feed
     waiting = [asyncio.create_task(feed.next(job_ids[n % 3], within_s=0.05)) for n in range(30)]
     gone = asyncio.create_task(feed.next("job-0000000000", within_s=0.05))
@@ -264,13 +264,13 @@ async def test_all_that_follow_jobs_look_together(api: Api, monkeypatch: pytest.
 
 async def test_events_are_read_once_for_all_that_have_seen_as_much(api: Api, monkeypatch: pytest.MonkeyPatch):
     job_id = await api.submit()
-    asked, ask = [], dependencies.events_of
+    asked, ask = [], service_room.events_of
 
     async def counted(session: Any, of: str, *, after: int) -> Any:
         asked.append(after)
         return await ask(session, of, after=after)
 
-    monkeypatch.setattr(dependencies, "events_of", counted)
+    monkeypatch.setattr(service_room, "events_of", counted)
     reading = [asyncio.create_task(api.service.feed.events(job_id, after=n % 2)) for n in range(40)]
     await asyncio.sleep(0)
     reading.pop().cancel()

@@ -103,7 +103,7 @@ async def test_a_place_that_the_control_plane_does_not_see_is_named(make_api: Ap
 @pytest.mark.parametrize("uri", ["http://10.0.0.1/x", "file:///a::http://10.0.0.1/x", "ftp://host/x"])
 async def test_the_control_plane_calls_no_host_that_a_job_names(make_api: ApiMaker, monkeypatch, uri):
     monkeypatch.setattr(
-        "service.api.routers.artifacts.inspect_checkpoints", lambda *_, **__: pytest.fail("it was looked at")
+        "service.jobs.artifacts.inspect_checkpoints", lambda *_, **__: pytest.fail("it was looked at")
     )
     async with make_api() as api:
         job_id = await api.submit(checkpoint={"uri": uri})

@@ -100,10 +100,10 @@ def _lane(plan: Plan, mesh: str) -> list[tuple[float, float]]:
 
 
 def test_a_plan_of_an_older_version_is_drawn_without_its_gaps():
-    from service.api.pages.data import _explained_gaps
+    from service.jobs.explain import explained_gaps
 
     slots = [
         {"mesh": mesh, "lane": "compute", "action": "F", "start_s": 0, "end_s": 1} for mesh in ("b", "a", "b")
     ]
     text = json.dumps({"spec": {"microbatches": 1, "gone": True}, "plan": {"slots": slots}})
-    assert _explained_gaps(text, []) == {"meshes": ["b", "a"], "planned": [], "measured": []}
+    assert explained_gaps(text, []) == {"meshes": ["b", "a"], "planned": [], "measured": []}

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.routers.metrics import exposition, planned_link_bytes, read_job_metrics, step_seconds
+from service.api.metrics import exposition
+from service.jobs.metrics import planned_link_bytes, read_job_metrics, step_seconds
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
 from service.spec.job import JobSpec

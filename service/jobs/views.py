@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
+from service.schemas.admin import DeliveryView
 from service.schemas.jobs import (
     AttemptView,
     CheckpointView,
@@ -14,7 +16,9 @@ from service.schemas.jobs import (
     Progress,
     StepView,
 )
-from service.store.tables import Attempt, Evaluation, Event, Job, Step
+from service.store.attempts import attempts_of
+from service.store.database import Database
+from service.store.tables import Attempt, Delivery, DeliveryState, Evaluation, Event, Job, Step
 
 
 def job_summary(job: Job) -> JobSummary:
@@ -25,11 +29,17 @@ def job_view(job: Job, attempts: list[Attempt]) -> JobView:
     return JobView(
         **_summary_fields(job),
         spec=job.spec,
-        attempts=[AttemptView.model_validate(one, from_attributes=True) for one in attempts],
+        attempts=[AttemptView.model_validate(attempt, from_attributes=True) for attempt in attempts],
         checkpoint=checkpoint_view(job),
         trace_id=job.trace_id,
         best_checkpoint=job.best_checkpoint,
     )
+
+
+async def current_view(database: Database, job: Job) -> JobView:
+    """The job with its attempts, which are read now."""
+    async with database.read() as session:
+        return job_view(job, list(await attempts_of(session, job.id)))
 
 
 def checkpoint_view(job: Job) -> CheckpointView | None:
@@ -67,3 +77,22 @@ def evaluation_view(evaluation: Evaluation) -> EvaluationView:
 
 def step_view(step: Step) -> StepView:
     return StepView.model_validate(step, from_attributes=True)
+
+
+def delivery_view(delivery: Delivery, operator: bool) -> DeliveryView:
+    shown = delivery.secret is not None or operator
+    return DeliveryView(
+        id=delivery.id,
+        job_id=delivery.job_id,
+        event=delivery.event,
+        job_state=delivery.job_state,
+        url=delivery.url if shown else f"{urlsplit(delivery.url).scheme}://(the operator's)",
+        secret=delivery.secret,
+        state=delivery.state,  # type: ignore[arg-type]
+        tries=delivery.tries,
+        created_at=delivery.created_at,
+        next_at=delivery.next_at if delivery.state == DeliveryState.PENDING else None,
+        last_at=delivery.last_at,
+        status=delivery.status,
+        error=delivery.error if shown else None,
+    )

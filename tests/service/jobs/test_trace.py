@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.api.routers.activity import chrome_trace
+from service.jobs.timelines import chrome_trace
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
 from service.scheduler.views.render import render

@@ -1,0 +1,112 @@
+"""Assembles the FastAPI application: middleware, error handlers, routers, and its OpenAPI document."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from service.api import auth, errors
+from service.api.errors import PROBLEM_MEDIA_TYPE
+from service.api.middleware import BodyLimit, LocalOriginsOnly, RequestTiming, RequestTracing, allowed_hosts
+from service.api.pages import router as pages
+from service.api.routers import OTHER_ROUTERS, USER_ROUTERS
+from service.jobs.service import Service
+from service.schemas.jobs import Problem
+from service.settings.settings import Settings
+
+_BEARER_SCHEME = {"type": "http", "scheme": "bearer"}
+
+
+def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextManager[Service]]) -> FastAPI:
+    """The API over the service that `serving` makes; it is entered at the start and left at the end."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                app.state.service = await stack.enter_async_context(serving())
+            except Exception as error:
+                app.state.start_error = error  # for the command, which tells it in one line
+                raise
+            yield
+
+    app = FastAPI(
+        title="Slotline",
+        summary="Pipeline-parallel training on Ray with communication as scheduled slots",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own loads its scripts from elsewhere
+        redoc_url=None,
+    )
+    _add_middleware(app, settings)
+    errors.install_error_handlers(app)
+    _include_routers(app)
+    _install_openapi(app, authenticates=settings.authenticates)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings) -> None:
+    """The last that is added is the outermost."""
+    app.add_middleware(
+        BodyLimit,
+        limit_bytes=settings.body_limit_bytes,
+        limits={
+            "/api/v1/packages": settings.package_limit_bytes + 65536,
+            "/api/v1/jobs": min(settings.job_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/plans/job": min(settings.job_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/plans": min(settings.plan_limit_bytes, settings.body_limit_bytes),
+        },
+        timeout_s=settings.body_timeout_s,
+    )
+    app.add_middleware(RequestTracing)
+    if (names := allowed_hosts(settings)) is not None:
+        app.add_middleware(LocalOriginsOnly, names=names)
+    app.add_middleware(RequestTiming)  # the outermost: what comes after it counts
+
+
+def _include_routers(app: FastAPI) -> None:
+    """Routes of users first, for which a token is asked; then routes that ask for another token or none."""
+    for router in USER_ROUTERS:
+        app.include_router(
+            router, dependencies=[Depends(auth.require_user)], responses=errors.responses(401, 403)
+        )
+    app.include_router(pages.router, dependencies=[Depends(auth.require_user)])
+    for router in OTHER_ROUTERS:
+        app.include_router(router)
+
+
+def _install_openapi(app: FastAPI, *, authenticates: bool) -> None:
+    """Errors are problems in `app.openapi()`, and each call names the token that it carries."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _openapi_document(app, authenticates)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _openapi_document(app: FastAPI, authenticates: bool) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    schemas["Problem"] = Problem.model_json_schema()
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    components["securitySchemes"] = {"user": _BEARER_SCHEME, "attempt": _BEARER_SCHEME}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            if path.startswith("/api/v1/attempts/"):
+                operation["security"] = [{"attempt": []}]
+            elif authenticates and path.startswith("/api/"):
+                operation["security"] = [{"user": []}]
+            for status, response in operation["responses"].items():
+                if status.startswith(("4", "5")):
+                    problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
+                    response["content"] = {PROBLEM_MEDIA_TYPE: problem}
+    return document

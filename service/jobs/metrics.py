@@ -1,0 +1,263 @@
+"""Figures of jobs and queues for `/metrics`: states, waits, checkpoint ages, and measured slots beside planned ones.
+
+Counted at each scrape: nothing accumulates here, so a restart loses nothing. Only the comparison of measured with
+planned slots is cached, until another step is profiled: reading thousands of slots takes tens of milliseconds.
+A transfer lasts from when both ends are there until the first is done: the slot of an early end includes its wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, literal, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.spec.states import FINAL_STATES, WAITING_STATES, JobState
+from service.store.database import Database
+from service.store.measurements import SlotRecord, find_timeline
+from service.store.plans import find_job_plan
+from service.store.tables import Attempt, Event, Job, JobPlan, Timeline
+
+WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
+_TRAINING_STATES = frozenset({JobState.RUNNING, JobState.RECOVERING})
+COMPUTE_ACTIONS = frozenset("FBIW")
+Link = tuple[str, str]
+"""The mesh that sends, the mesh that receives."""
+
+
+@dataclass(frozen=True)
+class JobMetrics:
+    jobs: tuple[JobSeries, ...] = ()
+    waits: dict[str, QueueWaits] = field(default_factory=dict)
+    oldest_wait_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JobSeries:
+    """One job that is not over; ages in seconds, None where the job makes no checkpoints or does not train."""
+
+    id: str
+    name: str
+    queue: str
+    state: str
+    attempt: int
+    checkpoint_age_s: float | None
+    checkpoint_interval_s: float | None
+    over_plan: PlanComparison | None
+    owner: str = ""
+    start_s: dict[str, float] = field(default_factory=dict)
+    """Phases of the current attempt's start: until Ray has its driver, and from then until it trains."""
+
+
+@dataclass(frozen=True)
+class QueueWaits:
+    """Jobs of a queue by how long they waited for their first attempt: one number a bucket, the last beyond all."""
+
+    numbers: tuple[int, ...] = (0,) * (len(WAIT_BUCKETS_S) + 1)
+    sum_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """The last profiled step of a job beside its plan."""
+
+    measured: StepSeconds
+    planned: StepSeconds
+    link_bytes: dict[Link, int]
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step: of computing on each mesh, of transfers on each directed link."""
+
+    meshes: dict[str, float]
+    links: dict[Link, float]
+
+
+async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: datetime) -> JobMetrics:
+    """Figures at the time `at`, from one read session; each of `queues` appears, also with no job in it."""
+    async with database.read() as session:
+        rows = await _unfinished_jobs(session)
+        checkpoints = await _last_checkpoints(session, [row.id for row in rows])
+        over = await _plan_comparisons(
+            database, session, [row.id for row in rows if row.state in _TRAINING_STATES]
+        )
+        waits = dict.fromkeys(queues, QueueWaits()) | await _queue_waits(database, session)
+    oldest = dict.fromkeys(queues, 0.0)
+    series = []
+    for row in rows:
+        if row.state in WAITING_STATES:
+            oldest[row.queue] = max(oldest.get(row.queue, 0.0), (at - row.queued_at).total_seconds())
+        saves = row.state in _TRAINING_STATES and row.uri is not None and row.started_at is not None
+        since = checkpoints.get(row.id) or row.started_at
+        interval = row.every_steps * row.step_s if saves and row.every_steps and row.step_s else None
+        series.append(
+            JobSeries(
+                id=row.id,
+                name=row.name,
+                queue=row.queue,
+                state=row.state,
+                attempt=row.attempts_made,
+                checkpoint_age_s=(at - since).total_seconds() if saves else None,
+                checkpoint_interval_s=interval,
+                over_plan=over.get(row.id),
+                owner=row.owner or "",
+                start_s=_start_phases(row.created, row.submitted, row.trains),
+            )
+        )
+    return JobMetrics(tuple(series), waits, oldest)
+
+
+async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
+    query = select(
+        Job.id,
+        Job.name,
+        getattr(Job, "owner", literal("")).label("owner"),  # of whoever submitted it, where jobs have one
+        Attempt.created_at.label("created"),
+        Attempt.submitted_at.label("submitted"),
+        Attempt.started_at.label("trains"),
+        Job.queue,
+        Job.state,
+        Job.attempts_made,
+        Job.queued_at,
+        Job.started_at,
+        Job.step_s,
+        Job.spec["checkpoint"]["uri"].as_string().label("uri"),
+        cast(Job.spec["checkpoint"]["every_steps"].as_string(), Integer).label("every_steps"),
+    )
+    query = query.outerjoin(Attempt, Attempt.id == Job.current_attempt)
+    query = query.where(Job.state.not_in(FINAL_STATES)).order_by(Job.created_at, Job.id)
+    return list((await session.execute(query)).all())
+
+
+def _start_phases(
+    created: datetime | None, submitted: datetime | None, trains: datetime | None
+) -> dict[str, float]:
+    phases = {"submit": (created, submitted), "start": (submitted, trains)}
+    return {
+        phase: max(0.0, (end - begin).total_seconds())
+        for phase, (begin, end) in phases.items()
+        if begin is not None and end is not None
+    }
+
+
+async def _last_checkpoints(session: AsyncSession, jobs: list[str]) -> dict[str, datetime]:
+    """Times of the last checkpoint that each of the jobs reported."""
+    query = select(Event.job_id, func.max(Event.at)).where(
+        Event.job_id.in_(jobs), Event.kind == "checkpoint", Event.message.startswith("after step ")
+    )
+    return {job: at for job, at in (await session.execute(query.group_by(Event.job_id))).all()}
+
+
+async def _queue_waits(database: Database, session: AsyncSession) -> dict[str, QueueWaits]:
+    seconds = _seconds_between(database, Job.created_at, Attempt.created_at)
+    place = case(*((seconds <= limit, number) for number, limit in enumerate(WAIT_BUCKETS_S)), else_=-1)
+    query = (
+        select(Job.queue, place, func.count(), func.sum(seconds))
+        .join(Attempt, Attempt.job_id == Job.id)
+        .where(Attempt.number == 1)
+        .group_by(Job.queue, place)
+    )
+    numbers: dict[str, list[int]] = defaultdict(lambda: [0] * (len(WAIT_BUCKETS_S) + 1))
+    sums: dict[str, float] = defaultdict(float)
+    for queue, number, count, total in (await session.execute(query)).all():
+        numbers[queue][number] += count
+        sums[queue] += max(0.0, float(total))
+    return {queue: QueueWaits(tuple(counts), sums[queue]) for queue, counts in numbers.items()}
+
+
+def _seconds_between(database: Database, start: Any, end: Any) -> ColumnElement[float]:
+    if database.is_sqlite:
+        days = func.julianday(end, type_=Float) - func.julianday(start, type_=Float)
+        return days * 86400.0
+    return cast(func.extract("epoch", end) - func.extract("epoch", start), Float)
+
+
+_ComparisonKey = tuple[int, int, datetime]
+"""Attempt and number of the profiled step, and when the plan was made."""
+_comparisons: WeakKeyDictionary[Database, dict[str, tuple[_ComparisonKey, PlanComparison]]] = (
+    WeakKeyDictionary()
+)
+
+
+async def _plan_comparisons(
+    database: Database, session: AsyncSession, jobs: list[str]
+) -> dict[str, PlanComparison]:
+    """Comparisons by job, for jobs with a plan and a profiled step of the attempt that made the plan."""
+    before, now = _comparisons.get(database, {}), {}
+    for job in jobs:
+        latest = select(Timeline.attempt, Timeline.step).where(Timeline.job_id == job)
+        latest = latest.order_by(Timeline.attempt.desc(), Timeline.step.desc()).limit(1)
+        plan = select(JobPlan.attempt, JobPlan.created_at).where(JobPlan.job_id == job)
+        step, planned = (await session.execute(latest)).first(), (await session.execute(plan)).first()
+        if step is None or planned is None or step.attempt != planned.attempt:
+            continue
+        key = step.attempt, step.step, planned.created_at
+        if job in before and before[job][0] == key:
+            now[job] = before[job]
+        elif (over := await _read_comparison(session, job, step.step)) is not None:
+            now[job] = key, over
+    _comparisons[database] = now
+    return {job: over for job, (_, over) in now.items()}
+
+
+async def _read_comparison(session: AsyncSession, job: str, step: int) -> PlanComparison | None:
+    measured, plan = await find_timeline(session, job, step), await find_job_plan(session, job)
+    if measured is None or plan is None:
+        return None
+    return await asyncio.to_thread(_compare_slots, plan.body, measured[1])
+
+
+def _compare_slots(body: str, slots: list[SlotRecord]) -> PlanComparison:
+    stored = json.loads(body)
+    planned = [
+        SlotRecord._make(slot.get(name) for name in SlotRecord._fields) for slot in stored["plan"]["slots"]
+    ]
+    return PlanComparison(
+        measured=step_seconds(slots),
+        planned=step_seconds(planned),
+        link_bytes=planned_link_bytes(planned, stored["spec"].get("edges", ())),
+    )
+
+
+def step_seconds(slots: Iterable[SlotRecord]) -> StepSeconds:
+    """The sums over planned or measured slots."""
+    meshes: dict[str, float] = defaultdict(float)
+    ends: dict[tuple[Link, str, int | None, int | None], list[SlotRecord]] = defaultdict(list)
+    for slot in slots:
+        if slot.action in COMPUTE_ACTIONS:
+            meshes[slot.mesh] += slot.end_s - slot.start_s
+        elif slot.action.startswith(("SEND_", "RECV_")):
+            direction, _, peer = slot.lane.partition(":")
+            link = (slot.mesh, peer) if direction == "send" else (peer, slot.mesh)
+            ends[link, slot.action[-1], slot.edge, slot.microbatch].append(slot)
+    links: dict[Link, float] = defaultdict(float)
+    for (link, *_), both in ends.items():
+        if len(both) > 1:
+            start, end = max(slot.start_s for slot in both), min(slot.end_s for slot in both)
+            links[link] += max(0.0, end - start)
+    return StepSeconds(dict(meshes), dict(links))
+
+
+def planned_link_bytes(slots: Iterable[SlotRecord], edges: Sequence[Mapping[str, Any]]) -> dict[Link, int]:
+    """Bytes that each link carries in a step of planned slots; `edges` is the spec's list, as JSON.
+
+    A link one of whose transfers was planned in seconds, without a size, is left out.
+    """
+    sizes: dict[Link, int | None] = {}
+    for slot in slots:
+        if not slot.action.startswith("RECV_"):
+            continue
+        link = (slot.lane.partition(":")[2], slot.mesh)
+        edge = edges[slot.edge] if slot.edge is not None and slot.edge < len(edges) else {}
+        size = edge.get("forward_bytes" if slot.action == "RECV_F" else "backward_bytes")
+        before = sizes.get(link, 0)
+        sizes[link] = None if size is None or before is None else before + size
+    return {link: size for link, size in sizes.items() if size is not None}
