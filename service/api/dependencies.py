@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
@@ -26,14 +26,16 @@ from service.orchestrator.attempts.outcome import Backoff
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher
 from service.orchestrator.ray.driver_logs import LogReader
-from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
-from service.orchestrator.tasks.profile import JobProfiler
+from service.orchestrator.tasks.artifacts import FolderRemoval
+from service.orchestrator.tasks.profile import MeasuredCosts, ProfileRequest
+from service.orchestrator.tasks.runner import TaskRunner
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
 from service.store.database import Database
 from service.store.events import JobVersion, events_of, job_versions
 from service.store.jobs import SubmissionBatcher
 from service.store.tables import Event
+from worker.contract.tasks import ExportRequest, RemovalResult
 
 _RETRY_AFTER_S = "1"
 
@@ -138,9 +140,9 @@ class Service:
     settings: Settings
     database: Database
     planner: Planner
-    profiler: JobProfiler
-    exporter: JobExporter
-    remover: JobRemover
+    profiler: TaskRunner[ProfileRequest, MeasuredCosts]
+    exporter: TaskRunner[ExportRequest, Mapping[str, Any]]
+    remover: TaskRunner[FolderRemoval, RemovalResult]
     clusters: Clusters
     logs: LogReader
     wake: Callable[[], None]

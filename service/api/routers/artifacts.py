@@ -26,7 +26,8 @@ from service.api.dependencies import CurrentService, Service, accepted
 from service.api.errors import ProblemCode, ProblemError, responses
 from service.api.middleware import UserRoute
 from service.api.routers.jobs import JobId, check_admitted, check_may_change, existing_job
-from service.orchestrator.tasks.artifacts import RemovalFailedError
+from service.orchestrator.tasks.artifacts import FolderRemoval, RemovalFailedError
+from service.orchestrator.tasks.runner import TaskState
 from service.schemas.artifacts import (
     ArtifactList,
     ArtifactView,
@@ -169,10 +170,10 @@ async def export_weights(
     cluster = job.began_on or service.settings.cluster_of(job.queue) or DEFAULT_CLUSTER
     try:
         request = ExportRequest(_checkpoint_uri(job), job_id, step, None, format, merged)
-        found = await service.exporter.exported(request, cluster=cluster)
+        found = await service.exporter.result(request, cluster=cluster)
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
-    if found is None:
+    if found is TaskState.RUNNING:
         return accepted(
             ExportingView(state="EXPORTING", message=f"the cluster writes the weights of {job_id}")
         )
@@ -350,14 +351,14 @@ async def _remove(service: Service, caller: Principal, job_id: str, folder: str)
             code=ProblemCode.CHECKPOINT_IN_USE,
         )
     try:
-        found = await service.remover.removed(
-            job_id, (folder,), by=caller.name, cluster=job.began_on or DEFAULT_CLUSTER
+        found = await service.remover.result(
+            FolderRemoval(job_id, (folder,), by=caller.name), cluster=job.began_on or DEFAULT_CLUSTER
         )
     except StorageInUseError as error:
         raise ProblemError(409, str(error), code=ProblemCode.CHECKPOINT_IN_USE) from None
     except RemovalFailedError as error:
         raise ProblemError(503, f"{folder} of {job_id} could not be deleted: {error}") from None
-    if found is None:
+    if found is TaskState.RUNNING:
         return accepted(RemovingView(state="REMOVING", message=f"the cluster deletes {folder} of {job_id}"))
     if found.refused:
         raise ProblemError(

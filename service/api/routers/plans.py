@@ -26,7 +26,8 @@ from service.api.saved_plans import (
     saved_plan_summary,
 )
 from service.orchestrator.planning.pool import PLAN_FORMATS, PlanTimeoutError
-from service.orchestrator.tasks.profile import ProfilingFailedError
+from service.orchestrator.tasks.profile import ProfileRequest, ProfilingFailedError
+from service.orchestrator.tasks.runner import TaskState
 from service.schemas.jobs import JobPlanPreview, ProfilingView
 from service.schemas.plans import SavedPlanList, SavedPlanView
 from service.spec.job import NAME_PATTERN, OWNER_PATTERN, JobSpec, LimitedArguments
@@ -76,12 +77,12 @@ async def plan_job(
     job = spec.model_dump(mode="json")
     try:
         counts = microbatch_counts(Job.from_json(job))
-        known = await service.profiler.costs(
-            job, counts, owner=caller.name, cluster=service.settings.queues[spec.queue].cluster
+        known = await service.profiler.result(
+            ProfileRequest(job, counts, caller.name), cluster=service.settings.queues[spec.queue].cluster
         )
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
-    if known is None:
+    if known is TaskState.RUNNING:
         return accepted(ProfilingView(state="PROFILING", message="one worker measures what the job costs"))
     settings = service.settings
     budget = settings.plan_budget_s if budget_s is None else min(budget_s, settings.plan_budget_s)
