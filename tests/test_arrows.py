@@ -62,7 +62,6 @@ CROWDED_PACKAGES: set[str] = set()
 SPLINTERS: set[str] = {
     "service/api/routers/system.py",
     "service/cli/reshard.py",
-    "service/orchestrator/decisions/availability.py",
     "service/scheduler/auto/estimator.py",
     "service/scheduler/problem/metrics.py",
     "service/scheduler/schedules/actions.py",
