@@ -26,8 +26,9 @@ from service.orchestrator.ray.clusters import Clusters, build_clusters, ray_clus
 from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.ray.jobs_api import Cluster, RayCluster
 from service.orchestrator.ray.local_ray import LocalRay
-from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
-from service.orchestrator.tasks.profile import JobProfiler
+from service.orchestrator.tasks.artifacts import ExportTask, RemovalTask
+from service.orchestrator.tasks.profile import ProfileTask
+from service.orchestrator.tasks.runner import TaskRunner
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
 from service.store.database import Database, exclusive_sqlite_lock
@@ -77,14 +78,18 @@ async def run_control_plane(
         logs = LogReader(database, clusters, limit_bytes=settings.log_limit_bytes)
         stack.push_async_callback(logs.close)
         orchestrator = Orchestrator(settings, database, clusters)
-        profiler = JobProfiler(database, clusters, orchestrator.submitter, limit_s=settings.profile_timeout_s)
+        profiler = TaskRunner(
+            database, clusters, ProfileTask(database, clusters, limit_s=settings.profile_timeout_s)
+        )
         stack.push_async_callback(profiler.close)
         identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
         if identity is not None:
             stack.push_async_callback(identity.close)
-        exporter = JobExporter(database, clusters, orchestrator.submitter, limit_s=settings.export_timeout_s)
+        exporter = TaskRunner(database, clusters, ExportTask(database, limit_s=settings.export_timeout_s))
         stack.push_async_callback(exporter.close)
-        remover = JobRemover(database, clusters, orchestrator.submitter, limit_s=settings.removal_timeout_s)
+        remover = TaskRunner(
+            database, clusters, RemovalTask(database, clusters, limit_s=settings.removal_timeout_s)
+        )
         stack.push_async_callback(remover.close)
         notifier = Notifier(settings, database)
         stack.push_async_callback(notifier.close)

@@ -64,8 +64,6 @@ CROWDED_PACKAGES: set[str] = set()
 SPLINTERS: set[str] = {
     "service/api/routers/system.py",
     "service/cli/reshard.py",
-    "service/orchestrator/decisions/availability.py",
-    "service/orchestrator/retention.py",
     "service/scheduler/auto/estimator.py",
     "service/scheduler/problem/metrics.py",
     "service/scheduler/schedules/actions.py",
@@ -103,8 +101,6 @@ BANNED: dict[str, int] = {
     "service/api/saved_plans.py:told": 5,
     "service/cli/top.py:told": 2,
     "service/client/client.py:told": 3,
-    "service/orchestrator/tasks/artifacts.py:told": 4,
-    "service/orchestrator/tasks/runner.py:mine": 4,
     "service/scheduler/job/forwards.py:told": 11,
     "service/scheduler/job/forwards.py:unlike": 5,
     "service/scheduler/job/network.py:alike": 9,

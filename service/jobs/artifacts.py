@@ -23,7 +23,8 @@ from service.jobs.lifecycle import check_may_change, existing_job
 from service.jobs.problems import ProblemCode, ProblemError
 from service.jobs.service import Service
 from service.jobs.submit import check_admitted
-from service.orchestrator.tasks.artifacts import RemovalFailedError
+from service.orchestrator.tasks.artifacts import FolderRemoval, RemovalFailedError
+from service.orchestrator.tasks.runner import TaskState
 from service.schemas.artifacts import (
     ArtifactList,
     ArtifactView,
@@ -212,10 +213,10 @@ async def export_weights(
     cluster = job.began_on or service.settings.cluster_of(job.queue) or DEFAULT_CLUSTER
     try:
         request = ExportRequest(_checkpoint_uri(job), job_id, step, None, format, merged)
-        export = await service.exporter.exported(request, cluster=cluster)
+        export = await service.exporter.result(request, cluster=cluster)
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None
-    if export is None:
+    if export is TaskState.RUNNING:
         return None
     return ExportView(
         step=export["step"],
@@ -243,14 +244,14 @@ async def remove_folder(service: Service, job_id: str, folder: str, caller: Prin
             code=ProblemCode.CHECKPOINT_IN_USE,
         )
     try:
-        removal = await service.remover.removed(
-            job_id, (folder,), by=caller.name, cluster=job.began_on or DEFAULT_CLUSTER
+        removal = await service.remover.result(
+            FolderRemoval(job_id, (folder,), by=caller.name), cluster=job.began_on or DEFAULT_CLUSTER
         )
     except StorageInUseError as error:
         raise ProblemError(409, str(error), code=ProblemCode.CHECKPOINT_IN_USE) from None
     except RemovalFailedError as error:
         raise ProblemError(503, f"{folder} of {job_id} could not be deleted: {error}") from None
-    if removal is None:
+    if removal is TaskState.RUNNING:
         return None
     if removal.refused:
         raise ProblemError(

@@ -21,7 +21,8 @@ from service.jobs.problems import ProblemCode, ProblemError, field_problem
 from service.jobs.service import RunWork, Service, with_fields
 from service.orchestrator.planning.pool import PlanTimeoutError
 from service.orchestrator.planning.work import SavedPlanInput
-from service.orchestrator.tasks.profile import ProfilingFailedError
+from service.orchestrator.tasks.profile import ProfileRequest, ProfilingFailedError
+from service.orchestrator.tasks.runner import TaskState
 from service.schemas.jobs import JobPlanPreview
 from service.schemas.plans import SavedPlanList, SavedPlanSummary, SavedPlanView
 from service.settings.settings import FOR_EVER
@@ -73,12 +74,12 @@ async def preview_plan(
     job = spec.model_dump(mode="json")
     try:
         counts = microbatch_counts(Job.from_json(job))
-        known = await service.profiler.costs(
-            job, counts, owner=caller.name, cluster=service.settings.queues[spec.queue].cluster
+        known = await service.profiler.result(
+            ProfileRequest(job, counts, caller.name), cluster=service.settings.queues[spec.queue].cluster
         )
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
-    if known is None:
+    if known is TaskState.RUNNING:
         return None
     limit_s = service.settings.plan_budget_s
     try:

@@ -16,8 +16,9 @@ from service.orchestrator.attempts.outcome import Backoff
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher
 from service.orchestrator.ray.driver_logs import LogReader
-from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
-from service.orchestrator.tasks.profile import JobProfiler
+from service.orchestrator.tasks.artifacts import FolderRemoval
+from service.orchestrator.tasks.profile import MeasuredCosts, ProfileRequest
+from service.orchestrator.tasks.runner import TaskRunner
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
 from service.spec.principals import Principal
@@ -25,6 +26,7 @@ from service.store.database import Database
 from service.store.events import JobVersion, events_of, job_versions
 from service.store.jobs import SubmissionBatcher
 from service.store.tables import Event
+from worker.contract.tasks import ExportRequest, RemovalResult
 
 RunWork = Callable[[Coroutine[Any, Any, str]], Coroutine[Any, Any, str]]
 """Awaits a plan or an analysis, and may cancel it: routes do so when their caller disconnects."""
@@ -47,9 +49,9 @@ class Service:
     settings: Settings
     database: Database
     planner: Planner
-    profiler: JobProfiler
-    exporter: JobExporter
-    remover: JobRemover
+    profiler: TaskRunner[ProfileRequest, MeasuredCosts]
+    exporter: TaskRunner[ExportRequest, Mapping[str, Any]]
+    remover: TaskRunner[FolderRemoval, RemovalResult]
     clusters: Clusters
     logs: LogReader
     wake: Callable[[], None]

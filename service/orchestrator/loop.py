@@ -1,7 +1,7 @@
 """The orchestrator's loop: read the queue, decide, apply; one control plane at a time, by a fenced lease.
 
 Fetch, decide, apply: Ray is called with no database session open. All state is in the store, so that a restart, or
-another control plane, goes on from it. Work of a round is in attempts/, ray/logs.py and retention.py, which write
+another control plane, goes on from it. Work of a round is in attempts/, ray/driver_logs.py and RetentionSweeper, which write
 through `fenced`: writes of a control plane that was replaced are refused. The lease is taken anew only when all work
 of the earlier term has ended; a loop that is stuck stops renewing it.
 """
@@ -22,17 +22,18 @@ from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.attempts.watch import AttemptWatcher
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.ray.driver_logs import LogKeeper
-from service.orchestrator.retention import RetentionSweeper
-from service.orchestrator.tasks.artifacts import JobRemover
-from service.settings.settings import Settings
+from service.orchestrator.tasks.artifacts import RemovalFailedError, RemovalTask
+from service.settings.settings import FOR_EVER, Settings
 from service.store.attempts import active_attempts
-from service.store.database import DATABASE_UNAVAILABLE, Database
+from service.store.database import DATABASE_UNAVAILABLE, Database, Sessions, utc_now
+from service.store.files import RetentionPolicy, apply_retention
 from service.store.jobs import waiting_jobs
 from service.store.leases import FencedDatabase, Lease, LeaseLostError, unique_process_name
 
 logger = logging.getLogger(__name__)
 _STOP_LIMIT_S = 2.0
 _RENEWALS_A_LEASE = 4
+_SWEEP_INTERVAL_S = 3600.0
 _STUCK_AFTER_S = 120.0
 """A loop that has not come round for so long gives the lease away: another's may."""
 _REST_FACTOR = 3.0
@@ -69,11 +70,7 @@ class Orchestrator:
             ended=self.wake,
         )
         self._admission = Admission(settings, self.fenced, clusters, changed=self.wake)
-        self._tidier = RetentionSweeper(
-            settings,
-            self.fenced,
-            JobRemover(self.fenced, clusters, self.submitter, limit_s=settings.removal_timeout_s),
-        )
+        self._retention = RetentionSweeper(settings, self.fenced, clusters)
         clusters.on_change(self.wake)
 
     def wake(self) -> None:
@@ -165,8 +162,8 @@ class Orchestrator:
             await self._admission.admit(waiting, active)
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
-        if self._tidier.due:
-            self._spawn(self._tidier.sweep())
+        if self._retention.due:
+            self._spawn(self._retention.sweep())
 
     def _beat(self) -> None:
         if self.pulse.due:
@@ -194,3 +191,35 @@ class Orchestrator:
             self._database.outage.away(error)
         else:
             logger.error("a task of the orchestrator failed", exc_info=error)
+
+
+class RetentionSweeper:
+    """Removes measurements, logs, packages and files that the settings no longer keep; `due` at the start and hourly.
+
+    What is removed from the store, and how, is in store/files.py; files in storage are deleted by a RemovalTask.
+    """
+
+    def __init__(self, settings: Settings, database: Sessions, clusters: Clusters) -> None:
+        self._database = database
+        self._removal = RemovalTask(database, clusters, limit_s=settings.removal_timeout_s)
+        self._files_days = settings.keep_checkpoints_days
+        self._policy = RetentionPolicy(
+            timelines_days=settings.keep_timelines_days,
+            history_days=settings.keep_history_days,
+            packages_days=settings.keep_packages_days,
+            plans_days=settings.keep_plans_days,
+        )
+        self._begun_at: float | None = None
+
+    @property
+    def due(self) -> bool:
+        return self._begun_at is None or time.monotonic() - self._begun_at >= _SWEEP_INTERVAL_S
+
+    async def sweep(self) -> None:
+        self._begun_at = time.monotonic()
+        await apply_retention(self._database, self._policy, now=utc_now())
+        if self._files_days != FOR_EVER:
+            try:
+                await self._removal.remove_expired(self._files_days)
+            except RemovalFailedError as error:
+                logger.warning("checkpoints of jobs of the past could not be deleted: %s", error)

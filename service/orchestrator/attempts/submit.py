@@ -1,4 +1,4 @@
-"""Submits an attempt's driver to Ray: entrypoint, environment, secrets check, user code; also one-shot tasks.
+"""Submits an attempt's driver to Ray: entrypoint, environment, secrets check, user code.
 
 Repeating it after a lost answer is safe: the submission id is the attempt's. Just before, the store is asked,
 through the fenced session, whether the attempt is still wanted; what freezes between that and Ray starts no second
@@ -8,15 +8,14 @@ the environment, which Ray shows: drivers ask for them.
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from service.observability.tracing import attempt_context, exporting
 from service.orchestrator.attempts.admit import explain_waits
-from service.orchestrator.decisions.decide import RAY_RESOURCES, Device, EndAttempt, Wait
+from service.orchestrator.decisions.decide import EndAttempt, Wait
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.jobs_api import ClusterError, ClusterUnreachableError, RayJobSubmission
 from service.settings.settings import Settings
@@ -36,18 +35,9 @@ from service.store.secrets import (
 )
 from service.store.tables import Attempt, Job
 from service.store.transitions import lock_job, record_submission_span
-from worker.contract.costs import PROFILE_REQUEST_VARIABLE
 from worker.contract.reasons import Reason
-from worker.contract.tasks import EXPORT_REQUEST_VARIABLE as EXPORT_VARIABLE
-from worker.contract.tasks import (
-    REMOVAL_REQUEST_VARIABLE,
-    ExportRequest,
-    RemovalRequest,
-    removal_requests_json,
-)
 
 _NOT_YET_SUBMITTED = Reason.WAITS_FOR_CLUSTER
-_ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
 
 
 class Submitter:
@@ -95,53 +85,6 @@ class Submitter:
                 return False
             return await is_current(session, fresh)
 
-    async def profile_submission(
-        self, run_id: str, spec: Mapping[str, Any], device: Device, cluster: NamedCluster
-    ) -> RayJobSubmission:
-        """One worker that measures the costs of a job (JSON of a JobSpec), on an accelerator of its own there."""
-        request = json.dumps({"job": spec, "device": device})
-        if len(request) > _ENVIRONMENT_LIMIT:
-            raise ClusterError(
-                f"the job's specification has {len(request)} characters, more than the {_ENVIRONMENT_LIMIT} that can "
-                "be handed to one worker: shorten its arguments, or submit the job, which plans it too"
-            )
-        share = 1 if device == "cpu" else int(10_000 / cluster.drivers.workers_per_gpu) / 10_000
-        return RayJobSubmission(
-            id=run_id,
-            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks profile",
-            env=spec_environment(spec)
-            | {
-                PROFILE_REQUEST_VARIABLE: request,
-                "SLOTLINE_WORKERS_PER_GPU": str(cluster.drivers.workers_per_gpu),
-            },
-            metadata={"slotline_profile": run_id},
-            working_dir=await self._working_dir(stored_field(spec, "code", "working_dir", ""), cluster),
-            pip=tuple(stored_field(spec, "code", "pip", [])),
-            resources={RAY_RESOURCES[device]: share},
-        )
-
-    def export_submission(
-        self, run_id: str, request: ExportRequest, cluster: NamedCluster
-    ) -> RayJobSubmission:
-        """A process that writes a job's weights where its checkpoints lie; it holds no accelerator."""
-        return RayJobSubmission(
-            id=run_id,
-            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks export",
-            env={EXPORT_VARIABLE: request.to_json()},
-            metadata={"slotline_export": request.job},
-        )
-
-    def removal_submission(
-        self, run_id: str, requests: Sequence[RemovalRequest], cluster: NamedCluster
-    ) -> RayJobSubmission:
-        """A process that deletes what jobs have saved; it holds no accelerator."""
-        return RayJobSubmission(
-            id=run_id,
-            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks remove",
-            env={REMOVAL_REQUEST_VARIABLE: removal_requests_json(requests)},
-            metadata={"slotline_remove": requests[0].job},
-        )
-
     async def _submission(self, attempt: Attempt, cluster: NamedCluster) -> RayJobSubmission:
         async with self._database.read() as session:  # rounds leave the specification out
             job = await find_job(session, attempt.job_id)
@@ -167,20 +110,25 @@ class Submitter:
                 **_trace_env(job, attempt),
             },
             metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
-            working_dir=await self._working_dir(stored_field(job.spec, "code", "working_dir", ""), cluster),
+            working_dir=await working_dir_uri(self._database, job.spec, cluster),
             pip=tuple(stored_field(job.spec, "code", "pip", [])),
         )
 
-    async def _working_dir(self, place: str, cluster: NamedCluster) -> str | None:
-        """What Ray is told to unpack for a job's code.working_dir; None for an empty one."""
-        if not place.startswith(PACKAGE_PREFIX):
-            return place or None
-        digest = place.removeprefix(PACKAGE_PREFIX)
-        async with self._database.read() as session:
-            content = await package_content(session, digest)
-        if content is None:
-            raise ClusterError(f"package {digest} is gone from the store: upload it again")
-        return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
+
+async def working_dir_uri(database: Sessions, spec: Mapping[str, Any], cluster: NamedCluster) -> str | None:
+    """The URI of the code.working_dir of a job (JSON of a JobSpec), from which Ray unpacks it; None for an empty one.
+
+    Uploads a package of the store to the cluster. Raises ClusterError where the package is gone.
+    """
+    place = stored_field(spec, "code", "working_dir", "")
+    if not place.startswith(PACKAGE_PREFIX):
+        return place or None
+    digest = place.removeprefix(PACKAGE_PREFIX)
+    async with database.read() as session:
+        content = await package_content(session, digest)
+    if content is None:
+        raise ClusterError(f"package {digest} is gone from the store: upload it again")
+    return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
 
 
 def _ray_address_env(cluster: NamedCluster) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Pure decisions: admission policy, fair share, backfill, clusters, and what to do about an attempt.
+"""Pure decisions: admission, fair share, backfill, several clusters, and the next step of an attempt.
 
 Values in, values out: no clock, no database, no Ray, no asyncio. May import service.spec, service.settings.settings' names
 and worker.contract's reasons.

@@ -1,4 +1,4 @@
-"""Decisions of the orchestrator as pure functions: what to do about an attempt, and what follows a failure.
+"""Decisions about an attempt as pure functions: the next step of its life, and the retry after its failure.
 
 Values in, values out: no clock, no database, no Ray. Also holds the values of admission (WaitingJob, Holder,
 Capacity, Start, Wait, Preempt), which policy.py and multi_cluster.py decide over. Times are Unix seconds. Silence
@@ -21,7 +21,7 @@ from worker.contract.reasons import Cause, Reason, cause_of
 Device = Literal["cpu", "cuda"]
 
 
-# Admission: queueing.admit answers
+# Admission: the values of policy.admit
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class WaitingJob:
     began: bool = False
     owner: str = ""
     longest_s: float = math.inf
-    """So long it holds its accelerators at most, the grace at its end included."""
+    """Longest time that it holds its accelerators, the grace at its end included."""
     cluster: str | None = DEFAULT_CLUSTER
-    """The cluster of its queue; None where nothing says which."""
+    """The cluster of its queue; None where no setting names one."""
     began_on: str | None = None
-    """The cluster of its earlier attempts, if there were any: where its checkpoints are."""
+    """The cluster of its earlier attempts, where its checkpoints are; None before the first."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A job whose attempt holds accelerators: `since` then, and no longer than `until`."""
+    """A job whose attempt holds accelerators, from `since` to `until` at the latest."""
 
     job_id: str
     queue: str
@@ -68,7 +68,7 @@ RAY_RESOURCES = {"cpu": "slotline_worker", "cuda": "GPU"}
 
 @dataclass(frozen=True)
 class Capacity:
-    """Accelerators of all living nodes by device, and those of them that others than our attempts hold."""
+    """Accelerators of all living nodes by device; `others` are held by other programs than our attempts."""
 
     total: Mapping[str, int]
     others: Mapping[str, int] = field(default_factory=dict)
@@ -76,8 +76,11 @@ class Capacity:
 
 @dataclass(frozen=True)
 class QueueRules:
-    """Whether jobs give way to others of a higher priority, and how long they have to save a checkpoint then;
-    how long an owner waits for a start at most while others of the same queue and priority get theirs."""
+    """Rules of all queues.
+
+    `preempts`: jobs give way to jobs of a higher priority, with `grace_s` to save a checkpoint. An owner who has waited
+    for `patience_s` without a start goes before the others of the same queue and priority.
+    """
 
     preempts: bool = True
     grace_s: float = 60.0
@@ -86,6 +89,8 @@ class QueueRules:
 
 @dataclass(frozen=True)
 class Start:
+    """A waiting job starts, on accelerators of `device`."""
+
     job_id: str
     device: Device
 
@@ -101,13 +106,15 @@ class Preempt:
 
 @dataclass(frozen=True)
 class Wait:
+    """A job goes on waiting, and is told why."""
+
     job_id: str
     reason: Reason
     message: str
 
 
 def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
-    """The device of a gang: what is wanted; for auto cuda where the whole gang finds GPUs."""
+    """The device of a gang: `wanted`, or for auto cuda where the cluster has GPUs for the whole gang."""
     if wanted != "auto":
         return "cuda" if wanted == "cuda" else "cpu"
     return "cuda" if capacity.total.get("cuda", 0) >= accelerators else "cpu"
@@ -117,7 +124,7 @@ def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
 
 
 class RayState(StrEnum):
-    """What Ray says about the job behind an attempt; MISSING: Ray answers and does not know it."""
+    """State of a Ray job; MISSING: Ray answers and does not know it."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -133,7 +140,7 @@ class RayState(StrEnum):
 
 @dataclass(frozen=True)
 class RayJob:
-    """Ray's latest word on a job; `ended_seen_at` is when we first saw it ended."""
+    """Status of a Ray job at the last poll; `ended_seen_at` is when it was first seen ended."""
 
     state: RayState
     message: str | None = None
@@ -143,8 +150,11 @@ class RayJob:
 
 @dataclass(frozen=True)
 class WatchedAttempt:
-    """An attempt that is not final. `ray` is None while Ray has not answered about it; from `deadline` on it has
-    used up its job's time; it was asked to save a checkpoint and end at `end_asked_at`, for `end_asked_for`."""
+    """An attempt that is not final.
+
+    `ray` is None while Ray has not answered about it; at `deadline` it has used up its job's time; at `end_asked_at` a
+    graceful stop was requested, for the reason `end_asked_for`.
+    """
 
     created_at: float
     submitted_at: float | None
@@ -158,18 +168,20 @@ class WatchedAttempt:
 
 @dataclass(frozen=True)
 class WatchLimits:
+    """Time limits of an attempt's life."""
+
     silence_limit_s: float = 600.0
     start_timeout_s: float = 600.0
     cancel_grace_s: float = 15.0
     end_grace_s: float = 60.0
-    """So long a driver that was asked to end may take to save a checkpoint."""
+    """Time for a driver to save a checkpoint after a graceful stop was requested."""
     report_grace_s: float = 3.0
-    """A driver that ended may have a last report under way; Ray may see the end first."""
+    """Time for the last report of a driver whose end Ray saw first."""
 
 
 @dataclass(frozen=True)
 class DoNothing:
-    """Nothing to do."""
+    """The attempt goes on."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +191,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class RequestGracefulStop:
-    """Have the driver save a checkpoint and end."""
+    """The driver is to save a checkpoint and end."""
 
     reason: Reason
     message: str
@@ -187,7 +199,7 @@ class RequestGracefulStop:
 
 @dataclass(frozen=True)
 class StopDriver:
-    """Have Ray stop the driver."""
+    """Ray is to stop the driver."""
 
     why: str
 
@@ -204,7 +216,7 @@ class EndAttempt:
 def decide_attempt(
     attempt: WatchedAttempt, *, watching_since: float, now: float, limits: WatchLimits
 ) -> DoNothing | Submit | RequestGracefulStop | StopDriver | EndAttempt:
-    """What to do about an attempt. Silence counts from `watching_since` at the earliest.
+    """The next step for an attempt. Silence counts from `watching_since` at the earliest.
 
     A control plane that was away itself must not take its own absence for the driver's.
     """
@@ -214,15 +226,15 @@ def decide_attempt(
             return _cancelled_end()
         if attempt.end_asked_for is not None:
             return _graceful_stop_end(attempt.end_asked_for, "before Ray had the driver")
-        waited = now - max(attempt.created_at, watching_since)
-        if waited < limits.start_timeout_s:
+        waited_s = now - max(attempt.created_at, watching_since)
+        if waited_s < limits.start_timeout_s:
             return Submit()
         message = f"Ray has not taken the driver in {limits.start_timeout_s:g} s"
         return EndAttempt(AttemptState.FAILED, Reason.START_TIMEOUT, message)
     problem = _liveness_problem(attempt, watching_since=watching_since, now=now, limits=limits)
     if attempt.ray is not None and attempt.ray.state.ended:
-        seen = attempt.ray.ended_seen_at
-        if seen is None or now - seen < limits.report_grace_s:
+        ended_at = attempt.ray.ended_seen_at
+        if ended_at is None or now - ended_at < limits.report_grace_s:
             return DoNothing()
         if cancelled:
             return _cancelled_end()
@@ -251,15 +263,15 @@ def decide_attempt(
 def _liveness_problem(
     attempt: WatchedAttempt, *, watching_since: float, now: float, limits: WatchLimits
 ) -> EndAttempt | None:
-    """Why an attempt that Ray still runs, or that Ray says nothing about, cannot go on."""
+    """The end of an attempt whose driver is silent for too long; None while it is heard."""
     if attempt.heartbeat_at is None:
-        waited = now - max(attempt.created_at, watching_since)
-        if waited < limits.start_timeout_s:
+        waited_s = now - max(attempt.created_at, watching_since)
+        if waited_s < limits.start_timeout_s:
             return None
         message = f"the driver has not reported in {limits.start_timeout_s:g} s since its start"
         return EndAttempt(AttemptState.FAILED, Reason.START_TIMEOUT, message)
-    silent = now - max(attempt.heartbeat_at, watching_since)
-    if silent < limits.silence_limit_s:
+    silent_s = now - max(attempt.heartbeat_at, watching_since)
+    if silent_s < limits.silence_limit_s:
         return None
     return EndAttempt(
         AttemptState.FAILED,
@@ -281,10 +293,10 @@ def _driver_lost(ray: RayJob) -> EndAttempt:
 
 
 def _setup_message(text: str) -> str:
-    """Of Ray's account of an environment that could not be made: what the installer said, else its end."""
+    """The installer's errors, else the last line, of Ray's `text` about a runtime environment that failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
-    return f"the job's code could not be set up: {'; '.join(said)}; correct code.pip or code.working_dir"
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
+    return f"the job's code could not be set up: {'; '.join(errors)}; correct code.pip or code.working_dir"
 
 
 def _graceful_stop_end(reason: Reason, how: str) -> EndAttempt:
@@ -300,12 +312,16 @@ def _cancelled_end() -> EndAttempt:
 
 @dataclass(frozen=True)
 class TryAgain:
+    """Another attempt follows after a pause."""
+
     after_s: float
     message: str
 
 
 @dataclass(frozen=True)
 class FailJob:
+    """The job has failed for good."""
+
     message: str
 
 
@@ -318,10 +334,10 @@ def after_failure(
     backoff_s: float,
     backoff_limit_s: float,
 ) -> TryAgain | FailJob:
-    """Whether another attempt follows one that failed with `reason`.
+    """The retry, or the end, of a job whose attempt failed with `reason`.
 
-    `failures_before` are the reasons of the earlier failed attempts that still count. Each
-    cause has its own allowance; the pause doubles with every failure of the same cause.
+    `failures_before` are the reasons of the earlier failed attempts that still count. Each cause has its own allowance
+    (-1: no limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`.
     """
     cause = cause_of(reason)
     earlier = sum(cause_of(before) is cause for before in failures_before)
@@ -333,6 +349,6 @@ def after_failure(
     if limit != -1 and earlier >= limit:
         tries = f" (retry.{cause} is {limit})" if limit or cause is not Cause.USER else ""
         return FailJob(f"{message}{tries}")
-    pause = min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
+    pause_s = min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
     of = "" if limit == -1 else f" of {limit}"
-    return TryAgain(pause, f"{message}; {cause} retry {earlier + 1}{of} in {pause:g} s")
+    return TryAgain(pause_s, f"{message}; {cause} retry {earlier + 1}{of} in {pause_s:g} s")

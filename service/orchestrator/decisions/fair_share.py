@@ -1,4 +1,4 @@
-"""Order of waiting jobs: by priority, then age, with max-min fair turns between the owners of one queue.
+"""Order of waiting jobs: by priority, then age, with max-min fair turns among the owners of one queue.
 
 Pure functions. The turns of a queue are those of its jobs by age, so that no queue gains from having many owners;
 each goes to the owner who holds the fewest accelerators of that device in the queue. An owner without a start for
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from service.orchestrator.decisions.decide import Holder, WaitingJob
 
 QueueAndDevice = tuple[str, str]
-"""A queue and a device."""
+"""Name of a queue, and a device: owners take turns within each such pair."""
 
 
 @dataclass(frozen=True)
 class _OwnerShare:
-    """What an owner holds in a lane, and when the last of it was taken."""
+    """Accelerators that an owner holds of one queue and device, and the time at which the last were taken."""
 
     accelerators: int = 0
     since: float = float("-inf")
@@ -35,17 +35,17 @@ def fair_order(
     patience_s: float,
     out_of_line: Collection[str] = (),
 ) -> list[WaitingJob]:
-    """All waiting jobs, the first one first.
+    """All waiting jobs in the order of their turns.
 
     An owner who has waited for `patience_s`, with no start in between, has the next turn whatever they hold: with
-    others who come and go for ever, every job starts in the end. Jobs `out_of_line` (ids) cannot start for
-    reasons of their own, and count for nobody.
+    others who come and go for ever, every job starts in the end. Jobs `out_of_line` (ids) cannot start whoever ends,
+    and take no turn.
     """
     shares = defaultdict[QueueAndDevice, dict[str, _OwnerShare]](dict)
     for holder in holders:
-        of_lane = shares[holder.queue, holder.device]
-        before = of_lane.get(holder.owner, _OwnerShare())
-        of_lane[holder.owner] = _OwnerShare(
+        lane_shares = shares[holder.queue, holder.device]
+        before = lane_shares.get(holder.owner, _OwnerShare())
+        lane_shares[holder.owner] = _OwnerShare(
             before.accelerators + holder.accelerators, max(before.since, holder.since)
         )
     levels = defaultdict[int, dict[QueueAndDevice | None, list[WaitingJob]]](lambda: defaultdict(list))
@@ -69,25 +69,25 @@ def fair_order(
 def _interleave_owners(
     jobs: Sequence[WaitingJob], shares: dict[str, _OwnerShare], now: float, patience_s: float
 ) -> Iterator[WaitingJob]:
-    """The jobs of one lane and priority, oldest first, as their owners take turns; `shares` grow with them."""
-    of_owner = defaultdict[str, list[WaitingJob]](list)
+    """Jobs of one lane and priority (given oldest first) as their owners take turns; `shares` grow with them."""
+    jobs_by_owner = defaultdict[str, list[WaitingJob]](list)
     for job in reversed(jobs):
-        of_owner[job.owner].append(job)  # the oldest one last, to be popped
-    line = [_owner_rank(own[-1], shares, now, patience_s) for own in of_owner.values()]
-    heapq.heapify(line)
-    while line:
-        *_, owner = heapq.heappop(line)
-        job = of_owner[owner].pop()
+        jobs_by_owner[job.owner].append(job)  # the oldest one last, to be popped
+    ranks = [_owner_rank(owned[-1], shares, now, patience_s) for owned in jobs_by_owner.values()]
+    heapq.heapify(ranks)
+    while ranks:
+        *_, owner = heapq.heappop(ranks)
+        job = jobs_by_owner[owner].pop()
         shares[owner] = _OwnerShare(shares.get(owner, _OwnerShare()).accelerators + job.accelerators, now)
-        if of_owner[owner]:
-            heapq.heappush(line, _owner_rank(of_owner[owner][-1], shares, now, patience_s))
+        if jobs_by_owner[owner]:
+            heapq.heappush(ranks, _owner_rank(jobs_by_owner[owner][-1], shares, now, patience_s))
         yield job
 
 
 def _owner_rank(
     oldest: WaitingJob, shares: dict[str, _OwnerShare], now: float, patience_s: float
 ) -> tuple[bool, int, tuple[float, str], str]:
-    """Where an owner stands in the line, by their oldest job; the lowest is first."""
+    """Sort key of an owner by their oldest job; the lowest has the next turn."""
     share = shares.get(oldest.owner, _OwnerShare())
     patient = now - max(oldest.queued_at, share.since) < patience_s
     return patient, share.accelerators, _by_age(oldest), oldest.owner

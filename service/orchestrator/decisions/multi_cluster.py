@@ -25,7 +25,7 @@ from service.orchestrator.decisions.policy import admit
 from worker.contract.reasons import Reason
 
 _OTHER_CLUSTER_DEVICE = "elsewhere"
-"""The device of what is held on another cluster: none of those that are given out here."""
+"""Device of a holder on another cluster: equal to no device of this one."""
 
 
 def admit_all_clusters(
@@ -37,17 +37,17 @@ def admit_all_clusters(
     now: float,
     rules: QueueRules = QueueRules(),
 ) -> list[Start | Wait | Preempt]:
-    """queueing.admit of each cluster for the jobs whose queue belongs to it; `capacities` are by cluster.
+    """`policy.admit` of each cluster for the jobs whose queue belongs to it; `capacities` are by cluster.
 
     A job starts on the cluster of its queue only. One that cannot, because it began on another, or because nobody
     knows its queue or the cluster, waits, and is told so.
     """
-    held_back = {
+    misplaced = {
         job.id: wait for job in waiting if (wait := explain_misplaced(job, list(capacities))) is not None
     }
-    answers: list[Start | Wait | Preempt] = list(held_back.values())
+    answers: list[Start | Wait | Preempt] = list(misplaced.values())
     for cluster, capacity in capacities.items():
-        here = [job for job in waiting if job.cluster == cluster and job.id not in held_back]
+        here = [job for job in waiting if job.cluster == cluster and job.id not in misplaced]
         if here:
             answers += admit(
                 here,
@@ -69,17 +69,17 @@ def order_all_clusters(
     now: float,
     patience_s: float,
 ) -> list[WaitingJob]:
-    """All waiting jobs; those of one cluster in the order of their turns."""
-    line = list[WaitingJob]()
+    """All waiting jobs; jobs of one cluster in the order of their turns."""
+    ordered = list[WaitingJob]()
     for cluster in dict.fromkeys(job.cluster for job in waiting):
-        line += fair_order(
+        ordered += fair_order(
             [job for job in waiting if job.cluster == cluster],
             [holder for holder in holders if holder.cluster == cluster],
             device_of=_device_on(capacities.get(cluster or "")),
             now=now,
             patience_s=patience_s,
         )
-    return line
+    return ordered
 
 
 def _device_on(capacity: Capacity | None) -> Callable[[WaitingJob], str]:
@@ -90,7 +90,7 @@ def _device_on(capacity: Capacity | None) -> Callable[[WaitingJob], str]:
 
 
 def explain_misplaced(job: WaitingJob, clusters: Sequence[str]) -> Wait | None:
-    """Why a job can start on no cluster as things are configured; None where it may."""
+    """The Wait of a job that can start on no cluster under the present settings; None where it may."""
     known = ", ".join(clusters)
     if job.began_on is not None and job.began_on not in clusters:
         message = (
@@ -115,7 +115,7 @@ def explain_misplaced(job: WaitingJob, clusters: Sequence[str]) -> Wait | None:
 
 
 def _holders_seen_from(cluster: str, holders: Sequence[Holder], queues: set[str]) -> list[Holder]:
-    """Who holds accelerators here; and, for their quota alone, who holds some elsewhere in these queues."""
+    """Holders on `cluster`; for the quotas of `queues` also their holders on other clusters."""
     return [
         holder if holder.cluster == cluster else replace(holder, device=_OTHER_CLUSTER_DEVICE)
         for holder in holders

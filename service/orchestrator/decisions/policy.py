@@ -3,16 +3,18 @@
 A job that must wait gets a reservation: the first time at which all that holds its accelerators now must have ended
 (`max_duration`). A later job overtakes it only where every reservation before it still holds (conservative backfill:
 Mu'alem and Feitelson, 2001); where none can be made nothing overtakes. Preemption takes the lowest priority first,
-then the last started, and only where that lets the job start within the grace. A pure function of a snapshot.
+then the last started, and only where that lets the job start within the grace. A pure function of a snapshot. Times
+are Unix seconds; an unknown end is infinite, and one in the past counts as unknown.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.orchestrator.decisions.availability import AvailabilityProfile
+import numpy as np
+
 from service.orchestrator.decisions.decide import (
     RAY_RESOURCES,
     Capacity,
@@ -28,8 +30,9 @@ from service.orchestrator.decisions.fair_share import fair_order
 from worker.contract.reasons import Reason
 
 RESERVATION_LIMIT = 500
-"""So many jobs of a device are promised a time; behind them nobody overtakes."""
+"""Reservations of one device; behind the last one nobody overtakes."""
 _PREEMPTION_TRIES = 20
+"""Jobs of one round for which victims are searched."""
 
 
 def admit(
@@ -42,34 +45,34 @@ def admit(
     rules: QueueRules = QueueRules(),
     cluster_name: str = "",
 ) -> list[Start | Wait | Preempt]:
-    """One Start or Wait a waiting job, the first in line first, and a Preempt for each that gives way to one.
+    """One Start or Wait per waiting job, in the order of their turns, and a Preempt per holder that gives way to one.
 
-    Whole gangs only. Jobs held back by a pause, and those too large for their quota or for the cluster, hold
-    nobody up; one held back by its quota only its own queue. `cluster_name` is what messages put behind "cluster",
-    where there are several.
+    Gangs start whole. A job that backs off, or that is too large for its quota or for the cluster, holds nobody up; a
+    job that waits for its quota holds up its own queue only. `cluster_name` stands behind "cluster" in messages, where
+    there are several.
     """
-    line = _AdmissionRound(holders, capacity, quotas, now, rules, cluster_name)
-    unable = {job.id: wait for job in waiting if (wait := line.unable(job)) is not None}
+    admission = _AdmissionRound(holders, capacity, quotas, now, rules, cluster_name)
+    unable = {job.id: wait for job in waiting if (wait := admission.unable(job)) is not None}
     jobs = fair_order(
         waiting,
         holders,
-        device_of=line.device_of,
+        device_of=admission.device_of,
         now=now,
         patience_s=rules.patience_s,
         out_of_line=unable.keys(),
     )
-    smallest = _smallest_behind([job for job in jobs if job.id not in unable], line.device_of)
+    smallest = _smallest_behind([job for job in jobs if job.id not in unable], admission.device_of)
     answers = list[Start | Wait | Preempt]()
     for job in jobs:
         if job.id in unable:
             answers.append(unable[job.id])
         else:
-            answers += line.answer(job, smallest[job.id])
+            answers += admission.answer(job, smallest[job.id])
     return answers
 
 
 def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob], str]) -> dict[str, int]:
-    """Of each job the smallest gang from it on that wants the same device."""
+    """By job id, the smallest gang of the same device among the job and those behind it."""
     smallest, least = dict[str, int](), dict[str, int]()
     for job in reversed(jobs):
         device = device_of(job)
@@ -80,12 +83,12 @@ def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob
 
 @dataclass
 class _ResourcePool:
-    """Accelerators of one device, or the quota of one queue: who holds some, and what is promised of the rest."""
+    """Accelerators of one device, or the quota of one queue: its holders, and the reservations of the rest."""
 
-    room: AvailabilityProfile
+    profile: AvailabilityProfile
     users: list[Holder] = field(default_factory=list)
     first: str | None = None
-    """The first job in line that waits for some."""
+    """The first job that waits for some."""
     reserved: int = 0
     closed: bool = False
     """No further job may start: it would come before one that could be promised no time."""
@@ -93,12 +96,12 @@ class _ResourcePool:
     _usage_text: str | None = None
 
     def fits(self, job: WaitingJob) -> bool:
-        return not self.closed and self.room.fits_now(job.accelerators, job.longest_s)
+        return not self.closed and self.profile.fits_now(job.accelerators, job.longest_s)
 
     def use(self, holder: Holder, now: float) -> None:
         self.users.append(holder)
         self.used += holder.accelerators
-        self.room.take(holder.accelerators, now, holder.until)
+        self.profile.take(holder.accelerators, now, holder.until)
         self._usage_text = None
 
     def used_by(self) -> str:
@@ -108,7 +111,7 @@ class _ResourcePool:
 
 
 class _AdmissionRound:
-    """The rooms of one round, as one job after the other is answered."""
+    """The resource pools of one round, while one job after the other is answered."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class _AdmissionRound:
         return None
 
     def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
-        """What becomes of the next job in line; `smallest` is the least that it or any behind it wants."""
+        """The answers to the next job; `smallest` is the smallest gang of its device from it on."""
         device_name = self.device_of(job)
         device, queue = self._devices[device_name], self._queues.get(job.queue)
         if device.fits(job) and (queue is None or queue.fits(job)):
@@ -193,45 +196,47 @@ class _AdmissionRound:
         queue: _ResourcePool | None,
         smallest: int,
     ) -> list[Preempt]:
-        """Keep room for a job that must wait, by preemption where that helps."""
+        """Reserve accelerators and quota for a job that must wait, by preemption where that helps."""
         if queue is not None and queue.closed:
             return []
-        lower = [] if device.closed else [one for one in self._preemptible if one.priority < job.priority]
-        if not lower and device.room.free < smallest:
-            device.closed = True  # nobody behind could start anyhow: no promise is needed to keep them away
-        gives_way = self._choose_preemptions(job, device_name, device, queue, lower) if lower else []
-        if queue is not None and not queue.fits(job) and not gives_way:
+        lower = []
+        if not device.closed:
+            lower = [holder for holder in self._preemptible if holder.priority < job.priority]
+        if not lower and device.profile.free < smallest:
+            device.closed = True  # no job behind could start anyhow: no reservation is needed against them
+        preemptions = self._choose_preemptions(job, device_name, device, queue, lower) if lower else []
+        if queue is not None and not queue.fits(job) and not preemptions:
             self._reserve_quota(job, queue)
             return []
         begin = None if device.closed else self._first_fit(job, device, queue)
         if begin is None or device.reserved >= RESERVATION_LIMIT:
             device.closed = True
             if queue is not None:
-                queue.room.take(job.accelerators, self._now, math.inf)
-            return gives_way
+                queue.profile.take(job.accelerators, self._now, math.inf)
+            return preemptions
         device.reserved += 1
         for pool in (device, queue):
             if pool is not None:
-                pool.room.take(job.accelerators, begin, begin + job.longest_s)
-        return gives_way
+                pool.profile.take(job.accelerators, begin, begin + job.longest_s)
+        return preemptions
 
     def _reserve_quota(self, job: WaitingJob, queue: _ResourcePool) -> None:
-        """Keep a quota for a job that waits for it; it stands in no other queue's way."""
-        begin = queue.room.first_fit(job.accelerators, job.longest_s)
+        """Reserve quota for a job that waits for it; it stands in no other queue's way."""
+        begin = queue.profile.first_fit(job.accelerators, job.longest_s)
         if begin is None or queue.reserved >= RESERVATION_LIMIT:
             queue.closed = True
         else:
             queue.reserved += 1
-            queue.room.take(job.accelerators, begin, begin + job.longest_s)
+            queue.profile.take(job.accelerators, begin, begin + job.longest_s)
 
     def _first_fit(self, job: WaitingJob, device: _ResourcePool, queue: _ResourcePool | None) -> float | None:
-        """The first time at which accelerators and quota are both there for the whole of the job."""
-        begin = device.room.first_fit(job.accelerators, job.longest_s)
+        """The first time at which accelerators and quota are both free for the whole job; None where none is known."""
+        begin = device.profile.first_fit(job.accelerators, job.longest_s)
         while begin is not None and queue is not None:
-            later = queue.room.first_fit(job.accelerators, job.longest_s, begin)
+            later = queue.profile.first_fit(job.accelerators, job.longest_s, begin)
             if later is None or later == begin:
                 return later
-            begin = device.room.first_fit(job.accelerators, job.longest_s, later)
+            begin = device.profile.first_fit(job.accelerators, job.longest_s, later)
         return begin
 
     def _choose_preemptions(
@@ -242,9 +247,9 @@ class _AdmissionRound:
         queue: _ResourcePool | None,
         lower: Sequence[Holder],
     ) -> list[Preempt]:
-        """Who of `lower` must end for the job to start within the grace: the lowest priority first, then the last
-        that started; nobody where that is not enough, or not needed."""
-        short_of_quota = queue is not None and queue.room.free < job.accelerators
+        """The holders of `lower` that must end for the job to start within the grace: the lowest priority first, then
+        the last that started; none where that is not enough, or not needed."""
+        short_of_quota = queue is not None and queue.profile.free < job.accelerators
         helpful = [
             holder
             for holder in lower
@@ -264,16 +269,16 @@ class _AdmissionRound:
         else:
             return []
         for holder in reversed(chosen[:-1]):
-            fewer = [one for one in chosen if one is not holder]
+            fewer = [other for other in chosen if other is not holder]
             if self._starts_within(job, device, queue, fewer, within):
                 chosen = fewer
         for holder in chosen:
             self._preemptible.remove(holder)
             for pool in self._pools_of(holder):
                 if within < holder.until:
-                    pool.room.take(-holder.accelerators, within, holder.until)
+                    pool.profile.take(-holder.accelerators, within, holder.until)
         message = f"gives way to job {job.id}, whose priority {job.priority} is above "
-        return [Preempt(one.job_id, job.id, f"{message}{one.priority}") for one in chosen]
+        return [Preempt(holder.job_id, job.id, f"{message}{holder.priority}") for holder in chosen]
 
     def _starts_within(
         self,
@@ -283,19 +288,20 @@ class _AdmissionRound:
         ending: Sequence[Holder],
         within: float,
     ) -> bool:
-        """Whether the job could start by `within` if `ending` end then."""
-        rooms = []
+        """True where the job could start by `within` if `ending` end then."""
+        profiles = []
         for pool in (device, queue):
             if pool is None:
                 continue
-            room = pool.room.copy()
+            profile = pool.profile.copy()
             for holder in ending:
                 if pool in self._pools_of(holder) and within < holder.until:
-                    room.take(-holder.accelerators, within, holder.until)
-            rooms.append(room)
+                    profile.take(-holder.accelerators, within, holder.until)
+            profiles.append(profile)
         return all(
-            (begin := room.first_fit(job.accelerators, job.longest_s, within)) is not None and begin <= within
-            for room in rooms
+            (begin := profile.first_fit(job.accelerators, job.longest_s, within)) is not None
+            and begin <= within
+            for profile in profiles
         )
 
     def _pools_of(self, holder: Holder) -> list[_ResourcePool]:
@@ -335,8 +341,8 @@ class _AdmissionRound:
 
 
 def _make_pool(total: int, users: list[Holder], now: float) -> _ResourcePool:
-    room = AvailabilityProfile(total, now, [(user.accelerators, user.until) for user in users])
-    return _ResourcePool(room, list(users), used=sum(user.accelerators for user in users))
+    profile = AvailabilityProfile(total, now, [(user.accelerators, user.until) for user in users])
+    return _ResourcePool(profile, list(users), used=sum(user.accelerators for user in users))
 
 
 def _too_small_message(job: WaitingJob, device: str, total: int, cluster: str) -> str:
@@ -358,3 +364,68 @@ def _usage_message(users: Sequence[Holder]) -> str:
     named = ", ".join(f"job {user.job_id} uses {user.accelerators}" for user in users[:3])
     more = f", {len(users) - 3} more jobs use {sum(user.accelerators for user in users[3:])}"
     return f" ({named}{more if len(users) > 3 else ''})"
+
+
+class AvailabilityProfile:
+    """Accelerators, or quota, free from `now` on, as a step function of time over numpy arrays, for backfill.
+
+    `held` are the parts of `total` that are taken now, as (amount, end).
+    """
+
+    def __init__(self, total: int, now: float, held: Iterable[tuple[int, float]] = ()) -> None:
+        self.now = now
+        taken, back = 0, dict[float, int]()
+        for amount, until in held:
+            taken += amount
+            if now < until < math.inf:  # an end in the past is unknown
+                back[until] = back.get(until, 0) + amount
+        ends = sorted(back)
+        self._times = np.array([now, *ends])
+        self._free = (total - taken) + np.cumsum([0, *(back[end] for end in ends)])
+
+    @property
+    def free(self) -> int:
+        """Amount free now."""
+        return int(self._free[0])
+
+    def copy(self) -> AvailabilityProfile:
+        other = AvailabilityProfile(0, self.now)
+        other._times, other._free = self._times.copy(), self._free.copy()
+        return other
+
+    def fits_now(self, amount: int, length_s: float) -> bool:
+        """True where `amount` stays free for `length_s` from now on."""
+        if self._free[0] < amount:
+            return False
+        if length_s == math.inf:
+            return bool(self._free.min() >= amount)
+        last = np.searchsorted(self._times, self.now + length_s)
+        return bool(self._free[:last].min() >= amount)
+
+    def first_fit(self, amount: int, length_s: float, not_before: float | None = None) -> float | None:
+        """The first time from which on `amount` is free for `length_s`; None where none is known."""
+        begin = self.now if not_before is None else not_before
+        short = np.flatnonzero(self._free < amount)
+        if not short.size:
+            return begin
+        ends_of_short = np.append(self._times, math.inf)[short + 1]
+        begins = np.maximum(np.append(self.now, ends_of_short), begin)
+        ends = np.append(self._times[short], math.inf)
+        fits = (begins < math.inf) & (begins + length_s <= ends)
+        if not fits.any():
+            return None
+        return float(begins[np.argmax(fits)])
+
+    def take(self, amount: int, begin: float, end: float) -> None:
+        """Take `amount` from `begin` to `end`; a negative amount gives it back."""
+        first = self._cut(begin)
+        last = len(self._times) if end == math.inf else self._cut(end)
+        self._free[first:last] -= amount
+
+    def _cut(self, time: float) -> int:
+        """The index of the step that begins at `time`, which is inserted where there is none."""
+        index = int(np.searchsorted(self._times, time))
+        if index == len(self._times) or self._times[index] != time:
+            self._times = np.insert(self._times, index, time)
+            self._free = np.insert(self._free, index, self._free[max(index - 1, 0)])
+        return index

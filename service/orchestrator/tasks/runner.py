@@ -1,8 +1,9 @@
-"""TaskRunner: one-shot Ray tasks shared by all processes of a database; one runs each, any fetches its result.
+"""Task, the definition of a one-shot Ray task, and TaskRunner, which shares its runs among all replicas of a database.
 
-The process that starts a task renews its row; where it dies another starts the task again (store/leases.py). The
-result, a line of the task's output, is handed out once. Tasks may be cancelled anywhere but inside
-`run_to_completion`. A Ray job that is lost with its control plane ends by itself.
+A task is `python -m worker.tasks NAME` in a Ray job of its own; the last marked line of its output is its result. The
+process that starts one renews its row; where it dies another starts the task again (store/leases.py). The result is
+handed out once. Tasks may be cancelled anywhere but inside `run_to_completion`. A Ray job that is lost with its
+control plane ends by itself.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
+import shlex
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import ClassVar, Generic, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.orchestrator.decisions.decide import RayState
 from service.orchestrator.planning.pool import PlannerBusyError
+from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.jobs_api import Cluster, ClusterError, ClusterUnreachableError, RayJobSubmission
+from service.settings.clusters import DEFAULT_CLUSTER
 from service.store.database import Sessions, run_to_completion
 from service.store.leases import (
     TaskOutcome,
@@ -34,101 +41,187 @@ from service.store.leases import (
 
 logger = logging.getLogger(__name__)
 TASK_RENEWAL_S = 5.0
+TASK_POLL_S = 0.5
+TASK_LOG_SETTLES_S = 20.0
 
-TaskWork = Callable[[], Awaitable[str | None]]
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+OutputT = TypeVar("OutputT")
 
 
-class TaskRunner:
-    """Runs of one kind. Of those that this process begins in a place `at_once` go on, `in_line` more wait for their turn.
+class TaskState(StrEnum):
+    """The state of a task that has no result yet."""
 
-    What they do may be cut off anywhere, but for what is `uncut`. `busy` tells of a number of runs why no more are taken,
-    `failed` makes the error of a run that ended without an answer, of the message of the one that it raised.
-    """
+    RUNNING = "running"
 
-    def __init__(
-        self,
-        database: Sessions,
-        kind: str,
-        *,
-        at_once: int,
-        in_line: int = 0,
-        busy: Callable[[int], str],
-        failed: Callable[[str], Exception],
-    ) -> None:
-        self._database, self._kind, self._busy, self._failed = database, kind, busy, failed
-        self._limit = at_once + in_line
-        self._slots = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(at_once))
-        self._running_by_place = Counter[str]()
-        self._holder = unique_process_name()
-        self._runs: dict[str, asyncio.Task[None]] = {}
-        self._beating: asyncio.Task[None] | None = None
 
-    async def answer(self, request: str, work: TaskWork, *, place: str) -> str | None:
-        """What came of the run for `request`, once; None while it goes on, which begins with the first call: ask again.
+class TaskTimeoutError(Exception):
+    """The Ray job had not ended in time and was stopped; `began`: it had its resources."""
 
-        It has its turn among those of its `place`. An answer of None is not told: the next call begins again. Raises
-        the error of a run that failed, once, and PlannerBusyError.
-        """
-        key = f"{self._kind}-{hashlib.sha256(f'{place} {request}'.encode()).hexdigest()}"
-        if key in self._runs or await is_task_running(self._database, key):
-            return None
-        full = self._running_by_place[place] >= self._limit
-        async with self._database.write() as session:
-            end = await take_task_outcome(session, key)
-            mine = end is None and not full
-            mine = mine and await claim_task(session, key, self._holder)
-        if end is not None:
-            if end.failure is not None:
-                raise self._failed(end.failure)
-            return end.answer
-        if full:
-            raise PlannerBusyError(self._busy(self._running_by_place[place]))
-        if mine:
-            self._running_by_place[place] += 1
-            self._runs[key] = asyncio.create_task(self._run(key, work, place))
-            self._runs[key].add_done_callback(lambda _: self._forget_run(key, place))
-            if self._beating is None:
-                self._beating = asyncio.create_task(self._beat())
+    def __init__(self, began: bool) -> None:
+        super().__init__(f"{'ran' if began else 'waited for its turn'} for too long")
+        self.began = began
+
+
+class NoTaskResultError(Exception):
+    """The Ray job ended without a result; the message is what Ray or the last line of its output says."""
+
+
+class Task(ABC, Generic[RequestT, ResultT]):
+    """Definition of a one-shot Ray task: which requests share a run, what a run does, and what its failures say."""
+
+    name: ClassVar[str]
+    """NAME of `python -m worker.tasks NAME`."""
+    concurrency: ClassVar[int]
+    """Runs of one control plane at once on one cluster."""
+    queue_limit: ClassVar[int] = 0
+    """Runs that may wait beyond these."""
+    error: ClassVar[type[Exception]]
+    """The exception for a run that failed; its message says why and what to do."""
+
+    def __init__(self, database: Sessions, *, limit_s: float) -> None:
+        self._database, self._limit_s = database, limit_s
+
+    @abstractmethod
+    def key(self, request: RequestT, cluster: str) -> str:
+        """Text that is equal for requests that share one run."""
+
+    @abstractmethod
+    async def perform(self, request: RequestT, cluster: NamedCluster) -> str | None:
+        """Run the task; the text that `read_result` takes, or None where the result is kept elsewhere."""
+
+    def read_result(self, text: str) -> ResultT:
+        """The result of which `perform` returned the text, possibly in another process."""
+        raise NotImplementedError(f"results of {self.name} are kept elsewhere")
+
+    @abstractmethod
+    def busy_message(self, runs: int) -> str:
+        """Why no further run is taken beside `runs`."""
+
+    @abstractmethod
+    def timeout_message(self, began: bool) -> str:
+        """Why a run was ended after `limit_s`, which `began` or waited for its resources all the time."""
+
+    @abstractmethod
+    def no_result_message(self, detail: str) -> str:
+        """Why a run that ended has no result; `detail` is what Ray says of its end."""
+
+    async def stored_result(self, request: RequestT, cluster: str) -> ResultT | None:
+        """The result where the store has it already: then nothing is run."""
         return None
 
+    def submission(
+        self, cluster: NamedCluster, environment: Mapping[str, str], *, job_id: str | None = None
+    ) -> RayJobSubmission:
+        """One process of the task, which holds no accelerator; `job_id` is the job that it is shown with."""
+        run_id = f"{self.name}-{secrets.token_hex(8)}"
+        return RayJobSubmission(
+            id=run_id,
+            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks {self.name}",
+            env=environment,
+            metadata={f"slotline_{self.name}": job_id or run_id},
+        )
+
+    async def run_in_ray(
+        self, cluster: NamedCluster, submission: RayJobSubmission, read: Callable[[str], OutputT | None]
+    ) -> OutputT:
+        """What `read` finds in the output of `submission`; raises `error`, whatever went wrong."""
+        try:
+            return await run_ray_task(cluster.ray, submission, read, limit_s=self._limit_s)
+        except TaskTimeoutError as error:
+            raise self.error(self.timeout_message(error.began)) from None
+        except NoTaskResultError as error:
+            raise self.error(self.no_result_message(str(error))) from None
+        except self.error:
+            raise
+        except Exception as error:  # a cluster that is away
+            raise self.error(str(error) or type(error).__name__) from error
+
+
+class TaskRunner(Generic[RequestT, ResultT]):
+    """Runs of one task, shared by all control planes of a database; each has its turn among those of its cluster."""
+
+    def __init__(self, database: Sessions, clusters: Clusters, task: Task[RequestT, ResultT]) -> None:
+        self.task = task
+        self._database, self._clusters = database, clusters
+        self._slots = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(task.concurrency))
+        self._running_by_cluster = Counter[str]()
+        self._holder = unique_process_name()
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def result(self, request: RequestT, *, cluster: str = DEFAULT_CLUSTER) -> ResultT | TaskState:
+        """The result of a run for `request`, once; RUNNING while it goes on, which begins with the first call: ask again.
+
+        A result that is kept elsewhere is RUNNING too: the next call finds it, or begins again. Raises the task's
+        error for a run that failed, once, and PlannerBusyError.
+        """
+        if (stored := await self.task.stored_result(request, cluster)) is not None:
+            return stored
+        text = f"{cluster} {self.task.key(request, cluster)}"
+        key = f"{self.task.name}-{hashlib.sha256(text.encode()).hexdigest()}"
+        if key in self._runs or await is_task_running(self._database, key):
+            return TaskState.RUNNING
+        runs = self._running_by_cluster[cluster]
+        full = runs >= self.task.concurrency + self.task.queue_limit
+        async with self._database.write() as session:
+            outcome = await take_task_outcome(session, key)
+            claimed = outcome is None and not full and await claim_task(session, key, self._holder)
+        if outcome is not None:
+            if outcome.failure is not None:
+                raise self.task.error(outcome.failure)
+            return self.task.read_result(outcome.answer or "")
+        if full:
+            raise PlannerBusyError(self.task.busy_message(runs))
+        if claimed:
+            self._start(key, request, cluster)
+        return TaskState.RUNNING
+
     async def close(self) -> None:
-        """End what goes on here: others may begin it at once."""
-        tasks = [*self._runs.values(), *([self._beating] if self._beating else [])]
+        """End the runs of this process: others may begin them at once."""
+        tasks = [*self._runs.values(), *([self._renewing] if self._renewing else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _forget_run(self, key: str, place: str) -> None:
+    def _start(self, key: str, request: RequestT, cluster: str) -> None:
+        self._running_by_cluster[cluster] += 1
+        self._runs[key] = asyncio.create_task(self._run(key, request, cluster))
+        self._runs[key].add_done_callback(lambda _: self._forget_run(key, cluster))
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew_for_ever())
+
+    def _forget_run(self, key: str, cluster: str) -> None:
         del self._runs[key]
-        self._running_by_place[place] -= 1
+        self._running_by_cluster[cluster] -= 1
 
-    async def _run(self, key: str, work: TaskWork, place: str) -> None:
-        end = None
+    async def _run(self, key: str, request: RequestT, cluster: str) -> None:
+        outcome = None
         try:
-            async with self._slots[place]:
-                answer = await work()
-            end = None if answer is None else TaskOutcome(answer)
+            async with self._slots[cluster]:
+                text = await self.task.perform(request, self._clusters.of(cluster))
+            outcome = None if text is None else TaskOutcome(text)
         except Exception as error:
-            end = TaskOutcome(failure=str(error) or type(error).__name__)
+            outcome = TaskOutcome(failure=str(error) or type(error).__name__)
         finally:
-            await run_to_completion(self._ended(key, end))
+            await run_to_completion(self._finish(key, outcome))
 
-    async def _ended(self, key: str, end: TaskOutcome | None) -> None:
+    async def _finish(self, key: str, outcome: TaskOutcome | None) -> None:
         try:
             async with self._database.write() as session:
-                await finish_task(session, key, self._holder, end)
+                await finish_task(session, key, self._holder, outcome)
         except (SQLAlchemyError, OSError) as error:
-            logger.warning("what came of a run (%s) is lost, it begins again when asked for: %s", key, error)
+            logger.warning("the result of task %s is lost, it begins again when asked for: %s", key, error)
 
-    async def _beat(self) -> None:
-        """For as long as this process lives; a run that another one has taken meanwhile ends here."""
+    async def _renew_for_ever(self) -> None:
+        """Renew the rows of this process's runs; a run that another process has taken meanwhile ends here."""
         while True:
             await asyncio.sleep(TASK_RENEWAL_S)
             if not (keys := list(self._runs)):
                 continue
             with contextlib.suppress(SQLAlchemyError, OSError):  # silent as long as the database is away
-                kept = await run_to_completion(self._renew(keys))
-                for key in set(keys) - kept:
+                renewed = await run_to_completion(self._renew(keys))
+                for key in set(keys) - renewed:
                     if (task := self._runs.get(key)) is not None:
                         task.cancel()
 
@@ -137,38 +230,19 @@ class TaskRunner:
             return await renew_tasks(session, self._holder, keys)
 
 
-TASK_POLL_S = 0.5
-TASK_LOG_SETTLES_S = 20.0
-ENDED_STATES = (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED)
-
-ResultT = TypeVar("Answer")
-
-
-class TaskTimeoutError(Exception):
-    """The run had not ended in time and was stopped; `began`: it had its resources."""
-
-    def __init__(self, began: bool) -> None:
-        super().__init__(f"{'ran' if began else 'waited for its turn'} for too long")
-        self.began = began
-
-
-class NoTaskResultError(Exception):
-    """The run ended without an answer; the message is what Ray or the last line of its output says."""
-
-
 async def run_ray_task(
-    cluster: Cluster, submission: RayJobSubmission, read: Callable[[str], ResultT | None], *, limit_s: float
-) -> ResultT:
-    """Start `submission`, wait until it has ended and read its answer; it is stopped in any case.
+    cluster: Cluster, submission: RayJobSubmission, read: Callable[[str], OutputT | None], *, limit_s: float
+) -> OutputT:
+    """Start `submission`, wait until it has ended and read its result; it is stopped in any case.
 
-    `read` gives what the output says, None where it is not there yet, and may raise. Raises RunTooLongError after
-    `limit_s`, NoAnswerError, and ClusterError where it could not be started.
+    `read` gives what the output says, None where it is not there yet, and may raise. Raises TaskTimeoutError after
+    `limit_s`, NoTaskResultError, and ClusterError where it could not be started.
     """
     deadline = time.monotonic() + limit_s
     try:
         await cluster.submit(submission)
         await _wait_until_ended(cluster, submission.id, deadline)
-        return await _read_task_result(cluster, submission.id, read)
+        return await _read_output(cluster, submission.id, read)
     finally:
         with contextlib.suppress(ClusterError):
             await cluster.stop(submission.id)
@@ -179,21 +253,21 @@ async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float) -> N
     while time.monotonic() < deadline:
         with contextlib.suppress(ClusterUnreachableError):
             state = (await cluster.job(run_id)).state
-        if state in ENDED_STATES:
+        if state in (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED):
             return
         await asyncio.sleep(min(TASK_POLL_S, max(0.0, deadline - time.monotonic())))
     raise TaskTimeoutError(began=state is not RayState.PENDING)
 
 
-async def _read_task_result(cluster: Cluster, run_id: str, read: Callable[[str], ResultT | None]) -> ResultT:
+async def _read_output(cluster: Cluster, run_id: str, read: Callable[[str], OutputT | None]) -> OutputT:
     deadline = time.monotonic() + TASK_LOG_SETTLES_S
     log = ""
     while time.monotonic() < deadline:  # the last lines come a little after the end
         with contextlib.suppress(ClusterUnreachableError):
             log = await cluster.log(run_id)
-        if (answer := read(log)) is not None:
-            return answer
+        if (result := read(log)) is not None:
+            return result
         await asyncio.sleep(TASK_POLL_S)
     job = await cluster.job(run_id)
-    last = next((line for line in reversed(log.strip().splitlines()) if line.strip()), "no output")
-    raise NoTaskResultError(job.message or last)
+    last_line = next((line for line in reversed(log.strip().splitlines()) if line.strip()), "no output")
+    raise NoTaskResultError(job.message or last_line)

@@ -9,13 +9,15 @@ from pathlib import Path
 import httpx
 
 from service.api.app import create_app
+from service.api.dependencies import Service
+from service.control_plane import create_app
 from service.jobs.service import Service
-from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import build_clusters
 from service.orchestrator.ray.driver_logs import LogReader
-from service.orchestrator.tasks.artifacts import JobExporter, JobRemover
-from service.orchestrator.tasks.profile import JobProfiler
+from service.orchestrator.tasks.artifacts import ExportTask, RemovalTask
+from service.orchestrator.tasks.profile import ProfileTask
+from service.orchestrator.tasks.runner import TaskRunner
 from service.settings.settings import Settings
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
@@ -34,15 +36,13 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
         clusters = build_clusters(settings, {"default": cluster}, refresh_s=600)
         await clusters.refresh()
         planner = Planner(processes=1, queue=0, timeout_s=10)
-        submitter = Submitter(settings, database, clusters)
-        profiler = JobProfiler(database, clusters, submitter, limit_s=10)
         yield Service(
             settings,
             database,
             planner,
-            profiler,
-            JobExporter(database, clusters, submitter, limit_s=10),
-            JobRemover(database, clusters, submitter, limit_s=10),
+            TaskRunner(database, clusters, ProfileTask(database, clusters, limit_s=10)),
+            TaskRunner(database, clusters, ExportTask(database, limit_s=10)),
+            TaskRunner(database, clusters, RemovalTask(database, clusters, limit_s=10)),
             clusters,
             LogReader(database, clusters),
             lambda: woken.append("woken"),

@@ -247,7 +247,7 @@ async def test_files_of_jobs_that_ended_long_ago_go_where_the_settings_say_so(ap
         await ended(api, job_id)
     async with api.service.database.write() as session:
         (await lock_job(session, old)).finished_at = utc_now() - timedelta(days=9)
-    emptying = asyncio.create_task(api.service.remover.empty(5.0))
+    emptying = asyncio.create_task(api.service.remover.task.remove_expired(5.0))
     async with asyncio.timeout(60):
         while not (runs := [one for one in api.cluster.submissions if one.startswith("remove-")]):
             await asyncio.sleep(0.01)
@@ -258,7 +258,7 @@ async def test_files_of_jobs_that_ended_long_ago_go_where_the_settings_say_so(ap
     assert shown["checkpoint"] is None
     events = (await api.client.get(f"/api/v1/jobs/{old}/events")).json()["items"]
     assert "SLOTLINE_KEEP_CHECKPOINTS_DAYS" in events[-1]["message"] and events[-1]["kind"] == "removed"
-    await api.service.remover.empty(5.0)
+    await api.service.remover.task.remove_expired(5.0)
     assert [one for one in api.cluster.submissions if one.startswith("remove-")] == runs, "once is enough"
 
 

@@ -206,7 +206,7 @@ async def test_a_measurement_that_ends_while_the_store_is_asked_is_not_begun_aga
 
 async def until_measured(api: Api) -> None:
     async with asyncio.timeout(60):
-        while api.service.profiler._runs._runs:
+        while api.service.profiler._runs:
             await asyncio.sleep(0.01)
 
 
@@ -271,7 +271,7 @@ async def test_one_worker_that_takes_too_long_is_ended_with_a_message(make_api: 
 
 
 async def test_few_jobs_are_measured_at_once_and_not_many_wait(make_api: ApiMaker, monkeypatch):
-    monkeypatch.setattr("service.orchestrator.tasks.profile._QUEUED_PROFILES", 1)
+    monkeypatch.setattr("service.orchestrator.tasks.profile.ProfileTask.queue_limit", 1)
     async with make_api() as api:
         runs = [await measuring(api, data={"factory": f"data:Number{index}"}) for index in range(4)]
         waits = job_body(**OPEN, data={"factory": "data:Number4"})

@@ -201,7 +201,7 @@ async def test_weights_that_cannot_be_written_are_a_problem_with_the_reason(
 
 
 async def test_few_exports_are_under_way_at_once(make_api: ApiMaker, monkeypatch):
-    monkeypatch.setattr("service.orchestrator.tasks.artifacts._CONCURRENT_EXPORTS", 1)
+    monkeypatch.setattr("service.orchestrator.tasks.artifacts.ExportTask.concurrency", 1)
     async with make_api() as api:
         job_id = await api.started(checkpoint={"uri": "/runs"})
         run_id = await exporting(api, job_id)

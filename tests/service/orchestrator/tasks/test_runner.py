@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from sqlalchemy import select, text, update
 
-from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.planning.pool import PlannerBusyError
-from service.orchestrator.ray.clusters import build_clusters
+from service.orchestrator.ray.clusters import Clusters, NamedCluster, build_clusters
 from service.orchestrator.tasks import runner
-from service.orchestrator.tasks.artifacts import JobExporter
-from service.orchestrator.tasks.runner import TaskRunner
+from service.orchestrator.tasks.artifacts import ExportTask
+from service.orchestrator.tasks.runner import Task, TaskRunner, TaskState
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
 from service.spec.job import JobSpec
@@ -43,13 +42,38 @@ class Work:
             raise
 
 
+Request = tuple[str, Callable[[], Awaitable[str | None]]]
+"""The key of a request, and what its run does."""
+
+
+class WorkTask(Task[Request, str]):
+    """Does the work of its request, in no cluster."""
+
+    name, concurrency, queue_limit, error = "test", 1, 1, RuntimeError
+
+    def key(self, request: Request, cluster: str) -> str:
+        return request[0]
+
+    async def perform(self, request: Request, cluster: NamedCluster) -> str | None:
+        return await request[1]()
+
+    def read_result(self, text: str) -> str:
+        return text
+
+    def busy_message(self, runs: int) -> str:
+        return f"{runs} go on"
+
+    def timeout_message(self, began: bool) -> str:
+        raise NotImplementedError
+
+    def no_result_message(self, detail: str) -> str:
+        raise NotImplementedError
+
+
 @pytest.fixture
 async def pair(database: Database, database_url: str) -> AsyncIterator[tuple[TaskRunner, TaskRunner]]:
     other = Database(database_url)
-    runs = [
-        TaskRunner(one, "test", at_once=1, in_line=1, busy=lambda n: f"{n} go on", failed=RuntimeError)
-        for one in (database, other)
-    ]
+    runs = [TaskRunner(one, Clusters([]), WorkTask(one, limit_s=60)) for one in (database, other)]
     yield runs[0], runs[1]
     for one in runs:
         await one.close()
@@ -81,31 +105,31 @@ async def rows(database: Database) -> list[TaskRow]:
 async def test_whoever_is_asked_it_is_begun_once_and_told_once(pair, work: Work):
     first, second = pair
     asked = await asyncio.gather(
-        *(one.answer("x", work, place="here") for one in (first, second, first, second))
+        *(one.result(("x", work), cluster="here") for one in (first, second, first, second))
     )
-    assert asked == [None] * 4
+    assert asked == [TaskState.RUNNING] * 4
     await until(lambda: work.begun)
     work.answer.set_result("found")
     await until(lambda: not first._runs and not second._runs)
-    assert await second.answer("x", work, place="here") == "found" and work.begun == 1
+    assert await second.result(("x", work), cluster="here") == "found" and work.begun == 1
     work.answer = asyncio.get_running_loop().create_future()
-    assert await first.answer("x", work, place="here") is None, "told once: it begins again"
+    assert await first.result(("x", work), cluster="here") is TaskState.RUNNING, "told once: it begins again"
     await until(lambda: work.begun == 2)
 
 
 async def test_why_there_is_no_answer_is_told_by_the_other_too(pair, work: Work):
     first, second = pair
-    await first.answer("x", work, place="here")
+    await first.result(("x", work), cluster="here")
     work.answer.set_exception(ValueError("no such model"))
     await until(lambda: not first._runs)
     with pytest.raises(RuntimeError, match="no such model"):
-        await second.answer("x", work, place="here")
-    assert await second.answer("x", Work(), place="here") is None
+        await second.result(("x", work), cluster="here")
+    assert await second.result(("x", Work()), cluster="here") is TaskState.RUNNING
 
 
 async def test_an_answer_of_none_leaves_nothing_behind(pair, work: Work, database: Database):
     first, _second = pair
-    await first.answer("x", work, place="here")
+    await first.result(("x", work), cluster="here")
     work.answer.set_result(None)
     await until(lambda: not first._runs)
     assert await rows(database) == []
@@ -115,19 +139,21 @@ async def test_the_run_of_a_process_that_died_is_begun_by_who_is_asked_next(
     pair, work: Work, database: Database
 ):
     first, second = pair
-    await first.answer("x", work, place="here")
+    await first.result(("x", work), cluster="here")
     await until(lambda: work.begun)
-    assert await second.answer("x", work, place="here") is None and work.begun == 1
+    assert await second.result(("x", work), cluster="here") is TaskState.RUNNING and work.begun == 1
     await silenced(database)
     again = Work()
-    assert await second.answer("x", again, place="here") is None
+    assert await second.result(("x", again), cluster="here") is TaskState.RUNNING
     await until(lambda: again.begun)
     work.answer.set_result("of one that was given up")
     await until(lambda: not first._runs)
-    assert await second.answer("x", again, place="here") is None, "nobody hears the first any more"
+    assert await second.result(("x", again), cluster="here") is TaskState.RUNNING, (
+        "nobody hears the first any more"
+    )
     again.answer.set_result("of who has it")
     await until(lambda: not second._runs)
-    assert await first.answer("x", work, place="here") == "of who has it"
+    assert await first.result(("x", work), cluster="here") == "of who has it"
 
 
 async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
@@ -135,13 +161,13 @@ async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
 ):
     monkeypatch.setattr(runner, "TASK_RENEWAL_S", 0.05)
     first, second = pair
-    await first.answer("x", work, place="here")
+    await first.result(("x", work), cluster="here")
     await until(lambda: work.begun)
-    beating, first._beating = first._beating, None
-    beating.cancel()
+    renewing, first._renewing = first._renewing, None
+    renewing.cancel()
     await silenced(database)
-    await second.answer("x", again := Work(), place="here")
-    first._beating = asyncio.create_task(first._beat())
+    await second.result(("x", again := Work()), cluster="here")
+    first._renewing = asyncio.create_task(first._renew_for_ever())
     await until(lambda: work.cancelled)
     await until(lambda: not first._runs)
     assert again.begun == 1 and not again.cancelled and len(await rows(database)) == 1
@@ -149,28 +175,28 @@ async def test_one_that_was_frozen_ends_the_run_that_another_has_taken(
 
 async def test_a_process_that_ends_leaves_its_runs_to_others_at_once(pair, work: Work):
     first, second = pair
-    await first.answer("x", work, place="here")
+    await first.result(("x", work), cluster="here")
     await until(lambda: work.begun)
     await first.close()
     assert work.cancelled == 1
-    await second.answer("x", work, place="here")
+    await second.result(("x", work), cluster="here")
     await until(lambda: work.begun == 2)
 
 
 async def test_few_go_on_at_once_few_wait_and_what_has_ended_is_told_all_the_same(pair, work: Work):
     first, second = pair
-    await second.answer("of the other", other := Work(), place="here")
+    await second.result(("of the other", other := Work()), cluster="here")
     other.answer.set_result("there")
     await until(lambda: not second._runs)
     waiting = Work()
-    await first.answer("x", work, place="here")
-    await first.answer("y", waiting, place="here")
+    await first.result(("x", work), cluster="here")
+    await first.result(("y", waiting), cluster="here")
     await until(lambda: work.begun)
     with pytest.raises(PlannerBusyError, match="2 go on"):
-        await first.answer("z", work, place="here")
-    assert await first.answer("of the other", other, place="here") == "there"
+        await first.result(("z", work), cluster="here")
+    assert await first.result(("of the other", other), cluster="here") == "there"
     elsewhere = Work()
-    assert await first.answer("x", elsewhere, place="there") is None
+    assert await first.result(("x", elsewhere), cluster="there") is TaskState.RUNNING
     await until(lambda: elsewhere.begun)
     assert not waiting.begun, "another place has turns of its own"
     work.answer.set_result("x")
@@ -179,7 +205,7 @@ async def test_few_go_on_at_once_few_wait_and_what_has_ended_is_told_all_the_sam
 
 async def test_what_nobody_asks_for_is_forgotten(pair, work: Work, database: Database):
     first, _ = pair
-    await first.answer("x", work, place="here")
+    await first.result(("x", work), cluster="here")
     work.answer.set_result("found")
     await until(lambda: not first._runs)
     async with database.write() as session:
@@ -196,16 +222,13 @@ async def test_two_replicas_that_are_asked_for_the_same_weights_write_them_once(
 ):
     settings, cluster, other = Settings(data_dir=tmp_path), FakeCluster(), Database(database_url)
     clusters = build_clusters(settings, {DEFAULT_CLUSTER: cluster}, refresh_s=600)
-    replicas = [
-        JobExporter(one, clusters, Submitter(settings, one, clusters), limit_s=60)
-        for one in (database, other)
-    ]
+    replicas = [TaskRunner(one, clusters, ExportTask(one, limit_s=60)) for one in (database, other)]
     async with database.write() as session:
         (job,) = await create_jobs(session, [NewJob(JobSpec.model_validate(job_body()), utc_now())])
     request = ExportRequest("/runs", job.id)
     for _ in range(3):
         for replica in replicas:
-            assert await replica.exported(request) is None
+            assert await replica.result(request) is TaskState.RUNNING
     await until(lambda: cluster.submissions)
     await asyncio.sleep(0.1)
     assert len(cluster.submissions) == 1
@@ -238,7 +261,7 @@ async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting
             await raw.driver_connection.create_function("in_the_middle", 0, in_the_middle)
             await session.execute(text("SELECT in_the_middle()"))
 
-    await runs.answer("x", work, place="here")
+    await runs.result(("x", work), cluster="here")
     async with asyncio.timeout(60):
         await running.wait()
     ending = asyncio.create_task(runs.close())
