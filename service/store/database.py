@@ -63,22 +63,43 @@ logger = logging.getLogger(__name__)
 MIGRATIONS_DIR = Path(__file__).parent / "migrations"
 
 
-class NewerTablesError(RuntimeError):
-    """The tables are a newer Slotline's, which have no room for this one."""
+_REPLACED_REVISIONS = tuple(f"{number:04}" for number in range(1, 16))
+"""Revisions of the migrations that the one of 0016 replaced; `compatibility` may name one as the oldest code."""
+
+
+class IncompatibleTablesError(RuntimeError):
+    """The tables are of a revision that this version can neither use nor migrate; the message says the way out."""
+
+
+class NewerTablesError(IncompatibleTablesError):
+    """The tables belong to a newer Slotline and leave out what this one uses."""
+
+
+class OlderTablesError(IncompatibleTablesError):
+    """The tables are older than the first migration of this version."""
 
 
 class NoSuchRevisionError(ValueError):
-    """There is no such state of the tables in this version, or no way to it."""
+    """This version has no migration of that name, or no path to it."""
 
 
 def migrate(connection: Connection, to: str = "head") -> None:
-    """Bring the tables to a revision, up or down; newer tables that this code works with stay as they are."""
+    """Bring the tables to a revision, up or down; newer tables that this code works with stay unchanged.
+
+    Raises IncompatibleTablesError and NoSuchRevisionError.
+    """
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS_DIR).replace("%", "%%"))
     config.attributes["connection"] = connection
     scripts = ScriptDirectory.from_config(config)
-    known = [script.revision for script in scripts.walk_revisions()]  # from the newest to the first
+    known = [script.revision for script in scripts.walk_revisions()]  # newest first
     present = MigrationContext.configure(connection).get_current_revision()
+    if present in _REPLACED_REVISIONS:
+        raise OlderTablesError(
+            f"the database has the tables of revision {present}, and this Slotline takes over those of {known[-1]} or "
+            f"newer: run `slotline migrate` of the version that still has the migrations 0001 to 0016 (git commit 15dd3fc), "
+            f"then start this one"
+        )
     if present is not None and present not in known:
         _check_newer_revision(connection, present, known)
         return
@@ -97,17 +118,15 @@ def migrate(connection: Connection, to: str = "head") -> None:
     except CommandError as error:
         raise NoSuchRevisionError(f"the tables cannot go from {present} to {wanted}: {error}") from error
     if present is not None:
-        logger.info(
-            "the database's tables were those of revision %s and are now those of %s", present, wanted
-        )
+        logger.info("the database's tables were of revision %s and are now of %s", present, wanted)
 
 
 def _check_newer_revision(connection: Connection, present: str, known: list[str]) -> None:
-    """Say that the tables are newer. Raises NewerTablesError where what this code uses may be gone."""
+    """Warn that the tables are newer. Raises NewerTablesError where what this code uses may be gone."""
     oldest = None
     if inspect(connection).has_table("compatibility"):
         oldest = connection.execute(text("SELECT oldest_code FROM compatibility")).scalar_one_or_none()
-    if oldest is None or oldest not in known:
+    if oldest not in (*known, *_REPLACED_REVISIONS):
         raise NewerTablesError(
             f"the database has the tables of a newer Slotline (revision {present}, for code from {oldest or present} on), "
             f"and this one knows them up to {known[0]}: start the newer version, or go back with its "
@@ -180,7 +199,7 @@ class Database:
     async def start(self, *, to: str = "head") -> None:
         """Create what is missing and migrate to the newest tables, or to a revision; safe to run twice.
 
-        Raises NewerTablesError where a newer Slotline has made tables that this one cannot work with.
+        Raises IncompatibleTablesError where another version made tables that this one cannot work with.
         """
         if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
             Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
