@@ -18,8 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.states import AttemptState, JobState
+from service.store.spans import add_wait_span
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
-from service.store.transitions import add_wait_span, lock_job, move_job
+from service.store.transitions import lock_job, move_job
 
 
 async def create_attempt(

@@ -38,8 +38,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.expression import FunctionElement
 
 from service.observability.instruments import DATABASE_SECONDS, Outage
+from service.store.spans import record_pending_spans
 from service.store.tables import Base
-from service.store.transitions import record_pending_spans
 
 
 class database_now(FunctionElement[float]):

@@ -43,7 +43,7 @@ from service.spec.values import LABEL_NAME_PATTERN, LABEL_VALUE_PATTERN, MAX_LAB
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
-from service.store.files import find_package
+from service.store.files import StorageInUseError, check_no_removal, find_package
 from service.store.jobs import (
     JobFilter,
     LabelFilter,
@@ -53,7 +53,6 @@ from service.store.jobs import (
     PageKey,
     change_waiting_job,
 )
-from service.store.leases import StorageInUseError, check_no_removal
 from service.store.plans import mark_saved_plan_used
 from service.store.secrets import missing_secrets
 from service.store.tables import Job

@@ -34,8 +34,9 @@ from service.store.secrets import (
     spec_environment,
     spec_secret_names,
 )
+from service.store.spans import record_submission_span
 from service.store.tables import Attempt, Job
-from service.store.transitions import lock_job, record_submission_span
+from service.store.transitions import lock_job
 from worker.contract.costs import PROFILE_REQUEST_VARIABLE
 from worker.contract.reasons import Reason
 from worker.contract.tasks import EXPORT_REQUEST_VARIABLE as EXPORT_VARIABLE
