@@ -118,6 +118,7 @@ BANNED: dict[str, int] = {
     "service/store/leases.py:told": 5,
     "service/store/notifications.py:told": 2,
     "service/store/transitions.py:told": 2,
+    "service/spec/resources.py:unlike": 5,
     "worker/actor/batch_feed.py:mine": 5,
     "worker/actor/batch_feed.py:mine_all": 2,
     "worker/actor/evaluation.py:mine": 3,

@@ -33,7 +33,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from service.cli.output import CliError, JsonOption, out
 from service.client.client import Client
 from service.settings.settings import Settings, load_settings, misspelt_settings
-from service.store.database import Database, NewerTablesError, NoSuchRevisionError
+from service.store.database import Database, IncompatibleTablesError, NoSuchRevisionError
 from worker.contract.logs import set_up_logging
 
 
@@ -173,7 +173,7 @@ def migrate(
     shown = database.url.render_as_string(hide_password=True)
     try:
         asyncio.run(_start_and_close(database, to))
-    except (SQLAlchemyError, OSError, NewerTablesError, NoSuchRevisionError) as error:
+    except (SQLAlchemyError, OSError, IncompatibleTablesError, NoSuchRevisionError) as error:
         why = str(getattr(error, "orig", None) or error).strip().splitlines()
         raise CliError(f"{shown} was not migrated: {why[0] if why else type(error).__name__}") from None
     print(json.dumps({"migrated": shown}) if as_json else f"migrated {shown}")

@@ -44,6 +44,7 @@ from service.spec.principals import Principal
 from service.spec.states import JobState
 from service.store.database import utc_now
 from service.store.files import (
+    StorageInUseError,
     StoredArtifact,
     find_package,
     package_size_and_time,
@@ -52,7 +53,6 @@ from service.store.files import (
     store_package,
     stored_artifacts_of,
 )
-from service.store.leases import StorageInUseError
 from service.store.measurements import losses_at
 from service.store.tables import Job
 from worker.contract.checkpoint_files import (

@@ -16,7 +16,7 @@ from service.spec.principals import Principal
 from service.store import jobs as store
 from service.store.attempts import attempts_of
 from service.store.database import utc_now
-from service.store.leases import StorageInUseError, check_no_removal
+from service.store.files import StorageInUseError, check_no_removal
 from service.store.tables import Job
 
 

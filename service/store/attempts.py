@@ -1,4 +1,4 @@
-"""Rows of `attempts`: created with their token, locked with their job, listed by what is still to do about them.
+"""Attempts: created with their token, locked with their job, listed by state, missing log and metrics endpoint.
 
 Creating an attempt of a locked, waiting job moves the job to STARTING. A job's first attempt fixes its device and
 its cluster: later ones go on from its checkpoints, which lie there. `lock_attempt` locks the job and re-reads the
@@ -18,17 +18,17 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.states import AttemptState, JobState
+from service.store.spans import add_wait_span
 from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
-from service.store.transitions import add_wait_span, lock_job, move_job
+from service.store.transitions import lock_job, move_job
 
 
 async def create_attempt(
     session: AsyncSession, job: Job, *, device: str, at: datetime, cluster: str = DEFAULT_CLUSTER
 ) -> Attempt:
-    """The next attempt of a locked job that waits: the job is STARTING afterwards.
+    """Create the next attempt of a locked, waiting job, which becomes STARTING.
 
-    The first one fixes the device and the cluster of the job: those that go on from its checkpoints compute as it
-    did, where these are.
+    The first attempt fixes the device and the cluster of the job: later attempts resume from its checkpoints.
     """
     assert job.device in ("auto", device), f"{job.id} is a job on {job.device}, not on {device}"
     assert job.began_on in (None, cluster), f"{job.id} began on {job.began_on}, not on {cluster}"
@@ -67,12 +67,12 @@ async def find_attempt(session: AsyncSession, attempt_id: str) -> Attempt | None
 
 
 async def lock_attempt(session: AsyncSession, attempt_id: str) -> tuple[Attempt, Job]:
-    """An attempt that exists as it is now, and its job, which stays locked until the session ends."""
+    """The attempt, read again under the lock, and its job, which stays locked until the session ends."""
     attempt = await find_attempt(session, attempt_id)
     assert attempt is not None, attempt_id
     job = await lock_job(session, attempt.job_id)
     assert job is not None, attempt.job_id
-    await session.refresh(attempt)  # it may have been read before the lock was had
+    await session.refresh(attempt)  # it may have been read before the job was locked
     return attempt, job
 
 
@@ -95,7 +95,7 @@ async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
 
 
 class LogLocation(NamedTuple):
-    """Where the log of an attempt is: in the store where it is `kept`, else with Ray where it was `submitted`."""
+    """Place of an attempt's log: in the store if it is `stored`, else with Ray if the attempt was `submitted`."""
 
     attempt_id: str
     number: int
@@ -107,7 +107,7 @@ class LogLocation(NamedTuple):
 
 
 async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]:
-    """Of all attempts of a job, first to last, without the logs themselves."""
+    """The log locations of all attempts of a job, first to last."""
     query = select(
         Attempt.id,
         Attempt.number,
@@ -119,20 +119,20 @@ async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]
     )
     rows = await session.execute(query.where(Attempt.job_id == job_id).order_by(Attempt.number))
     return [
-        LogLocation(id_, number, made, AttemptState(state).final, submitted is not None, kept, cluster)
-        for id_, number, made, state, submitted, kept, cluster in rows
+        LogLocation(id_, number, created, AttemptState(state).final, submitted is not None, stored, cluster)
+        for id_, number, created, state, submitted, stored, cluster in rows
     ]
 
 
 async def stored_log(session: AsyncSession, attempt_id: str) -> tuple[int, str]:
-    """Number of the first line, and the text from there on."""
+    """Number of the first stored line of the log, and the text from there on."""
     query = select(Attempt.log_first_line, Attempt.log).where(Attempt.id == attempt_id)
     first, text = (await session.execute(query)).one()
     return first, text or ""
 
 
 async def attempts_without_log(session: AsyncSession, *, ended_before: datetime) -> list[Attempt]:
-    """Attempts that are over and whose driver's log is not kept yet."""
+    """Attempts that ended before `ended_before` and whose driver's log is not stored yet."""
     query = select(Attempt).where(
         Attempt.log.is_(None), Attempt.submitted_at.is_not(None), Attempt.finished_at < ended_before
     )
@@ -140,7 +140,7 @@ async def attempts_without_log(session: AsyncSession, *, ended_before: datetime)
 
 
 async def attempts_with_metrics(session: AsyncSession, *, ended_after: datetime) -> list[tuple[Attempt, Job]]:
-    """Attempts whose driver serves metrics: they run, or ended after `ended_after`."""
+    """Attempts with a metrics endpoint that run, or ended after `ended_after`, each with its job (no specification)."""
     query = (
         select(Attempt, Job)
         .join(Job, Attempt.job_id == Job.id)

@@ -38,8 +38,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.expression import FunctionElement
 
 from service.observability.instruments import DATABASE_SECONDS, Outage
+from service.store.spans import record_pending_spans
 from service.store.tables import Base
-from service.store.transitions import record_pending_spans
 
 
 class database_now(FunctionElement[float]):
@@ -63,22 +63,43 @@ logger = logging.getLogger(__name__)
 MIGRATIONS_DIR = Path(__file__).parent / "migrations"
 
 
-class NewerTablesError(RuntimeError):
-    """The tables are a newer Slotline's, which have no room for this one."""
+_REPLACED_REVISIONS = tuple(f"{number:04}" for number in range(1, 16))
+"""Revisions of the migrations that the one of 0016 replaced; `compatibility` may name one as the oldest code."""
+
+
+class IncompatibleTablesError(RuntimeError):
+    """The tables are of a revision that this version can neither use nor migrate; the message says the way out."""
+
+
+class NewerTablesError(IncompatibleTablesError):
+    """The tables belong to a newer Slotline and leave out what this one uses."""
+
+
+class OlderTablesError(IncompatibleTablesError):
+    """The tables are older than the first migration of this version."""
 
 
 class NoSuchRevisionError(ValueError):
-    """There is no such state of the tables in this version, or no way to it."""
+    """This version has no migration of that name, or no path to it."""
 
 
 def migrate(connection: Connection, to: str = "head") -> None:
-    """Bring the tables to a revision, up or down; newer tables that this code works with stay as they are."""
+    """Bring the tables to a revision, up or down; newer tables that this code works with stay unchanged.
+
+    Raises IncompatibleTablesError and NoSuchRevisionError.
+    """
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS_DIR).replace("%", "%%"))
     config.attributes["connection"] = connection
     scripts = ScriptDirectory.from_config(config)
-    known = [script.revision for script in scripts.walk_revisions()]  # from the newest to the first
+    known = [script.revision for script in scripts.walk_revisions()]  # newest first
     present = MigrationContext.configure(connection).get_current_revision()
+    if present in _REPLACED_REVISIONS:
+        raise OlderTablesError(
+            f"the database has the tables of revision {present}, and this Slotline takes over those of {known[-1]} or "
+            f"newer: run `slotline migrate` of the version that still has the migrations 0001 to 0016 (git commit c30e8b2), "
+            f"then start this one"
+        )
     if present is not None and present not in known:
         _check_newer_revision(connection, present, known)
         return
@@ -97,17 +118,15 @@ def migrate(connection: Connection, to: str = "head") -> None:
     except CommandError as error:
         raise NoSuchRevisionError(f"the tables cannot go from {present} to {wanted}: {error}") from error
     if present is not None:
-        logger.info(
-            "the database's tables were those of revision %s and are now those of %s", present, wanted
-        )
+        logger.info("the database's tables were of revision %s and are now of %s", present, wanted)
 
 
 def _check_newer_revision(connection: Connection, present: str, known: list[str]) -> None:
-    """Say that the tables are newer. Raises NewerTablesError where what this code uses may be gone."""
+    """Warn that the tables are newer. Raises NewerTablesError where what this code uses may be gone."""
     oldest = None
     if inspect(connection).has_table("compatibility"):
         oldest = connection.execute(text("SELECT oldest_code FROM compatibility")).scalar_one_or_none()
-    if oldest is None or oldest not in known:
+    if oldest not in (*known, *_REPLACED_REVISIONS):
         raise NewerTablesError(
             f"the database has the tables of a newer Slotline (revision {present}, for code from {oldest or present} on), "
             f"and this one knows them up to {known[0]}: start the newer version, or go back with its "
@@ -122,11 +141,11 @@ def _check_newer_revision(connection: Connection, present: str, known: list[str]
 
 
 DATABASE_UNAVAILABLE = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
-"""What a database that is away, full or too busy raises."""
+"""Errors of a database that is away, full or too busy."""
 _MIGRATION_LOCK_KEY = 0x510711E  # PostgreSQL advisory lock: one control plane migrates, others wait
 _BUSY_TIMEOUT_S = 30
 _POOL_TIMEOUT_S = 10
-"""So long a session waits for one of the connections, which others hold: the caller may ask again."""
+"""Limit of the wait for a free connection of the pool; the caller may try again."""
 _LIBPQ_OPTIONS = {
     "connect_timeout": 5,
     "keepalives": 1,
@@ -144,8 +163,8 @@ _POSTGRES_SESSION_SETTINGS = {
     "tcp_keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-"""Settings of each session at the server. What waits in a transaction for its client is frozen or cut off, since no
-session of ours waits for anything else than the database: others want what it has locked."""
+"""Settings of each session at the server. No session waits for anything but the database, so a transaction that is idle
+belongs to a process that is frozen or cut off; the server ends it, since it holds locks."""
 
 
 def utc_now() -> datetime:
@@ -154,7 +173,7 @@ def utc_now() -> datetime:
 
 
 class Sessions(Protocol):
-    """Where somebody reads and writes: a Database, or one that refuses the writes of a process that was replaced."""
+    """Read and write sessions: of a Database, or of a FencedDatabase, which refuses writes of a replaced process."""
 
     @property
     def outage(self) -> Outage: ...
@@ -174,13 +193,13 @@ class Database:
         self.engine = _sqlite_engine(url) if self.is_sqlite else _postgres_engine(url)
         self._write_lock = asyncio.Lock()
         self.session_info: dict[str, Any] = {}
-        """What every write session carries in its `info`: see notifications.EVERY_JOB."""
+        """The `info` of every write session: see notifications.OPERATOR_WEBHOOK_KEY."""
         _time_statements(self.engine)
 
     async def start(self, *, to: str = "head") -> None:
         """Create what is missing and migrate to the newest tables, or to a revision; safe to run twice.
 
-        Raises NewerTablesError where a newer Slotline has made tables that this one cannot work with.
+        Raises IncompatibleTablesError where another version made tables that this one cannot work with.
         """
         if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
             Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +209,7 @@ class Database:
             connection = await connection.execution_options(slotline_write=True)
             async with connection.begin():
                 if not self.is_sqlite:
-                    # a migration takes as long as it takes, and so does waiting for somebody else's
+                    # migrations, and the wait for another process's, have no limit
                     await connection.execute(text("SET LOCAL statement_timeout = 0"))
                     await connection.execute(
                         text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK_KEY}
@@ -198,7 +217,7 @@ class Database:
                 await connection.run_sync(migrate, to)
 
     async def _enable_wal(self) -> None:
-        """The file remembers it. SQLite does not wait for a lock when the journal changes, so we do."""
+        """Set the journal mode, which the file stores. SQLite does not wait for locks then, so this retries."""
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(sqlite3.OperationalError),
             wait=tenacity.wait_random(0.01, 0.1),
@@ -235,10 +254,10 @@ class Database:
 
     @asynccontextmanager
     async def _hold_sqlite_write_lock(self) -> AsyncIterator[None]:
-        """On SQLite, whose file one process has: who came first writes first.
+        """On SQLite, whose file belongs to one process, let writers take their turn first come, first served.
 
-        SQLite itself lets those that wait sleep for longer and longer, and whoever comes at the right moment goes
-        before them: of 8 that write all the time some waited for seconds.
+        SQLite's own waiters sleep for longer and longer and are overtaken by newcomers: of 8 constant writers some
+        waited for seconds.
         """
         if not self.is_sqlite:
             yield
@@ -255,10 +274,9 @@ class Database:
 
 
 def _postgres_engine(url: str) -> AsyncEngine:
-    """An engine whose every wait ends; what the URL itself says of a connection goes before ours.
+    """An engine whose every wait has a limit; connection options in the URL take precedence.
 
-    Both ends find out within half a minute that the other is gone: we, that a query is asked in vain, and
-    the server, that nobody holds the locks of a connection any more.
+    Client and server each notice within half a minute that the other is gone, and the server frees its locks.
     """
     return create_async_engine(
         url,
@@ -272,14 +290,14 @@ def _postgres_engine(url: str) -> AsyncEngine:
 
 def _postgres_arguments(url: str) -> dict[str, Any]:
     options = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SESSION_SETTINGS.items())
-    given = make_url(url).query
+    of_url = make_url(url).query
     return {
-        name: value for name, value in {**_LIBPQ_OPTIONS, "options": options}.items() if name not in given
+        name: value for name, value in {**_LIBPQ_OPTIONS, "options": options}.items() if name not in of_url
     }
 
 
 def _time_statements(engine: AsyncEngine) -> None:
-    """Observe how long each statement takes, by its first word; BEGIN waits for SQLite's write lock."""
+    """Observe the seconds of each statement by its first word; BEGIN includes the wait for SQLite's write lock."""
 
     @event.listens_for(engine.sync_engine, "before_cursor_execute")
     def _begin(connection: Connection, *_: Any) -> None:
@@ -323,9 +341,9 @@ class DatabaseInUseError(RuntimeError):
 
 @contextlib.asynccontextmanager
 async def exclusive_sqlite_lock(database: Database) -> AsyncIterator[None]:
-    """Hold a SQLite database alone, waiting a little for one that is just ending. Raises DatabaseInUseError.
+    """Lock a SQLite database for this process, with a short wait for one that is ending. Raises DatabaseInUseError.
 
-    Two orchestrators on one file would each take the other's drivers for lost: each has a Ray of its own.
+    Each control plane on SQLite has its own Ray, so two on one file would each take the other's drivers for lost.
     """
     path = database.url.database
     if not database.is_sqlite or path in (None, "", ":memory:"):
@@ -345,7 +363,7 @@ async def exclusive_sqlite_lock(database: Database) -> AsyncIterator[None]:
 
 
 def _try_flock(descriptor: int) -> bool:
-    """Whether the lock is ours now; it goes with the process, however that ends."""
+    """Whether this process has the lock now, which the kernel frees at its end."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -355,23 +373,23 @@ def _try_flock(descriptor: int) -> bool:
     return True
 
 
-ResultT = TypeVar("Found")
+ResultT = TypeVar("ResultT")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What `work` returns; a cancellation is raised when it has ended."""
+    """Await `work` to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # nobody else asks, and asyncio would say so
+            task.exception()  # marks an error as retrieved, which asyncio would else log
         raise
 
 
 async def upsert(session: AsyncSession, table: type[Base], rows: list[dict[str, Any]]) -> None:
-    """Insert `rows` (all with the same columns), or update those whose key is there."""
+    """Insert `rows` (all with the same columns); a row whose primary key exists is updated."""
     if not rows:
         return
     statement, key = _dialect_insert(session, table)
@@ -383,7 +401,7 @@ async def upsert(session: AsyncSession, table: type[Base], rows: list[dict[str, 
 
 
 async def insert_missing(session: AsyncSession, table: type[Base], row: dict[str, Any]) -> None:
-    """Insert `row` unless one of the same primary key is there."""
+    """Insert `row` unless a row with its primary key exists."""
     statement, key = _dialect_insert(session, table)
     await session.execute(statement.on_conflict_do_nothing(index_elements=key), row)
 
@@ -391,6 +409,6 @@ async def insert_missing(session: AsyncSession, table: type[Base], row: dict[str
 def _dialect_insert(
     session: AsyncSession, table: type[Base]
 ) -> tuple[sqlite.Insert | postgresql.Insert, list[str]]:
-    """An insert of the session's kind of database, and the columns of the primary key."""
+    """An insert in the session's dialect, and the columns of the primary key."""
     dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
     return dialect.insert(table), [column.name for column in table.__table__.primary_key]

@@ -24,7 +24,7 @@ from service.store.tables import Attempt, AuditEntry, Event, Job, JobPlan, PostM
 def add_audit(
     session: AsyncSession, principal: str, action: str, subject: str, *, at: datetime, detail: str = ""
 ) -> None:
-    """Note that `principal` did `action` (e.g. `job.cancel`) to `subject` (a job's id, a token's name)."""
+    """Record that `principal` did `action` (e.g. `job.cancel`) to `subject` (a job's id, a token's name)."""
     session.add(
         AuditEntry(
             at=at, principal=principal, action=action, subject=subject, detail=storable_text(detail) or ""
@@ -53,17 +53,17 @@ async def list_audit(
 
 @dataclass(frozen=True)
 class JobVersion:
-    """As much of a job as tells whether it has news: its state, and the number of its last event."""
+    """State and last event number of a job, by which a reader sees whether it changed."""
 
     state: JobState
     last_event: int
 
 
 async def job_versions(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, JobVersion]:
-    """Of those jobs that exist."""
+    """The versions of the jobs that exist, by id."""
     query = select(Job.id, Job.state, Job.last_event).where(Job.id.in_(job_ids))
-    found = (await session.execute(query)).all()
-    return {job_id: JobVersion(JobState(state), last) for job_id, state, last in found}
+    rows = (await session.execute(query)).all()
+    return {job_id: JobVersion(JobState(state), last) for job_id, state, last in rows}
 
 
 async def events_of(
@@ -78,11 +78,11 @@ async def events_of(
 
 _POST_MORTEMS_PER_JOB = 5
 _POST_MORTEM_SLOT_LIMIT = 20_000
-"""The last ones of a step: they are kept inside the transaction that ends the attempt, which must not last."""
+"""The latest slots of the step; they are copied in the transaction that ends the attempt, which must be short."""
 
 
 async def store_post_mortem(session: AsyncSession, attempt: Attempt, *, at: datetime) -> None:
-    """Keep the plan and the last profiled step of an attempt that has just failed.
+    """Store the plan and the last profiled step of an attempt that has just failed.
 
     The plan is copied inside the database, and only where it is this attempt's own.
     """
@@ -106,9 +106,9 @@ async def store_post_mortem(session: AsyncSession, attempt: Attempt, *, at: date
     )
     newest = select(PostMortem.attempt_id).where(PostMortem.job_id == job_id)
     newest = newest.order_by(PostMortem.at.desc(), PostMortem.attempt_id.desc()).limit(_POST_MORTEMS_PER_JOB)
-    kept = (await session.execute(newest)).scalars().all()
+    newest_ids = (await session.execute(newest)).scalars().all()
     await session.execute(
-        delete(PostMortem).where(PostMortem.job_id == job_id, PostMortem.attempt_id.not_in(kept))
+        delete(PostMortem).where(PostMortem.job_id == job_id, PostMortem.attempt_id.not_in(newest_ids))
     )
 
 

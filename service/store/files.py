@@ -1,7 +1,9 @@
-"""Stored files: uploaded code packages, removal of checkpoints, retention of history, and bytes by owner.
+"""Stored files: uploaded code packages, uses and removal of checkpoints, retention of history, and bytes by owner.
 
-A package is a zip under its digest, stored once, with everyone who uploaded it. A removal is written to the store
-before it begins, so that no attempt resumes from what is being deleted, and its result is written after.
+A package is a zip under its digest, stored once, with everyone who uploaded it.
+A use of a job's files is a lease: reading and deleting exclude each other over all replicas, and a use whose control
+plane was lost ends at its limit, as the task that it began in the cluster does. A removal is written to the store
+before it begins, so that no attempt resumes from files that are being deleted, and its result is written after.
 Retention removes measured slots of ended jobs first, later steps, logs and plans; jobs, attempts and events stay.
 Each piece is a short transaction of its own, safe to stop and repeat; a job that was begun again meanwhile is left
 alone.
@@ -9,9 +11,11 @@ alone.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import StrEnum
 
 from sqlalchemy import ColumnElement, delete, exists, func, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -22,14 +26,7 @@ from service.spec.principals import ANONYMOUS, principal_text
 from service.spec.states import FINAL_STATES
 from service.store.database import Sessions, upsert
 from service.store.events import add_audit
-from service.store.leases import (
-    StorageInUseError,
-    StorageUseKind,
-    begin_storage_use,
-    delete_old_heartbeats,
-    delete_old_tasks,
-    end_storage_use,
-)
+from service.store.leases import LeaseTable, delete_old_heartbeats, delete_old_tasks
 from service.store.plans import delete_unused_saved_plans
 from service.store.tables import (
     Attempt,
@@ -43,6 +40,7 @@ from service.store.tables import (
     SavedPlan,
     Slot,
     Step,
+    StorageUse,
     Timeline,
 )
 from service.store.transitions import add_event, lock_job
@@ -81,6 +79,66 @@ async def renew_package(session: AsyncSession, digest: str, *, at: datetime, own
         return False
     await upsert(session, PackageOwner, [{"digest": digest, "owner": owner}])
     return True
+
+
+class StorageUseKind(StrEnum):
+    READING = "reading"
+    REMOVING = "removing"
+
+
+class StorageInUseError(Exception):
+    """Another use of the files excludes the requested one; the message says which."""
+
+
+_STORAGE_USES = LeaseTable(StorageUse, StorageUse.id, StorageUse.until, silence_limit=timedelta(0))
+
+
+async def begin_storage_use(
+    session: AsyncSession,
+    job_id: str,
+    kind: StorageUseKind,
+    folders: Sequence[str] | None,
+    *,
+    at: datetime,
+    limit_s: float,
+) -> str:
+    """Lease these folders of a job (None: any) for `limit_s`; returns the id of the use. Raises StorageInUseError.
+
+    Uses of one kind share folders, and the two kinds exclude each other. The job stays locked until the session ends.
+    """
+    await lock_job(session, job_id)
+    await _STORAGE_USES.delete_expired(session, StorageUse.job_id == job_id, now=at)
+    query = select(StorageUse).where(StorageUse.job_id == job_id, StorageUse.kind != kind)
+    for other in (await session.execute(query)).scalars():
+        if folders is None or other.folders is None or {*folders} & {*other.folders}:
+            doing = "an export reads" if other.kind == StorageUseKind.READING else "somebody deletes"
+            what = "its checkpoints" if other.folders is None else ", ".join(other.folders)
+            raise StorageInUseError(f"{doing} {what} of job {job_id} now: ask again when it has ended")
+    use = StorageUse(
+        id=secrets.token_hex(16),
+        job_id=job_id,
+        kind=kind,
+        folders=None if folders is None else list(folders),
+        until=at + timedelta(seconds=limit_s),
+    )
+    session.add(use)
+    return use.id
+
+
+async def end_storage_use(session: AsyncSession, use_id: str) -> None:
+    await _STORAGE_USES.release(session, StorageUse.id == use_id)
+
+
+async def check_no_removal(session: AsyncSession, job_id: str, *, at: datetime) -> None:
+    """Raise StorageInUseError while files of the job are deleted: an attempt might resume from them."""
+    await lock_job(session, job_id)
+    query = select(StorageUse.id).where(
+        StorageUse.job_id == job_id, StorageUse.kind == StorageUseKind.REMOVING, _STORAGE_USES.is_held(at)
+    )
+    if (await session.execute(query.limit(1))).first() is not None:
+        raise StorageInUseError(
+            f"checkpoints of job {job_id} are being deleted: retry it when that has ended"
+        )
 
 
 _REMOVAL_BATCH_JOBS = 50

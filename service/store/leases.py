@@ -1,13 +1,13 @@
-"""Leases by the database's clock: orchestrator role, process heartbeats, one-shot tasks, uses of job storage.
+"""Leases: rows with one holder until an expiry; the orchestrator role, process heartbeats and one-shot tasks.
 
-The role is a row with an expiry and a fencing token. Its holder renews it; after the expiry another process takes it
-and the token grows. A frozen process does not know that, so each write through FencedDatabase checks, in its own
-transaction, that its token is the newest, else it is rolled back. Time only says when a role may be taken; the token
-keeps two from writing.
-A task's holder renews its row; after TASK_SILENCE_LIMIT_S of silence whoever asks next takes it and starts it again.
-Its result is read once. Reading and deleting a job's files exclude each other over all replicas; a use whose control
-plane was lost ends at its limit, as what it began in the cluster does. One heartbeat row a process: a frozen writer
-locks its own only.
+`LeaseTable` has the statements of every lease of the store; storage uses (files.py) and webhook deliveries
+(notifications.py) are leases too.
+The orchestrator role is a row with an expiry and a fencing token. Its holder renews it; after the expiry another
+process takes it and the token grows. A frozen process does not notice, so each write through FencedDatabase checks,
+in its own transaction, that its token is the newest, else it is rolled back. The expiry says when the role may be
+taken; the token keeps two processes from writing.
+A task's holder renews its row; after TASK_SILENCE_LIMIT_S without a renewal the process that asks next takes it and
+starts the task again. Its result is read once. Each process has its own heartbeat row: a frozen writer locks no other.
 """
 
 from __future__ import annotations
@@ -19,34 +19,85 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from service.observability.instruments import Outage
 from service.store.database import Database, Sessions, database_now, insert_missing, upsert
-from service.store.tables import HeartbeatRow, StorageUse, TaskRow
-from service.store.tables import LeaseRow as Row
-from service.store.transitions import lock_job
+from service.store.tables import Base, HeartbeatRow, LeaseRow, TaskRow
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeaseTable:
+    """A table whose rows are leases: each is held until `silence_limit` after its `time`, then anybody may take it.
+
+    `time` is the expiry itself where the limit is 0, else the last renewal. It is compared with the `now` of the
+    caller: database_now() for Unix seconds (`silence_limit` in seconds), an aware datetime otherwise (a timedelta).
+    A holder proves its lease by conditions on the row, such as its name or its fencing token.
+    """
+
+    table: type[Base]
+    key: InstrumentedAttribute[str]
+    time: InstrumentedAttribute[Any]
+    silence_limit: float | timedelta
+
+    def is_held(self, now: Any) -> ColumnElement[bool]:
+        """The condition that a row's lease has not expired."""
+        return self.time > now - self.silence_limit
+
+    async def acquire(
+        self,
+        session: AsyncSession,
+        key: str,
+        *conditions: ColumnElement[bool],
+        now: Any,
+        or_if: ColumnElement[bool] | None = None,
+        returning: InstrumentedAttribute[Any] | None = None,
+        **values: Any,
+    ) -> Any | None:
+        """Set `values` of the row, if it fulfils the conditions and its lease has expired (or `or_if` is true).
+
+        Returns the row's new value of the column `returning` (its key by default); None where it was not acquired.
+        """
+        free = ~self.is_held(now) if or_if is None else or_(~self.is_held(now), or_if)
+        acquired = update(self.table).where(self.key == key, free, *conditions).values(values)
+        acquired = acquired.returning(self.key if returning is None else returning)
+        return (await session.execute(acquired)).scalar_one_or_none()
+
+    async def renew(self, session: AsyncSession, *proof: ColumnElement[bool], time: Any) -> set[str]:
+        """Set the time of the rows that fulfil `proof`; returns their keys, none where the lease was lost."""
+        renewed = update(self.table).where(*proof).values({self.time: time}).returning(self.key)
+        return set((await session.execute(renewed)).scalars())
+
+    async def release(self, session: AsyncSession, *proof: ColumnElement[bool]) -> None:
+        """Delete the rows that fulfil `proof`."""
+        await session.execute(delete(self.table).where(*proof))
+
+    async def delete_expired(self, session: AsyncSession, *conditions: ColumnElement[bool], now: Any) -> None:
+        await self.release(session, ~self.is_held(now), *conditions)
+
+
 ORCHESTRATOR_LEASE = "orchestrator"
+_ROLES = LeaseTable(LeaseRow, LeaseRow.name, LeaseRow.expires_at, silence_limit=0.0)
 
 
 class LeaseLostError(RuntimeError):
-    """Another process has the role: what was to be written is not."""
+    """Another process has the role; the write is refused."""
 
 
 @dataclass(frozen=True)
 class LeaseStatus:
-    """What the database says of a role; `left_s` is negative once the lease has expired."""
+    """Holder, fencing token and remaining seconds of a role; `left_s` is negative once the lease has expired."""
 
     holder: str
     token: int
@@ -54,22 +105,23 @@ class LeaseStatus:
 
 
 async def read_lease_status(database: Database, name: str = ORCHESTRATOR_LEASE) -> LeaseStatus | None:
-    """Who has the role; None where nobody ever had it."""
-    query = select(Row.holder, Row.token, Row.expires_at - database_now()).where(Row.name == name)
+    """The status of a role; None before its first holder."""
+    query = select(LeaseRow.holder, LeaseRow.token, LeaseRow.expires_at - database_now())
     async with database.read() as session:
-        found = (await session.execute(query)).one_or_none()
-    return None if found is None else LeaseStatus(*found)
+        row = (await session.execute(query.where(LeaseRow.name == name))).one_or_none()
+    return None if row is None else LeaseStatus(*row)
 
 
 def unique_process_name() -> str:
-    """Of this process among those that share a database: no two have the same."""
+    """A name that no other process of a shared database has: host, process id and random digits."""
     return f"{socket.gethostname()[:150]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Lease:
-    """A role, `lease_s` at a time. Ask `held()` before each piece of work; `renew()` now and then; `check()` in each write.
+    """This process's lease of a role, for `lease_s` at a time.
 
-    Take it again only when all work of the earlier term has ended: `check` knows the present token alone.
+    Call `acquire()` before each piece of work, `renew()` regularly, and `check()` in each write. Acquire it again only
+    when all work of the earlier term has ended: `check` knows the present token alone.
     """
 
     def __init__(
@@ -84,7 +136,7 @@ class Lease:
         self._acquire_lock = asyncio.Lock()
 
     async def acquire(self) -> bool:
-        """Whether this process has the role; takes it where nobody has. Raises LeaseLostError where it is gone."""
+        """Whether this process has the role; takes it where it is free. Raises LeaseLostError where it was taken."""
         if self.token is None:
             async with self._acquire_lock:
                 return self.token is not None or await self._take()
@@ -93,87 +145,93 @@ class Lease:
         return True
 
     async def renew(self) -> None:
-        """Have it for another `lease_s` from now. Raises LeaseLostError."""
+        """Have the role for another `lease_s` from now. Raises LeaseLostError."""
         token, asked_at = self.token, time.monotonic()
         if token is None:
             return
-        renewed = self._change(token).values(expires_at=database_now() + self.lease_s)
-        async with self._database.write() as session:
-            found = (await session.execute(renewed.returning(Row.token))).scalar_one_or_none()
-        if found is None:
-            self._lost(token, await read_lease_status(self._database, self.name))
+        if not await self._set_expiry(token, database_now() + self.lease_s):
+            self._lose(token, await read_lease_status(self._database, self.name))
         elif token == self.token:
             self._renewed_at = asked_at
 
     async def release(self) -> None:
-        """Let another one have it at once."""
+        """Let the lease expire now; its row stays, so that the next token is higher."""
         token, self.token = self.token, None
         if token is None:
             return
         with contextlib.suppress(SQLAlchemyError, OSError):
-            async with self._database.write() as session:
-                await session.execute(self._change(token).values(expires_at=database_now()))
+            await self._set_expiry(token, database_now())
 
     async def check(self, session: AsyncSession) -> None:
-        """Refuse what `session` has written where the role was taken since; until its end nobody can take it.
+        """Refuse the writes of `session` if the role was taken; nobody can take it until the session ends.
 
-        On PostgreSQL a process that is frozen right then is cut off by the server before its lease expires.
+        On PostgreSQL the server disconnects a process that freezes right then before its lease expires.
         """
         token = self.token
         if token is None:
             raise LeaseLostError("this control plane does not orchestrate now")
-        columns: list[Any] = [Row.token, Row.holder]
+        columns: list[Any] = [LeaseRow.token, LeaseRow.holder]
         if not self._database.is_sqlite:
             limit = f"{self.lease_s * 500:.0f}ms"
             columns.append(func.set_config("idle_in_transaction_session_timeout", limit, True))
-        query = select(*columns).where(Row.name == self.name).with_for_update(read=True)
+        query = select(*columns).where(LeaseRow.name == self.name).with_for_update(read=True)
         newest, holder, *_ = (await session.execute(query)).one()
         if newest != token:
-            self._lost(token, LeaseStatus(holder, newest, 0.0))
+            self._lose(token, LeaseStatus(holder, newest, 0.0))
 
     async def _take(self) -> bool:
-        seen = await read_lease_status(self._database, self.name)
-        if seen is not None and seen.left_s > 0 and not self._has_sqlite_alone:
-            if self._followed_token != seen.token:
-                logger.info("%s orchestrates (term %d): this one serves", seen.holder, seen.token)
-            self._followed_token = seen.token
+        status = await read_lease_status(self._database, self.name)
+        if status is not None and status.left_s > 0 and not self._has_sqlite_alone:
+            if self._followed_token != status.token:
+                logger.info("%s orchestrates (term %d): this one serves", status.holder, status.token)
+            self._followed_token = status.token
             return False
         now, asked_at = database_now(), time.monotonic()
-        first = {"name": self.name, "holder": "", "token": 0, "taken_at": 0.0, "expires_at": 0.0}
-        free = Row.expires_at <= now
-        if self._has_sqlite_alone and seen is not None:
-            # whoever opened this file has it to itself (sole_user): a holder that was killed is not waited for
-            free = or_(free, Row.token == seen.token)
-        taken = update(Row).where(Row.name == self.name, free)
-        taken = taken.values(
-            holder=self.holder, token=Row.token + 1, taken_at=now, expires_at=now + self.lease_s
-        )
+        # whoever opened a SQLite file has it alone (exclusive_sqlite_lock): a killed holder is not waited for
+        was_killed = None if status is None or not self._has_sqlite_alone else LeaseRow.token == status.token
         async with self._database.write() as session:
-            if seen is None:
-                await insert_missing(session, Row, first)
-            token = (await session.execute(taken.returning(Row.token))).scalar_one_or_none()
+            if status is None:
+                unheld = {"name": self.name, "holder": "", "token": 0, "taken_at": 0.0, "expires_at": 0.0}
+                await insert_missing(session, LeaseRow, unheld)
+            token = await _ROLES.acquire(
+                session,
+                self.name,
+                now=now,
+                or_if=was_killed,
+                returning=LeaseRow.token,
+                holder=self.holder,
+                token=LeaseRow.token + 1,
+                taken_at=now,
+                expires_at=now + self.lease_s,
+            )
         if token is None:
             return False
         self._has_sqlite_alone, self._renewed_at, self.token = False, asked_at, token
         logger.info("this control plane orchestrates now (term %d)", token)
         return True
 
-    def _change(self, token: int) -> Any:
-        return update(Row).where(Row.name == self.name, Row.token == token)
+    async def _set_expiry(self, token: int, expires_at: Any) -> bool:
+        """Whether the role is still of this token and has the new expiry."""
+        proof = LeaseRow.name == self.name, LeaseRow.token == token
+        async with self._database.write() as session:
+            return bool(await _ROLES.renew(session, *proof, time=expires_at))
 
-    def _lost(self, token: int, to: LeaseStatus | None) -> None:
-        """Say so once, and raise."""
-        told = "the lease's row is gone" if to is None else f"{to.holder} orchestrates (term {to.token})"
+    def _lose(self, token: int, successor: LeaseStatus | None) -> None:
+        """Step down, with one warning for each term. Raises LeaseLostError."""
+        if successor is None:
+            message = "the lease's row is gone"
+        else:
+            message = f"{successor.holder} orchestrates (term {successor.token})"
         if self.token == token:
             self.token = None
             logger.warning(
                 "%s, and this one, away for longer than its lease of %g s (term %d), steps down: "
                 "what it was about to write was refused",
-                told,
+                message,
                 self.lease_s,
                 token,
             )
-        raise LeaseLostError(told)
+        raise LeaseLostError(message)
 
 
 class FencedDatabase:
@@ -193,14 +251,15 @@ class FencedDatabase:
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
-        """One transaction, as Database.write: asked last, so that the lease's row is locked for a moment only."""
+        """One transaction, as Database.write; checked at its end, so that the lease's row is locked for a moment only."""
         async with self._database.write() as session:
             yield session
             await session.flush()
             await self._lease.check(session)
 
 
-_HEARTBEAT_KEPT_FOR = timedelta(hours=1)
+_HEARTBEATS = LeaseTable(HeartbeatRow, HeartbeatRow.name, HeartbeatRow.at, silence_limit=timedelta(hours=1))
+"""A process holds its own name; the row is deleted an hour after the last heartbeat."""
 
 
 async def record_heartbeat(session: AsyncSession, name: str, *, at: datetime) -> None:
@@ -208,120 +267,62 @@ async def record_heartbeat(session: AsyncSession, name: str, *, at: datetime) ->
 
 
 async def delete_old_heartbeats(session: AsyncSession, *, at: datetime) -> None:
-    """Of processes that have ended."""
-    await session.execute(delete(HeartbeatRow).where(HeartbeatRow.at < at - _HEARTBEAT_KEPT_FOR))
+    """Delete the rows of processes that have ended."""
+    await _HEARTBEATS.delete_expired(session, now=at)
 
 
 TASK_SILENCE_LIMIT_S = 30.0
 _TASK_RESULT_KEPT_S = 3600.0
+_TASKS = LeaseTable(TaskRow, TaskRow.key, TaskRow.beat_at, silence_limit=TASK_SILENCE_LIMIT_S)
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What came of a run: its answer, or why there is none."""
+    """The end of a task: its answer, or the failure that left it without one."""
 
     answer: str | None = None
     failure: str | None = None
 
 
 async def is_task_running(database: Sessions, key: str) -> bool:
-    """Whether a living process has this run, and it has not ended."""
-    query = select(TaskRow.key).where(TaskRow.key == key, ~_is_holder_silent(), ~TaskRow.ended)
+    """Whether a living process runs this task, which has not ended."""
+    query = select(TaskRow.key).where(TaskRow.key == key, _TASKS.is_held(database_now()), ~TaskRow.ended)
     async with database.read() as session:
         return (await session.execute(query)).first() is not None
 
 
 async def take_task_outcome(session: AsyncSession, key: str) -> TaskOutcome | None:
-    """What came of the run, which is forgotten with that; None where it has not ended."""
-    told = delete(TaskRow).where(TaskRow.key == key, TaskRow.ended)
-    found = (await session.execute(told.returning(TaskRow.answer, TaskRow.failure))).one_or_none()
-    return None if found is None else TaskOutcome(*found)
+    """The outcome of the task, whose row is deleted with that; None where it has not ended."""
+    ended = delete(TaskRow).where(TaskRow.key == key, TaskRow.ended)
+    row = (await session.execute(ended.returning(TaskRow.answer, TaskRow.failure))).one_or_none()
+    return None if row is None else TaskOutcome(*row)
 
 
 async def claim_task(session: AsyncSession, key: str, holder: str) -> bool:
-    """Whether `holder` has the run now, to begin it: nobody had it, or who had it is silent."""
-    first = {"key": key, "holder": "", "beat_at": 0.0, "ended": False, "answer": None, "failure": None}
-    await insert_missing(session, TaskRow, first)
-    taken = update(TaskRow).where(TaskRow.key == key, ~TaskRow.ended, _is_holder_silent())
-    taken = taken.values(holder=holder, beat_at=database_now())
-    return (await session.execute(taken.returning(TaskRow.key))).first() is not None
+    """Whether `holder` has the task now, to begin it: nobody had it, or its holder is silent."""
+    unheld = {"key": key, "holder": "", "beat_at": 0.0, "ended": False, "answer": None, "failure": None}
+    await insert_missing(session, TaskRow, unheld)
+    now = database_now()
+    claimed = await _TASKS.acquire(session, key, ~TaskRow.ended, now=now, holder=holder, beat_at=now)
+    return claimed is not None
 
 
 async def renew_tasks(session: AsyncSession, holder: str, keys: list[str]) -> set[str]:
-    """Say that `holder` goes on with its runs; those of `keys` that it still has."""
-    beating = update(TaskRow).where(TaskRow.holder == holder, TaskRow.key.in_(keys))
-    beating = beating.values(beat_at=database_now()).returning(TaskRow.key)
-    return set((await session.execute(beating)).scalars())
+    """Renew the tasks of `holder`; returns which of `keys` it still has."""
+    proof = TaskRow.holder == holder, TaskRow.key.in_(keys)
+    return await _TASKS.renew(session, *proof, time=database_now())
 
 
-async def finish_task(session: AsyncSession, key: str, holder: str, end: TaskOutcome | None) -> None:
-    """Keep what came of a run, or nothing of it; a run that another process has taken is left to it."""
-    mine = TaskRow.key == key, TaskRow.holder == holder
-    if end is None:
-        await session.execute(delete(TaskRow).where(*mine))
+async def finish_task(session: AsyncSession, key: str, holder: str, outcome: TaskOutcome | None) -> None:
+    """Store the outcome of a task, or delete its row; a task that another process has taken is left to it."""
+    proof = TaskRow.key == key, TaskRow.holder == holder
+    if outcome is None:
+        await _TASKS.release(session, *proof)
     else:
-        ended = update(TaskRow).where(*mine)
-        await session.execute(ended.values(ended=True, answer=end.answer, failure=end.failure))
+        ended = update(TaskRow).where(*proof)
+        await session.execute(ended.values(ended=True, answer=outcome.answer, failure=outcome.failure))
 
 
 async def delete_old_tasks(session: AsyncSession) -> None:
-    """Those that nobody has asked for in an hour."""
-    await session.execute(delete(TaskRow).where(TaskRow.beat_at < database_now() - _TASK_RESULT_KEPT_S))
-
-
-def _is_holder_silent() -> ColumnElement[bool]:
-    return TaskRow.beat_at < database_now() - TASK_SILENCE_LIMIT_S
-
-
-class StorageUseKind(StrEnum):
-    READING = "reading"
-    REMOVING = "removing"
-
-
-class StorageInUseError(Exception):
-    """What was asked for is not possible now; the message says who is in the way."""
-
-
-async def begin_storage_use(
-    session: AsyncSession,
-    job_id: str,
-    use: StorageUseKind,
-    folders: Sequence[str] | None,
-    *,
-    at: datetime,
-    limit_s: float,
-) -> str:
-    """The id of a use of these folders (None: any). The job stays locked until the session ends. Raises InUseError."""
-    await lock_job(session, job_id)
-    await session.execute(delete(StorageUse).where(StorageUse.job_id == job_id, StorageUse.until < at))
-    query = select(StorageUse).where(StorageUse.job_id == job_id, StorageUse.kind != use)
-    for other in (await session.execute(query)).scalars():
-        if folders is None or other.folders is None or {*folders} & {*other.folders}:
-            doing = "an export reads" if other.kind == StorageUseKind.READING else "somebody deletes"
-            what = "its checkpoints" if other.folders is None else ", ".join(other.folders)
-            raise StorageInUseError(f"{doing} {what} of job {job_id} now: ask again when it has ended")
-    found = StorageUse(
-        id=secrets.token_hex(16),
-        job_id=job_id,
-        kind=use,
-        folders=None if folders is None else list(folders),
-        until=at + timedelta(seconds=limit_s),
-    )
-    session.add(found)
-    return found.id
-
-
-async def end_storage_use(session: AsyncSession, use_id: str) -> None:
-    await session.execute(delete(StorageUse).where(StorageUse.id == use_id))
-
-
-async def check_no_removal(session: AsyncSession, job_id: str, *, at: datetime) -> None:
-    """Raise InUseError while something that the job has saved is deleted: an attempt might go on from that."""
-    await lock_job(session, job_id)
-    query = select(StorageUse.id).where(
-        StorageUse.job_id == job_id, StorageUse.kind == StorageUseKind.REMOVING, StorageUse.until >= at
-    )
-    if (await session.execute(query.limit(1))).first() is not None:
-        raise StorageInUseError(
-            f"checkpoints of job {job_id} are being deleted: retry it when that has ended"
-        )
+    """Delete tasks that nobody has asked for in an hour."""
+    await _TASKS.release(session, TaskRow.beat_at < database_now() - _TASK_RESULT_KEPT_S)

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,28 +20,29 @@ from urllib.parse import urlsplit
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.store.leases import LeaseTable
 from service.store.tables import Delivery, DeliveryState, Event, Job
 
 OPERATOR_WEBHOOK_KEY = "slotline_webhook"
-"""Where a session's `info` has the operator's EveryJob, if there is one."""
+"""Key of the operator's webhook, if there is one, in the `info` of a session."""
 
 
 @dataclass(frozen=True)
 class OperatorWebhook:
-    """The operator's URL, which is told of every job."""
+    """The operator's URL, which is notified of these states of every job."""
 
     url: str
     states: Sequence[str]
 
 
 def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
-    """Write what is to be told of the job's new state, which `event` is; sent when the caller's session is committed."""
+    """Store the deliveries of the job's new state, recorded as `event`; they are sent after the session's commit."""
     wanted: list[tuple[str, str | None]] = [
-        (one["url"], one["secret"]) for one in job.notifications or () if job.state in one["states"]
+        (hook["url"], hook["secret"]) for hook in job.notifications or () if job.state in hook["states"]
     ]
-    everybody: OperatorWebhook | None = session.info.get(OPERATOR_WEBHOOK_KEY)
-    if everybody is not None and job.state in everybody.states:
-        wanted.append((everybody.url, None))
+    operator: OperatorWebhook | None = session.info.get(OPERATOR_WEBHOOK_KEY)
+    if operator is not None and job.state in operator.states:
+        wanted.append((operator.url, None))
     body = _delivery_body(job, event) if wanted else ""
     session.add_all(
         Delivery(
@@ -63,7 +64,7 @@ def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
 
 
 def _delivery_body(job: Job, event: Event) -> str:
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "type": "job.state",
         "timestamp": event.at.isoformat(),
         "data": {
@@ -81,7 +82,11 @@ def _delivery_body(job: Job, event: Event) -> str:
             "steps": job.steps_wanted,
         },
     }
-    return json.dumps(told)
+    return json.dumps(body)
+
+
+_CLAIMS = LeaseTable(Delivery, Delivery.id, Delivery.next_at, silence_limit=timedelta(0))
+"""A delivery is held until its next try is due: a claim, and the pause before the next try, move that time."""
 
 
 async def claim_due_deliveries(
@@ -93,23 +98,19 @@ async def claim_due_deliveries(
     busy: Mapping[str, int] = MappingProxyType({}),
     limit: int,
 ) -> list[tuple[Delivery, str]]:
-    """Deliveries that are due, with the owner of each job, which nobody else claims before `until`.
+    """Due deliveries, with the owner of each job, which no other process claims before `until`.
 
-    At most `for_host` of one host, with those on their way to it (`busy`): one that hangs must not take the places of
-    the others.
+    At most `for_host` of one host, including its deliveries that are being sent (`busy`): a host that hangs must not
+    take the places of the others.
     """
     full = [host for host, number in busy.items() if number >= for_host]
-    due = (
-        Delivery.state == DeliveryState.PENDING,
-        Delivery.next_at <= at,
-        Delivery.host.not_in(full),
-    )
-    in_line = func.row_number().over(
+    pending = Delivery.state == DeliveryState.PENDING, Delivery.host.not_in(full)
+    place_of_host = func.row_number().over(
         partition_by=Delivery.host, order_by=(Delivery.next_at, Delivery.event, Delivery.id)
     )
     places = (
-        select(Delivery.id.label("id"), Delivery.host.label("host"), in_line.label("place"))
-        .where(*due)
+        select(Delivery.id.label("id"), Delivery.host.label("host"), place_of_host.label("place"))
+        .where(*pending, ~_CLAIMS.is_held(at))
         .subquery()
     )
     first = select(places.c.id, places.c.host).where(places.c.place <= for_host).order_by(places.c.place)
@@ -117,8 +118,7 @@ async def claim_due_deliveries(
     for delivery_id, host in (await session.execute(first.limit(limit))).all():
         if going[host] >= for_host:
             continue
-        taken = update(Delivery).where(Delivery.id == delivery_id, *due).values(next_at=until)
-        if (await session.execute(taken)).rowcount:  # type: ignore[attr-defined]
+        if await _CLAIMS.acquire(session, delivery_id, *pending, now=at, next_at=until):
             claimed.append(delivery_id)
             going[host] += 1
     query = (
@@ -131,8 +131,8 @@ async def claim_due_deliveries(
 
 
 async def has_due_deliveries(session: AsyncSession, *, at: datetime) -> bool:
-    """Whether there is something to claim."""
-    query = select(Delivery.id).where(Delivery.state == DeliveryState.PENDING, Delivery.next_at <= at)
+    """Whether a delivery is due."""
+    query = select(Delivery.id).where(Delivery.state == DeliveryState.PENDING, ~_CLAIMS.is_held(at))
     return (await session.execute(query.limit(1))).first() is not None
 
 
@@ -146,7 +146,7 @@ async def record_delivery_try(
     status: int | None,
     error: str | None,
 ) -> None:
-    """How a try went."""
+    """Store the result of a try and the time of the next one."""
     change = (
         update(Delivery)
         .where(Delivery.id == delivery_id)
@@ -165,6 +165,6 @@ async def record_delivery_try(
 async def deliveries_of(
     session: AsyncSession, job_id: str, *, skip: int = 0, limit: int = 500
 ) -> Sequence[Delivery]:
-    """A job's deliveries that come after the first `skip`, in the order of its events."""
+    """A job's deliveries in the order of its events, without the first `skip`."""
     query = select(Delivery).where(Delivery.job_id == job_id).order_by(Delivery.event, Delivery.id)
     return (await session.execute(query.offset(skip).limit(limit))).scalars().all()

@@ -26,7 +26,7 @@ FOR_EVER = -1
 
 @dataclass(frozen=True)
 class NewSavedPlan:
-    """A plan to be kept; the fields are those of NamedPlan."""
+    """A plan to be stored under a name; fields as of SavedPlan."""
 
     owner: str
     name: str
@@ -38,14 +38,14 @@ class NewSavedPlan:
 
 
 class TooManySavedPlansError(Exception):
-    """The owner keeps as many plans as an owner may; the message says how many."""
+    """The owner has the greatest number of saved plans that an owner may have; the message names it."""
 
 
 async def store_saved_plan(session: AsyncSession, new: NewSavedPlan, *, at: datetime, most: int) -> SavedPlan:
-    """Keep a plan. Raises TooManyPlansError, and sqlalchemy's IntegrityError for a name that the owner has given."""
+    """Store a plan. Raises TooManySavedPlansError, and sqlalchemy's IntegrityError for a name that the owner has used."""
     count = select(func.count()).where(SavedPlan.owner == new.owner, SavedPlan.name.is_not(None))
-    if (kept := (await session.execute(count)).scalar_one()) >= most:
-        raise TooManySavedPlansError(f"{kept} plans are kept already, and an owner may keep {most}")
+    if (saved := (await session.execute(count)).scalar_one()) >= most:
+        raise TooManySavedPlansError(f"{saved} plans are kept already, and an owner may keep {most}")
     plan = SavedPlan(
         id=f"plan-{secrets.token_hex(8)}",
         created_at=at,
@@ -62,7 +62,7 @@ async def store_saved_plan(session: AsyncSession, new: NewSavedPlan, *, at: date
 async def find_saved_plan(
     session: AsyncSession, owner: str, name: str, *, whole: bool = True
 ) -> SavedPlan | None:
-    """The owner's plan of this name; not `whole`: without its body, which may be long."""
+    """The owner's plan of this name, without its long body unless `whole`."""
     query = select(SavedPlan).where(SavedPlan.owner == owner, SavedPlan.name == name)
     if not whole:
         query = query.options(WITHOUT_PLAN_BODY[0])
@@ -70,14 +70,14 @@ async def find_saved_plan(
 
 
 async def saved_plan_by_id(session: AsyncSession, plan_id: str) -> SavedPlan | None:
-    """The plan, whole, also one whose name was taken away."""
+    """The plan with its body, also a deleted one that jobs still need."""
     return await session.get(SavedPlan, plan_id)
 
 
 async def list_saved_plans(
     session: AsyncSession, *, owner: str | None, after: str | None, limit: int
 ) -> Sequence[SavedPlan]:
-    """Plans without their bodies, by id, those behind `after`; of one owner or of all."""
+    """Plans without their bodies, ordered by id, with ids above `after`; of `owner`, or of all owners."""
     query = select(SavedPlan).options(*WITHOUT_PLAN_BODY).where(SavedPlan.name.is_not(None))
     if owner is not None:
         query = query.where(SavedPlan.owner == owner)
@@ -87,40 +87,40 @@ async def list_saved_plans(
 
 
 async def mark_saved_plan_used(session: AsyncSession, plan_id: str, *, at: datetime) -> None:
-    """Note that a job was submitted with it."""
+    """Record the time at which a job was submitted with the plan."""
     await session.execute(update(SavedPlan).where(SavedPlan.id == plan_id).values(used_at=at))
 
 
 async def delete_saved_plan(session: AsyncSession, owner: str, name: str, *, by: str, at: datetime) -> bool:
-    """Take its name away; it goes when no job wants it any more. Whether there was one."""
+    """Take the plan's name away; its row is deleted when no job needs it. Returns whether the plan existed."""
     same = (SavedPlan.owner == owner, SavedPlan.name == name)
-    found = await session.execute(update(SavedPlan).where(*same).values(name=None))
-    if found.rowcount:
+    unnamed = await session.execute(update(SavedPlan).where(*same).values(name=None))
+    if unnamed.rowcount:
         add_audit(session, by, "plan.remove", name, at=at, detail="" if by == owner else f"of {owner}")
-    return found.rowcount > 0
+    return unnamed.rowcount > 0
 
 
 async def delete_unused_saved_plans(
     session: AsyncSession, *, unused_days: float, history_days: float, at: datetime
 ) -> None:
-    """Remove plans that no job wants: those without a name, and those that were not used for so many days.
+    """Delete plans that no job needs and that have no name or were not used for `unused_days`.
 
-    A job wants its plan until it has ended, and as long as its history is kept, since it may be retried.
+    A job needs its plan until it has ended, and as long as its history is kept, since it may be retried.
     """
-    wanted = Job.state.not_in(FINAL_STATES)
+    needing = Job.state.not_in(FINAL_STATES)
     if history_days == FOR_EVER:
-        wanted = Job.id.is_not(None)
+        needing = Job.id.is_not(None)
     else:
-        wanted = or_(wanted, Job.finished_at >= at - timedelta(days=history_days))
-    unwanted = ~exists().where(Job.given_plan == SavedPlan.id, wanted)
+        needing = or_(needing, Job.finished_at >= at - timedelta(days=history_days))
+    unneeded = ~exists().where(Job.given_plan == SavedPlan.id, needing)
     old = SavedPlan.name.is_(None)
     if unused_days != FOR_EVER:
         old = or_(old, SavedPlan.used_at < at - timedelta(days=unused_days))
-    await session.execute(delete(SavedPlan).where(old, unwanted))
+    await session.execute(delete(SavedPlan).where(old, unneeded))
 
 
 async def record_job_plan(session: AsyncSession, attempt: Attempt, body: str, *, at: datetime) -> None:
-    """Make `body`, JSON with begins, spec and plan, the job's plan."""
+    """Store `body`, JSON with begins, spec and plan, as the job's current plan."""
     row = {"job_id": attempt.job_id, "attempt": attempt.number, "created_at": at, "body": body}
     await upsert(session, JobPlan, [row])
 

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import String, delete, func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
 
 from service.spec.states import WAITING_STATES, AttemptState, JobState
 from service.store.database import Database
 from service.store.events import add_audit
-from service.store.tables import Attempt, Base, Job
+from service.store.tables import Attempt, Job, QueueQuota
 from worker.contract.reasons import Cause, cause_of
 
 
@@ -34,7 +33,7 @@ class ControlPlaneCounts:
 
 
 async def count_jobs_and_attempts(database: Database, queues: tuple[str, ...] = ()) -> ControlPlaneCounts:
-    """All counts from one read session; each of `queues` appears, also with 0."""
+    """All counts, from one read session; each of `queues` appears, also with 0."""
     jobs = {str(state): 0 for state in JobState}
     depth = dict.fromkeys(queues, 0)
     causes = dict.fromkeys(("succeeded", "cancelled", *map(str, Cause)), 0)
@@ -54,30 +53,21 @@ async def count_jobs_and_attempts(database: Database, queues: tuple[str, ...] = 
 LARGEST_QUOTA = 1_000_000
 
 
-class QueueQuota(Base):
-    __tablename__ = "queue_quotas"
-
-    queue: Mapped[str] = mapped_column(String(100), primary_key=True)
-    quota: Mapped[int | None]
-    """Accelerators; null: no quota, whatever the configuration says."""
-    set_at: Mapped[datetime]
-
-
 async def effective_quotas(
     session: AsyncSession, configured: Mapping[str, int | None]
 ) -> dict[str, int | None]:
-    """Of the configured queues: what an operator has set, else what is configured."""
-    found = (await session.execute(select(QueueQuota.queue, QueueQuota.quota))).all()
-    return {**configured, **{queue: quota for queue, quota in found if queue in configured}}
+    """The quota of each configured queue: an operator's, else the configured one; None: unlimited."""
+    by_operators = (await session.execute(select(QueueQuota.queue, QueueQuota.quota))).all()
+    return {**configured, **{queue: quota for queue, quota in by_operators if queue in configured}}
 
 
 async def set_quota(session: AsyncSession, queue: str, quota: int | None, *, at: datetime, by: str) -> None:
-    """Set it for every control plane of the database, until it is set again or left to the configuration."""
+    """Set the quota for every control plane of the database, until it is set again or reset."""
     await session.merge(QueueQuota(queue=queue, quota=quota, set_at=at))
     add_audit(session, by, "queue.quota", queue, at=at, detail="none" if quota is None else str(quota))
 
 
 async def reset_quota(session: AsyncSession, queue: str, *, at: datetime, by: str) -> None:
-    """Forget what was set, if anything was."""
+    """Delete an operator's quota, so that the configured one applies again."""
     await session.execute(delete(QueueQuota).where(QueueQuota.queue == queue))
     add_audit(session, by, "queue.quota", queue, at=at, detail="as configured")

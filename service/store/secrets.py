@@ -33,25 +33,27 @@ _KEY_FILE = "secrets.key"
 
 
 class NoSecretsKeyError(Exception):
-    """There is no key to keep secrets with; the message says how to give one."""
+    """No key is configured to seal secrets with; the message says how to set it."""
 
 
 class SealError(Exception):
-    """What is stored cannot be opened with the keys at hand, or belongs elsewhere."""
+    """A stored secret cannot be opened with the configured keys, or was sealed for another owner or name."""
 
 
 class SecretBox:
-    """Seals with the first of its keys, and opens with any of them."""
+    """Fernet cipher that seals with the first of its keys and opens with any of them."""
 
     def __init__(self, keys: list[str]) -> None:
-        # any long text is a key: SHA-256 makes it as long as the cipher's
+        # a key may be any long text: SHA-256 gives it the length that Fernet needs
         digests = [base64.urlsafe_b64encode(hashlib.sha256(key.encode()).digest()) for key in keys]
         self._cipher = MultiFernet([Fernet(digest) for digest in digests])
 
     @classmethod
     def of(cls, settings: Settings) -> SecretBox:
-        """With the keys of the settings, else, beside a SQLite of ours, with one in a file that is made when it is
-        needed. Raises NoKeyError for other databases: several servers have one, and must have one key."""
+        """A box with the keys of the settings, else, beside the default SQLite file, with a key file created on demand.
+
+        Raises NoSecretsKeyError for other databases, whose servers must all have the same key.
+        """
         if settings.secrets_key is not None:
             return cls([key.strip() for key in settings.secrets_key.get_secret_value().split(",")])
         if settings.database_url:
@@ -65,14 +67,14 @@ class SecretBox:
         return self._cipher.encrypt(json.dumps([owner, name, value]).encode()).decode()
 
     def open(self, owner: str, name: str, sealed: str) -> str:
-        """The value; SealError where it was sealed with another key, or for another owner or name."""
+        """The value. Raises SealError where it was sealed with another key, or for another owner or name."""
         try:
-            kept_owner, kept_name, value = json.loads(self._cipher.decrypt(sealed.encode()))
+            sealed_owner, sealed_name, value = json.loads(self._cipher.decrypt(sealed.encode()))
         except (InvalidToken, ValueError):
             raise SealError(
                 f"the secret {name} was kept with another key: set SLOTLINE_SECRETS_KEY to that one too"
             ) from None
-        if (kept_owner, kept_name) != (owner, name):
+        if (sealed_owner, sealed_name) != (owner, name):
             raise SealError(f"the secret {name} of {owner or 'nobody'} in the database is another one's")
         return value
 
@@ -87,18 +89,18 @@ def _read_or_create_key(file: Path) -> str:
             handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w") as text:
                 text.write(secrets.token_hex(32))
-            os.link(new, file)  # whole, or not at all; the first of several wins
+            os.link(new, file)  # atomic; the first of several processes wins
         finally:
             new.unlink(missing_ok=True)
     return file.read_text()
 
 
 class MissingSecretError(Exception):
-    """A secret that a job names is not there, or cannot be opened; the message names it, never its value."""
+    """A secret that a job names does not exist or cannot be opened; the message has its name, never its value."""
 
 
 async def store_secret(session: AsyncSession, owner: str, name: str, sealed: str, *, at: datetime) -> None:
-    """Keep a secret under its name; it replaces the one that was there."""
+    """Store a sealed secret under its name; an earlier one is replaced."""
     await upsert(session, Secret, [{"owner": owner, "name": name, "sealed": sealed, "set_at": at}])
     add_audit(session, owner, "secret.set", name, at=at)
 
@@ -109,16 +111,16 @@ async def list_secrets(session: AsyncSession, owner: str) -> Sequence[Secret]:
 
 
 async def delete_secret(session: AsyncSession, owner: str, name: str, *, at: datetime) -> bool:
-    """Whether there was one."""
+    """Delete the secret; returns whether it existed."""
     query = delete(Secret).where(Secret.owner == owner, Secret.name == name)
-    found = (await session.execute(query)).rowcount > 0
-    if found:
+    existed = (await session.execute(query)).rowcount > 0
+    if existed:
         add_audit(session, owner, "secret.remove", name, at=at)
-    return found
+    return existed
 
 
 async def missing_secrets(session: AsyncSession, owner: str, names: Sequence[str]) -> list[str]:
-    """Those of `names` that the owner has not."""
+    """The `names` of secrets that the owner does not have."""
     known = {secret.name for secret in await list_secrets(session, owner)} if names else set()
     return [name for name in names if name not in known]
 
@@ -126,53 +128,53 @@ async def missing_secrets(session: AsyncSession, owner: str, names: Sequence[str
 async def open_secrets(
     session: AsyncSession, box: SecretBox, owner: str, names: Sequence[str]
 ) -> dict[str, str]:
-    """The owner's secrets of these names. Raises MissingSecretError."""
+    """The values of the owner's secrets by name. Raises MissingSecretError."""
     sealed = {secret.name: secret.sealed for secret in await list_secrets(session, owner)} if names else {}
-    found = {}
+    values = {}
     for name in names:
         if name not in sealed:
             raise MissingSecretError(
                 f"the job's secret {name} is gone: `slotline secret set {name}`, then retry the job"
             )
         try:
-            found[name] = box.open(owner, name, sealed[name])
+            values[name] = box.open(owner, name, sealed[name])
         except SealError as error:
             raise MissingSecretError(str(error)) from None
-    return found
+    return values
 
 
 def spec_secret_names(spec: Mapping[str, Any]) -> list[str]:
-    """The secrets that a stored specification names, perhaps one of another version."""
+    """The secrets that a stored specification, perhaps of another version, names."""
     names = spec.get("secrets")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def spec_environment(spec: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that a stored specification sets, perhaps one of another version."""
+    """The environment variables that a stored specification, perhaps of another version, sets."""
     env = spec.get("env")
     return {k: v for k, v in env.items() if isinstance(v, str)} if isinstance(env, dict) else {}
 
 
 def generate_token() -> str:
-    """256 random bits, so that a plain SHA-256 of it is as good as any slower digest."""
+    """A new API token of 256 random bits, for which a plain SHA-256 is as safe as a slow digest."""
     return f"slotline_{secrets.token_urlsafe(32)}"
 
 
 def token_digest(token: str) -> str:
-    """What the store keeps of a user's token."""
+    """The SHA-256 of a user's token, which is stored in its place."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 async def find_token(session: AsyncSession, digest: str, *, at: datetime) -> Principal | None:
-    """Whose token has this digest and is valid at this time."""
-    lasts = or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > at)
-    query = select(ApiToken).where(ApiToken.digest == digest, lasts)
-    found = (await session.execute(query)).scalar_one_or_none()
-    if found is None or not hmac.compare_digest(found.digest, digest):
+    """The principal whose token has this digest and is valid at this time; None: there is no such token."""
+    is_valid = or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > at)
+    query = select(ApiToken).where(ApiToken.digest == digest, is_valid)
+    token = (await session.execute(query)).scalar_one_or_none()
+    if token is None or not hmac.compare_digest(token.digest, digest):
         return None
-    if found.role not in list(Role):
-        return None  # a newer Slotline's: better nothing than too much
-    return Principal(found.name, Role(found.role))
+    if token.role not in list(Role):
+        return None  # a role of a newer Slotline gets no rights here
+    return Principal(token.name, Role(token.role))
 
 
 async def list_tokens(session: AsyncSession) -> Sequence[ApiToken]:
@@ -189,7 +191,7 @@ async def store_token(
     at: datetime,
     expires_at: datetime | None = None,
 ) -> ApiToken:
-    """Keep a token under a name of its own; IntegrityError where the name is taken. `by` made it."""
+    """Store a token, made by `by`, under a new name. Raises sqlalchemy's IntegrityError where the name is taken."""
     token = ApiToken(name=name, role=role, digest=digest, created_at=at, expires_at=expires_at)
     session.add(token)
     await session.flush()
@@ -199,8 +201,8 @@ async def store_token(
 
 
 async def delete_token(session: AsyncSession, name: str, *, by: str, at: datetime) -> bool:
-    """Whether there was one."""
-    found = (await session.execute(delete(ApiToken).where(ApiToken.name == name))).rowcount > 0
-    if found:
+    """Revoke the token; returns whether it existed."""
+    existed = (await session.execute(delete(ApiToken).where(ApiToken.name == name))).rowcount > 0
+    if existed:
         add_audit(session, by, "token.revoke", name, at=at)
-    return found
+    return existed

@@ -371,6 +371,15 @@ class AuditEntry(Base):
     detail: Mapped[str] = mapped_column(Text, default="")
 
 
+class QueueQuota(Base):
+    __tablename__ = "queue_quotas"
+
+    queue: Mapped[str] = mapped_column(String(100), primary_key=True)
+    quota: Mapped[int | None]
+    """Accelerators; null: no quota, whatever the configuration says."""
+    set_at: Mapped[datetime]
+
+
 class HeartbeatRow(Base):
     __tablename__ = "pulses"
 

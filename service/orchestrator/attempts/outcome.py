@@ -29,8 +29,9 @@ from service.store.measurements import (
     record_steps,
     record_timeline,
 )
+from service.store.spans import add_attempt_span
 from service.store.tables import Attempt, Job
-from service.store.transitions import add_attempt_span, add_event, move_attempt, move_job
+from service.store.transitions import add_event, move_attempt, move_job
 from worker.contract.reasons import Cause, Reason, cause_of
 
 

@@ -33,8 +33,9 @@ from service.store.secrets import (
     spec_environment,
     spec_secret_names,
 )
+from service.store.spans import record_submission_span
 from service.store.tables import Attempt, Job
-from service.store.transitions import lock_job, record_submission_span
+from service.store.transitions import lock_job
 from worker.contract.reasons import Reason
 
 _NOT_YET_SUBMITTED = Reason.WAITS_FOR_CLUSTER

@@ -13,10 +13,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
-from service.orchestrator.tasks.runner import Task
+from service.orchestrator.tasks.runner import (
+    Task,
+)
 from service.store.database import Sessions, run_to_completion, utc_now
-from service.store.files import PendingRemoval, begin_removal, end_removal, jobs_with_expired_files
-from service.store.leases import StorageInUseError, StorageUseKind, begin_storage_use, end_storage_use
+from service.store.files import (
+    PendingRemoval,
+    StorageInUseError,
+    StorageUseKind,
+    begin_removal,
+    begin_storage_use,
+    end_removal,
+    end_storage_use,
+    jobs_with_expired_files,
+)
 from worker.contract.checkpoint_files import step_folder_name
 from worker.contract.tasks import (
     EXPORT_REQUEST_VARIABLE,

@@ -9,8 +9,6 @@ from pathlib import Path
 import httpx
 
 from service.api.app import create_app
-from service.api.dependencies import Service
-from service.control_plane import create_app
 from service.jobs.service import Service
 from service.orchestrator.planning.pool import Planner
 from service.orchestrator.ray.clusters import build_clusters

@@ -1,4 +1,4 @@
-"""Older databases, with jobs in them, become ours; on SQLite and on PostgreSQL."""
+"""Rows that older versions wrote load and keep their meaning; on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from sqlalchemy import text
 
 from service.spec.principals import Principal, Role
 from service.store.attempts import find_attempt
-from service.store.database import Database, utc_now
+from service.store.database import utc_now
 from service.store.events import events_of
 from service.store.files import find_package
 from service.store.jobs import find_by_idempotency_key, find_job
 from service.store.secrets import find_token
 from tests.service.conftest import job_body
+from tests.service.store.versions import make_chain_database
 
 
-async def test_older_jobs_get_their_columns_from_their_specifications(database_url: str):
-    """Up from 0002 with jobs in it, also with some that no Slotline of today would take, down, and up again."""
-
-    older = Database(database_url)
-    await older.start(to="0002")
+async def test_older_jobs_load_with_the_columns_that_were_taken_from_their_specifications(database_url: str):
+    """Also jobs whose specification no Slotline of today would take."""
+    older = await make_chain_database(database_url)
     specs = {
         "a": job_body(resources={"workers_per_mesh": 2}),
         "b": {"training": [3], "resources": {"workers_per_mesh": "x"}},
@@ -28,8 +27,8 @@ async def test_older_jobs_get_their_columns_from_their_specifications(database_u
     }
     insert = (
         "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at, queued_at,"
-        " attempts_made, attempts_forgiven, last_event) VALUES (:id, 'n', 'default', 0, 2, 'auto', :spec, 'FAILED',"
-        " '2026-01-01 00:00:00', '2026-01-01 00:00:00', :made, 0, 0)"
+        " attempts_made, attempts_forgiven, last_event, steps_wanted, workers_per_mesh) VALUES (:id, 'n', 'default', 0, 2,"
+        " :device, :spec, 'FAILED', '2026-01-01 00:00:00', '2026-01-01 00:00:00', :made, 0, 0, :steps, :workers)"
     )
     attempt = (
         "INSERT INTO attempts (id, job_id, number, state, token, device, accelerators, created_at, last_sequence,"
@@ -37,8 +36,9 @@ async def test_older_jobs_get_their_columns_from_their_specifications(database_u
     )
     async with older.engine.begin() as connection:
         for name, spec in specs.items():
-            values = {"id": name, "spec": json.dumps(spec), "made": int(name == "a")}
-            await connection.execute(text(insert), values)
+            steps, workers, device = (10, 2, "cuda") if name == "a" else (0, 1, "auto")
+            values = {"id": name, "spec": json.dumps(spec), "made": int(name == "a"), "device": device}
+            await connection.execute(text(insert), {**values, "steps": steps, "workers": workers})
         await connection.execute(text(attempt))
     for _ in range(2):
         await older.start()
@@ -47,15 +47,13 @@ async def test_older_jobs_get_their_columns_from_their_specifications(database_u
         assert (a.steps_wanted, a.workers_per_mesh, a.device) == (10, 2, "cuda")
         assert (b.steps_wanted, b.workers_per_mesh, b.device) == (0, 1, "auto")
         assert (c.steps_wanted, c.workers_per_mesh) == (0, 1)
-        await older.start(to="0002")
+        assert [job.spec for job in (a, b, c)] == list(specs.values())
     await older.close()
 
 
 async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database_url: str):
-    """Up from 0004, down and up again: tokens may do what they could, jobs are nobody's, keys find their jobs."""
-
-    older = Database(database_url)
-    await older.start(to="0004")
+    """Rows without role and owner: tokens may do what they could, jobs are nobody's, keys find their jobs."""
+    older = await make_chain_database(database_url)
     at = "'2026-01-01 00:00:00'"
     async with older.engine.begin() as connection:
         await connection.execute(
@@ -67,6 +65,7 @@ async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database
             ),
             {"zip": b"z"},
         )
+        await connection.execute(text("INSERT INTO package_owners (digest, owner) VALUES ('p', '')"))
         await connection.execute(
             text(
                 "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at,"
@@ -90,14 +89,12 @@ async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database
             assert await find_package(session, "p", owner="")
             assert not await find_package(session, "p", owner="alice")
             assert [event.principal for event in await events_of(session, "a")] == [None]
-        await older.start(to="0004")
     await older.close()
 
 
 async def test_older_attempts_are_the_default_clusters_and_so_are_jobs_that_began(database_url: str):
-    """Up from 0011, down and up again. A replica of the release before makes rows without the new columns, too."""
-    older = Database(database_url)
-    await older.start(to="0011")
+    """Before and after this version starts: a replica of the version before writes rows without cluster, too."""
+    older = await make_chain_database(database_url)
     at = "'2026-01-01 00:00:00'"
     insert = (
         "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at, queued_at,"
@@ -108,7 +105,7 @@ async def test_older_attempts_are_the_default_clusters_and_so_are_jobs_that_bega
         "INSERT INTO attempts (id, job_id, number, state, token, device, accelerators, created_at, last_sequence,"
         f" log_first_line) VALUES (:id, :job, 1, 'FAILED', 't', 'cpu', 2, {at}, 0, 1)"
     )
-    for revision, began, fresh in (("0011", "a", "b"), ("head", "c", "d")):
+    for revision, began, fresh in (("0016", "a", "b"), ("head", "c", "d")):
         if revision == "head":
             await older.start()
         async with older.engine.begin() as connection:
@@ -121,5 +118,4 @@ async def test_older_attempts_are_the_default_clusters_and_so_are_jobs_that_bega
                 assert (await find_attempt(session, f"{began}-1")).cluster == "default"
                 assert (await find_job(session, began)).began_on == "default"
                 assert (await find_job(session, fresh)).began_on is None
-        await older.start(to="0011")
     await older.close()

@@ -1,12 +1,10 @@
-"""Tables up and down between the first release and this one, with data in them; two versions on the same tables."""
+"""Tables of earlier migrations taken over, tables up and down with data in them, two versions on the same tables."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import logging
-import shutil
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,15 @@ import sqlalchemy as sa
 
 from service.spec.states import AttemptState
 from service.store import database as store_database
-from service.store.database import Database, NewerTablesError, NoSuchRevisionError
+from service.store.database import Database, NewerTablesError, NoSuchRevisionError, OlderTablesError
 from service.store.events import events_of
 from service.store.jobs import find_job
 from service.store.leases import Lease
 from service.store.tables import Base
 from tests.service.conftest import job_body
 from tests.service.orchestrator.test_loop import World
+from tests.service.store.versions import CURRENT, NEWER, make_chain_database, newer_version
 
-FIRST = "0001"
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -93,49 +91,126 @@ async def _run(database: Database, work: Any, *arguments: Any) -> Any:
             return await connection.run_sync(work, *arguments)
 
 
-async def test_what_the_first_release_stored_survives_up_down_and_up_again(database_url: str):
-    database = Database(database_url)
-    await database.start(to=FIRST)
+def _shape(connection: sa.Connection) -> dict[str, Any]:
+    """Tables with their columns, keys and indexes by name; the order of columns is none of it."""
+    found = {}
+    inspector = sa.inspect(connection)
+    for name in inspector.get_table_names():
+        columns = {
+            column["name"]: (
+                column["type"].compile(connection.dialect),
+                column["nullable"],
+                column["default"],
+                column.get("autoincrement"),
+            )
+            for column in inspector.get_columns(name)
+        }
+        by_name = {key["name"]: key for key in inspector.get_foreign_keys(name)}
+        unique = {key["name"]: key["column_names"] for key in inspector.get_unique_constraints(name)}
+        indexes = {key["name"]: (key["column_names"], key["unique"]) for key in inspector.get_indexes(name)}
+        found[name] = (columns, inspector.get_pk_constraint(name), by_name, unique, indexes)
+    return found
+
+
+async def test_the_one_migration_makes_the_tables_that_sixteen_made(database_url: str):
+    database = await make_chain_database(database_url)
+    by_chain = await _run(database, _shape)
+    await _run(database, lambda connection: _drop_all(connection, list(by_chain)))
+    await database.start()
+    assert await _run(database, _shape) == by_chain
+    assert len(by_chain) == len(Base.metadata.tables) + 2, "and alembic_version, compatibility"
+    assert await _revision(database) == CURRENT
+    await database.close()
+
+
+def _drop_all(connection: sa.Connection, names: list[str]) -> None:
+    metadata = sa.MetaData()
+    metadata.reflect(connection, only=names)
+    metadata.drop_all(connection)
+
+
+async def test_what_an_older_version_stored_survives_taking_over_and_a_newer_version_up_down_and_up_again(
+    database_url: str, tmp_path: Path
+):
+    database = await make_chain_database(database_url)
     await _run(database, _fill)
     first = await _run(database, _rows)
-    assert sum(len(rows) for rows in first.values()) == 3 * 10, "ten tables"
+    assert sum(len(rows) for rows in first.values()) == 3 * 22 + 1, "22 tables, and compatibility"
     columns = await _run(database, lambda c: {n: t.c.keys() for n, t in _tables(c).items()})
     for _ in range(2):
         await database.start()
-        assert await _run(database, _rows, columns) == first
+        assert await _run(database, _rows) == first and await _revision(database) == CURRENT
         async with database.read() as session:
             job = await find_job(session, "job-1")
-            assert (job.state, job.steps_wanted, job.spec["name"]) == ("SUCCEEDED", 10, "small")
+            assert (job.state, job.steps_wanted, job.spec["name"]) == ("SUCCEEDED", 2, "small")
             assert [event.kind for event in await events_of(session, "job-1")] == ["kind-1"]
-        await _run(database, _fill)  # what is new has rows, too, that point to the old ones
-        await database.start(to=FIRST)
+        with newer_version(tmp_path):
+            await database.start()
+            assert await _revision(database) == NEWER
+            assert await _run(database, _rows, columns) == first
+            await _run(database, _fill)  # what is new has rows, too
+            await database.start(to=CURRENT)
         assert await _run(database, _rows) == first
     await database.close()
 
 
-async def test_each_revision_goes_down_to_what_was_before_it_and_up_again(database_url: str):
+async def test_a_database_of_an_older_version_goes_on(database_url: str):
+    database = await make_chain_database(database_url)
+    await database.start()
+    world = World(database)
+    job = await world.start(pipeline={"stages": 2})
+    await world.report(f"{job}-1", 2, state=AttemptState.SUCCEEDED)
+    assert (await world.job(job)).state == "SUCCEEDED"
+    await database.close()
+
+
+@pytest.mark.parametrize("revision", ["0001", "0009", "0015"])
+async def test_older_tables_are_refused_with_the_version_to_upgrade_through(database_url: str, revision: str):
+    database = await make_chain_database(database_url, to=revision)
+    before = await _run(database, _shape)
+    for to in ("head", CURRENT, revision):
+        with pytest.raises(OlderTablesError) as refused:
+            await database.start(to=to)
+        message = str(refused.value)
+        assert f"tables of revision {revision}" in message and "takes over those of 0016 or newer" in message
+        assert "`slotline migrate` of the version that still has the migrations 0001 to 0016" in message
+    assert await _run(database, _shape) == before and await _revision(database) == revision
+    await database.close()
+
+
+async def test_each_revision_goes_down_to_what_was_before_it_and_up_again(database_url: str, tmp_path: Path):
     database = Database(database_url)
-    revisions = [script.revision for script in _scripts().walk_revisions()][::-1]
 
     def shape(connection: sa.Connection) -> dict[str, set[str]]:
         return {name: set(table.c.keys()) for name, table in _tables(connection).items()}
 
-    seen = []
-    for revision in revisions:
-        await database.start(to=revision)
-        seen.append(await _run(database, shape))
-    assert seen[-1] == {name: set(table.c.keys()) for name, table in Base.metadata.tables.items()} | {
+    ours = {name: set(table.c.keys()) for name, table in Base.metadata.tables.items()} | {
         "compatibility": {"oldest_code"}
     }
-    for revision, was in list(zip(revisions, seen, strict=True))[-2::-1]:
-        await database.start(to=revision)
-        assert await _run(database, shape) == was, revision
+    with newer_version(tmp_path):
+        revisions = [script.revision for script in _scripts().walk_revisions()][::-1]
+        assert revisions == [CURRENT, NEWER]
+        seen = []
+        for revision in revisions:
+            await database.start(to=revision)
+            seen.append(await _run(database, shape))
+        assert seen[0] == ours != seen[1]
+        for revision, was in list(zip(revisions, seen, strict=True))[-2::-1]:
+            await database.start(to=revision)
+            assert await _run(database, shape) == was, revision
+        await database.start()
+        assert await _run(database, shape) == seen[-1]
     await database.close()
+
+
+async def _revision(database: Database) -> str:
+    query = sa.text("SELECT version_num FROM alembic_version")
+    return await _run(database, lambda connection: connection.execute(query).scalar_one())
 
 
 async def test_a_revision_that_there_is_not_is_refused_with_those_that_there_are(database_url: str):
     database = Database(database_url)
-    with pytest.raises(NoSuchRevisionError, match=r"no revision 7 .* 0001, 0002"):
+    with pytest.raises(NoSuchRevisionError, match=r"no revision 7 .* knows 0016"):
         await database.start(to="7")
     await database.close()
 
@@ -146,47 +221,10 @@ def _scripts():
     return store_database.ScriptDirectory.from_config(config)
 
 
-NEWER = """
-import sqlalchemy as sa
-from alembic import op
-
-revision, down_revision = "9999", "{head}"
-
-
-def upgrade() -> None:
-    op.add_column("jobs", sa.Column("mood", sa.String(10), nullable=False, server_default="calm"))
-    op.add_column("attempts", sa.Column("weather", sa.Text(), nullable=True))
-    op.create_table("moods", sa.Column("name", sa.String(10), primary_key=True))
-    op.execute("UPDATE compatibility SET oldest_code = '{oldest}'")
-
-
-def downgrade() -> None:
-    op.drop_table("moods")
-    op.drop_column("attempts", "weather")
-    op.drop_column("jobs", "mood")
-    op.execute("UPDATE compatibility SET oldest_code = '0008'")
-"""
-
-
 @pytest.fixture
 def newer(tmp_path: Path):
-    """While in its context whatever migrates is a newer Slotline, with a migration more: `oldest` is the code that may
-    go on beside it."""
-    head = _scripts().get_current_head()
-
-    @contextlib.contextmanager
-    def become(oldest: str = "0008") -> Iterator[None]:
-        folder = tmp_path / f"newer-{oldest}"
-        if not folder.exists():
-            shutil.copytree(
-                store_database.MIGRATIONS_DIR, folder, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        (folder / "versions" / "9999_newer.py").write_text(NEWER.format(head=head, oldest=oldest))
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(store_database, "MIGRATIONS_DIR", folder)
-            yield
-
-    return become
+    """While in its context whatever migrates is a newer Slotline."""
+    return functools.partial(newer_version, tmp_path)
 
 
 async def test_an_older_version_goes_on_beside_a_newer_one_and_may_start_again(
@@ -216,7 +254,7 @@ async def test_an_older_version_goes_on_beside_a_newer_one_and_may_start_again(
     moods = await _run(again, lambda c: c.execute(sa.text("SELECT DISTINCT mood FROM jobs")).scalars().all())
     assert moods == ["calm"]
     with newer():
-        await old.start(to="0008")  # the newer one's way back
+        await old.start(to=CURRENT)  # the newer one's way back
     await again.start()
     assert (await world.job(after)).state == "SUCCEEDED"
     for one in (old, again):
