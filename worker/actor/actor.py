@@ -231,8 +231,8 @@ class Worker(BenchmarkCalls, CheckpointCalls, ModelCalls):
         return Fingerprint(checksums(self._tensors_by_shard(), names, cuts), self._batches.checksums())
 
     def _tensors_by_shard(self) -> dict[ShardSpec, torch.Tensor]:
-        held = ShardSpec if self._tensor_shards is None else self._tensor_shards.held
-        return {held(name): tensor for name, tensor in named_tensors(self._stages).items()}
+        spec_of = ShardSpec if self._tensor_shards is None else self._tensor_shards.shard_spec
+        return {spec_of(name): tensor for name, tensor in named_tensors(self._stages).items()}
 
     def warm_up(self, step: int) -> None:
         """Have the samples of the first step, and on CUDA load and try all kernels on them, before anybody waits for this

@@ -46,7 +46,7 @@ class Reshardings:
         """`transfers`: how many tags the transfers of a step have. ValueError where they do not fit. With `streams` a
         transfer is enqueued on the current one."""
         topology = transport.topology
-        mine = topology.name(topology.rank(transport.mesh, transport.worker))
+        name = topology.name(topology.rank(transport.mesh, transport.worker))
         self._plans, self._transport = plans, transport
         self._streams = streams
         self._stride = max((len(plan.messages) for plan in plans.values()), default=1)
@@ -55,17 +55,17 @@ class Reshardings:
                 f"{transfers} transfers of up to {self._stride} messages are more than a step can tell apart: "
                 "use fewer microbatches"
             )
-        own = {key: one for key, one in plans.items() if mine in one.sources or mine in one.targets}
+        own = {key: plan for key, plan in plans.items() if name in plan.sources or name in plan.targets}
         self._ends = (
             {}
             if streams
             else {
-                key: Resharder(plan, mine, transport, limit_s=_SLOT_LIMIT_FACTOR * slot_limit_s)
+                key: Resharder(plan, name, transport, limit_s=_SLOT_LIMIT_FACTOR * slot_limit_s)
                 for key, plan in own.items()
             }
         )
         self._on_streams = (
-            {key: StreamResharder(plan, mine, resharding_group(plan)) for key, plan in own.items()}
+            {key: StreamResharder(plan, name, resharding_group(plan)) for key, plan in own.items()}
             if streams
             else {}
         )

@@ -191,9 +191,9 @@ class Watchdog:
         """The other workers of the first meshes that have not come to an instruction; where all of these have, of the
         next."""
         topology = self._transport.topology
-        mine = topology.name(topology.rank(self._mesh, self._transport.worker))
+        own = topology.name(topology.rank(self._mesh, self._transport.worker))
         for meshes in circles:
-            others = [name for mesh in meshes for name in topology.names(mesh) if name != mine]
+            others = [name for mesh in meshes for name in topology.names(mesh) if name != own]
             late = [
                 name for name in others if not _REACHED[op].search(getattr(self._progress(name), "text", ""))
             ]
@@ -218,12 +218,12 @@ class Watchdog:
     def _not_arrived_at_transfer(self, index: int) -> tuple[str, ...]:
         """The workers of both meshes that have fallen silent, or else do not say that they are in the resharding."""
         instruction, topology = self._program[index], self._transport.topology
-        mine = topology.name(topology.rank(self._mesh, self._transport.worker))
+        own = topology.name(topology.rank(self._mesh, self._transport.worker))
         here = re.compile(
             rf"running \d+(?:SEND|RECV)_{instruction.op[-1]}{instruction.microbatch}@\S+/e{instruction.edge} "
         )
         names = [
-            name for name in (*topology.names(instruction.peer), *topology.names(self._mesh)) if name != mine
+            name for name in (*topology.names(instruction.peer), *topology.names(self._mesh)) if name != own
         ]
         said = {name: self._progress(name) for name in names}
         silent = [name for name in names if said[name] is None] or [

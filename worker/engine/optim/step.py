@@ -213,7 +213,7 @@ class ModelUpdate:
         if self._norm is None:
             return UpdateResult()
         value = float(self._norm)
-        scale, overflowed = (None, False) if self.scaler is None else self.scaler.ended(step)
+        scale, overflowed = (None, False) if self.scaler is None else self.scaler.end_step(step)
         if not math.isfinite(value):
             if self._settings.non_finite == "stop" and not overflowed:
                 raise NonFiniteError(
@@ -257,8 +257,8 @@ class ModelUpdate:
     @torch.no_grad()
     def _load_own(self, state: Mapping[str, Any]) -> None:
         """Inverse of `_own_state`."""
-        for kind, mine in (("parameters", self.parameters), ("buffers", self._buffers)):
-            for name, tensor in mine.items():
+        for kind, tensors in (("parameters", self.parameters), ("buffers", self._buffers)):
+            for name, tensor in tensors.items():
                 if name not in state[kind]:
                     raise KeyError(f"the state has no {kind[:-1]} {name!r}")
                 tensor.copy_(state[kind][name])
@@ -327,7 +327,9 @@ class ModelUpdate:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
         gradients = self._gradients_of_norm()
         if self._shards is not None:
-            self._shards.agree({name: one.grad for name, one in self.updated.items() if one.grad is not None})
+            self._shards.average_replicated(
+                {name: p.grad for name, p in self.updated.items() if p.grad is not None}
+            )
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
         total = torch.zeros((), dtype=torch.float64, device=self._settings.device)

@@ -38,7 +38,7 @@ class TensorParallelShards:
         """Another graph of a stage on the same parts of its parameters."""
         return split_stage_as(stage, self._splits, self._group)
 
-    def held(self, name: str) -> ShardSpec:
+    def shard_spec(self, name: str) -> ShardSpec:
         """What this worker has of `name`, for a comparison with others."""
         split = self._splits.get(name)
         if split is None:
@@ -75,7 +75,7 @@ class TensorParallelShards:
         """Add up what the workers counted, in place."""
         total.copy_(self._group.sum(total))
 
-    def agree(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def average_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Have all workers of the group the same gradients of what each has whole, to the bit: their mean. Else what they
         round differently would drive their copies apart, step by step: on CUDA additions by atomics, on CPU processors of
         two kinds. A part of REDUCE, planned as such (update_costs.py); a bucket's bytes at a time, which bounds the copy."""
@@ -85,12 +85,12 @@ class TensorParallelShards:
             if name not in self._splits
         ]
         for names in group_into_buckets(whole):
-            alike = [gradients[name] for name in names]
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            replicated = [gradients[name] for name in names]
+            flat = torch.cat([gradient.reshape(-1) for gradient in replicated])
             parts = (self._group.sum(flat) / self._group.workers).split(
-                [gradient.numel() for gradient in alike]
+                [gradient.numel() for gradient in replicated]
             )
-            for gradient, part in zip(alike, parts, strict=True):
+            for gradient, part in zip(replicated, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
