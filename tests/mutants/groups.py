@@ -59,7 +59,7 @@ GROUPS = [
     ),
     Group(
         "engine",
-        "worker/engine/buffers.py worker/engine/optim/step.py worker/model/rng.py",
+        "worker/engine/actions.py worker/engine/optim/step.py worker/model/rng.py",
         f"{_ENGINE}/test_tied.py {_ENGINE}/optim/test_step.py {_ENGINE}/test_buffers.py",
     ),
     Group(

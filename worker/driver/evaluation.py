@@ -17,10 +17,10 @@ from typing import Any
 
 import ray
 
-from worker.actor.evaluation import EvaluationProgram, EvaluationSize
+from worker.actor.evaluation import EvaluationSize
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Evaluation, Job
-from worker.contract.planned import PlannedJob, parse_reshardings, planned_seconds, planned_starts
+from worker.contract.planned import MeshProgram, PlannedJob, mesh_programs, parse_reshardings
 from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.gang import Gang
@@ -160,14 +160,9 @@ def _heterogeneous(edges: Sequence[EvaluationEdge], shares: Sequence[MeshParalle
     return {"unlike": {"meshes": [asdict(share) for share in shares], "tensors": tensors}}
 
 
-def evaluation_programs(planned: PlannedJob, plan: dict[str, Any]) -> dict[str, EvaluationProgram]:
+def evaluation_programs(planned: PlannedJob, plan: dict[str, Any]) -> dict[str, MeshProgram]:
     """The programs of an evaluation's plan, by mesh."""
-    seconds, starts = (of(plan, planned.stage_names) for of in (planned_seconds, planned_starts))
-    plans = parse_reshardings(plan)
-    return {
-        mesh: EvaluationProgram(program, seconds[mesh], starts[mesh], plans)
-        for mesh, program in plan["programs"].items()
-    }
+    return mesh_programs(plan, planned.stage_names, planned.microbatches, reshardings=parse_reshardings(plan))
 
 
 def plan_evaluation(
@@ -179,7 +174,7 @@ def plan_evaluation(
     control: ControlPlane,
     limits: Limits,
     interrupted: Callable[[], None],
-) -> Mapping[str, EvaluationProgram]:
+) -> Mapping[str, MeshProgram]:
     """The programs of an evaluation by mesh; none without `policy`. AttemptFailure PLAN_INFEASIBLE."""
     if policy is None:
         return {}

@@ -101,7 +101,7 @@ class ReshardingRun:
         self,
         plan: ReshardingPlan,
         worker: str,
-        mine: tuple[Message, ...],
+        messages: tuple[Message, ...],
         tensor: torch.Tensor,
         transport: PeerTransport,
         limit_s: float,
@@ -111,21 +111,21 @@ class ReshardingRun:
         self._transport = transport
         self._limit_s = limit_s
         self._first_tag = first_tag
-        self._tiles = TileBuffers(plan, worker, mine, tensor)
-        self._arrived = {one.number: threading.Event() for one in mine if one.receiver == worker}
-        self._open = {one.number: one for one in mine}
+        self._tiles = TileBuffers(plan, worker, messages, tensor)
+        self._arrived = {one.number: threading.Event() for one in messages if one.receiver == worker}
+        self._open = {one.number: one for one in messages}
         self._measured: list[MessageTiming] = []
         self._lock = threading.Lock()
         self._failed: BaseException | None = None
         self._last = time.monotonic()
         lanes: dict[tuple[bool, bool], list[Message]] = defaultdict(list)
-        for one in mine:
+        for one in messages:
             lanes[one.sender == worker, one.local].append(one)
         self._threads = [
             threading.Thread(
-                target=self._lane, args=(messages, self._send if sends else self._receive), daemon=True
+                target=self._lane, args=(in_order, self._send if sends else self._receive), daemon=True
             )
-            for (sends, _), messages in lanes.items()
+            for (sends, _), in_order in lanes.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -217,14 +217,14 @@ class TileBuffers:
     the tile is there.
     """
 
-    def __init__(self, plan: ReshardingPlan, worker: str, mine: Sequence[Message], tensor: torch.Tensor):
+    def __init__(self, plan: ReshardingPlan, worker: str, messages: Sequence[Message], tensor: torch.Tensor):
         self._plan = plan
         self._worker = worker
         self._tensor = tensor
         self._box = plan.box(worker)
         self._bytes: dict[int, torch.Tensor] = {}
-        self._uses = Counter(one.tile for one in mine)
-        self._missing = Counter(one.tile for one in mine if one.receiver == worker)
+        self._uses = Counter(one.tile for one in messages)
+        self._missing = Counter(one.tile for one in messages if one.receiver == worker)
         self._lock = threading.Lock()
 
     def part(self, one: Message) -> torch.Tensor:

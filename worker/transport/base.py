@@ -130,11 +130,11 @@ class Topology:
 def topology_of(sizes: Mapping[str, int], tensors: tuple[int, ...] = ()) -> Topology:
     """The topology of meshes by their number of workers; of each mesh so many neighbours share matrices."""
     numbers = tuple(sizes.values())
-    unlike = len({*numbers}) > 1
+    heterogeneous = len({*numbers}) > 1
     return Topology(
         tuple(sizes),
-        numbers if unlike else numbers[0],
-        tensors if max(tensors, default=1) > 1 and (unlike or len({*tensors}) > 1) else None,
+        numbers if heterogeneous else numbers[0],
+        tensors if max(tensors, default=1) > 1 and (heterogeneous or len({*tensors}) > 1) else None,
     )
 
 

@@ -41,10 +41,10 @@ def check_nccl_versions(of_torch: tuple[int, ...], of_cupy: int) -> None:
 
     ConnectError with the pair that fits. `of_cupy` is NCCL's own number, 22809 for 2.28.9.
     """
-    theirs = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
-    ours = tuple(of_torch[:3])
-    if theirs != ours:
-        want, have = (".".join(map(str, version)) for version in (ours, theirs))
+    cupy_version = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
+    built_version = tuple(of_torch[:3])
+    if cupy_version != built_version:
+        want, have = (".".join(map(str, version)) for version in (built_version, cupy_version))
         raise ConnectError(
             f"torch was built for NCCL {want}, but cupy loads NCCL {have}: install nvidia-nccl-cu12 or "
             f"nvidia-nccl-cu13 =={want} (the one of torch's CUDA) and let cupy find that library first"
@@ -174,7 +174,7 @@ class NcclTransport(RendezvousTransport):
 
     def _connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...], ends_s: float) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        mine = self.topology.name(self._rank)
+        own_name = self.topology.name(self._rank)
         trials: list[SelfTest] = []
         exchanges = _exchange_pairs(lanes)
         groups = {**groups, **{name: self._ranks_of(pairs) for name, pairs in exchanges.items()}}
@@ -189,7 +189,7 @@ class NcclTransport(RendezvousTransport):
             self._groups[name] = self._make(f"group/{name}", ranks, ends_s)
             self._ranks[name] = ranks
             if name in exchanges:
-                trials += exchange_selftests(self, name, exchanges[name], mine, device)
+                trials += exchange_selftests(self, name, exchanges[name], own_name, device)
             else:
                 trials += group_selftests(self, name, ranks, self._rank, device)
         if device == "cuda":  # what follows waits for peers: nothing may be loaded or allocated behind it
@@ -199,7 +199,7 @@ class NcclTransport(RendezvousTransport):
         if device == "cuda":
             self._wait_for_the_device(ends_s)
         for trial in trials:
-            trial.check(mine)
+            trial.check(own_name)
 
     def _wait_for_the_device(self, ends_s: float) -> None:
         over = torch.cuda.Event()

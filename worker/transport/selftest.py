@@ -103,7 +103,7 @@ def group_selftests(
 
 
 def exchange_selftests(
-    transport: Transport, group: str, pairs: Sequence[tuple[str, str]], mine: str, device: str
+    transport: Transport, group: str, pairs: Sequence[tuple[str, str]], own_name: str, device: str
 ) -> list[SelfTest]:
     """All pairs that exchange messages in a group, at once."""
     trials = []
@@ -112,9 +112,9 @@ def exchange_selftests(
         sends, receives, halves = [], [], []
         for source, target in pairs:
             sent = _pattern(size, (numbers[source], numbers[target]))
-            if source == mine:
+            if source == own_name:
                 sends.append((target, sent.to(device)))
-            elif target == mine:
+            elif target == own_name:
                 here = torch.zeros(size, dtype=torch.uint8, device=device)
                 receives.append((source, here))
                 halves.append((f"what goes from {source} to {target} in {group}", here, sent))

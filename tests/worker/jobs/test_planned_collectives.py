@@ -54,7 +54,7 @@ def test_a_plan_counts_the_sums_by_which_workers_that_share_matrices_agree():
     share = TensorParallelShards(group, {"split": Split(0, (2,), frozenset())})
     gradients = {name: torch.randn(size // 4) for name, size in sizes.items()}
     before = {name: one.clone() for name, one in gradients.items()}
-    share.agree(gradients)
+    share.average_replicated(gradients)
     share.sum(torch.zeros(()))
     assert all(torch.equal(gradients[name], one) for name, one in before.items())
     *agreed, norm = between.sizes
@@ -102,7 +102,7 @@ def test_copies_of_what_is_whole_stay_one_on_processors_that_round_otherwise(mon
     def rounded(update, losses):
         for parameter in update.parameters.values():
             if parameter.grad is not None:
-                parameter.grad.mul_(1 + 1e-6 * update.transport.worker)
+                parameter.grad.mul_(1 + 1e-6 * update.collectives.worker)
         return norm(update, losses)
 
     monkeypatch.setattr(ModelUpdate, "_global_norm", rounded)

@@ -14,7 +14,7 @@ import torch
 
 # Beside the settings of a group: the names of its parameters, and its part of the schedule's state.
 PARAMS_KEY, SCHEDULE_KEY = "params", "schedule_values"
-# A setting of groups that are numbered alike on every mesh.
+# A setting of groups that have the same numbers on every mesh.
 GROUP_NUMBER_KEY = "group"
 # Lists with an entry for every group in the states of torch's schedules.
 _PER_GROUP_LISTS = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
@@ -100,13 +100,13 @@ def _check_same_settings(
 ) -> None:
     if group is other:
         return
-    mine, theirs = settings_of(group), settings_of(other)
-    for key in sorted(mine.keys() | theirs.keys()):
-        if not _equal(mine.get(key), theirs.get(key)):
+    settings, other_settings = settings_of(group), settings_of(other)
+    for key in sorted(settings.keys() | other_settings.keys()):
+        if not _equal(settings.get(key), other_settings.get(key)):
             raise ValueError(
                 f"parameters {name!r} and {other_name!r} are in one group of the optimizer, but were saved with "
-                f"{key} {mine.get(key)!r} and {theirs.get(key)!r}: let optimizer.factory group parameters by what "
-                "does not depend on the cut (their shape, say)"
+                f"{key} {settings.get(key)!r} and {other_settings.get(key)!r}: let optimizer.factory group parameters by "
+                "what does not depend on the cut (their shape, say)"
             )
 
 

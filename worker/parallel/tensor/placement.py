@@ -27,13 +27,13 @@ class LayoutError(ValueError):
 class UnevenError(LayoutError):
     """So many workers do not divide what is to be split; `fitting` do, as far as is known."""
 
-    def __init__(self, told: str, fitting: Sequence[int]):
+    def __init__(self, problem: str, fitting: Sequence[int]):
         super().__init__(
-            f"{told}; set `tensor` to one of {', '.join(map(str, fitting))}, or leave it whole (replicate) in "
+            f"{problem}; set `tensor` to one of {', '.join(map(str, fitting))}, or leave it whole (replicate) in "
             "resources.tensor_plan",
             max(fitting),
         )
-        self.problem, self.valid_workers = told, tuple(fitting)
+        self.problem, self.valid_workers = problem, tuple(fitting)
 
 
 @dataclass(frozen=True)

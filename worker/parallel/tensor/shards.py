@@ -34,15 +34,11 @@ class TensorParallelShards:
     def __init__(self, group: TensorGroup, splits: Mapping[str, Split]):
         self._group, self._splits = group, splits
 
-    def connect(self, between: GroupCommunicator) -> None:
-        """How the group sums from now on."""
-        self._group.between = between
-
     def shard_stage_like(self, stage: StageModule) -> StageModule:
         """Another graph of a stage on the same parts of its parameters."""
         return split_stage_as(stage, self._splits, self._group)
 
-    def held(self, name: str) -> ShardSpec:
+    def shard_spec(self, name: str) -> ShardSpec:
         """What this worker has of `name`, for a comparison with others."""
         split = self._splits.get(name)
         if split is None:
@@ -79,7 +75,7 @@ class TensorParallelShards:
         """Add up what the workers counted, in place."""
         total.copy_(self._group.sum(total))
 
-    def agree(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def average_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Have all workers of the group the same gradients of what each has whole, to the bit: their mean. Else what they
         round differently would drive their copies apart, step by step: on CUDA additions by atomics, on CPU processors of
         two kinds. A part of REDUCE, planned as such (update_costs.py); a bucket's bytes at a time, which bounds the copy."""
@@ -89,12 +85,12 @@ class TensorParallelShards:
             if name not in self._splits
         ]
         for names in group_into_buckets(whole):
-            alike = [gradients[name] for name in names]
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            replicated = [gradients[name] for name in names]
+            flat = torch.cat([gradient.reshape(-1) for gradient in replicated])
             parts = (self._group.sum(flat) / self._group.workers).split(
-                [gradient.numel() for gradient in alike]
+                [gradient.numel() for gradient in replicated]
             )
-            for gradient, part in zip(alike, parts, strict=True):
+            for gradient, part in zip(replicated, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,14 +146,14 @@ def check_tensor_plan_of(traced: TracedModel, plan: Mapping[str, str] | None, wo
 
 @attributed_to(Reason.PLAN_INFEASIBLE)
 def tensor_parallel_stages(
-    job: Job, stages: Mapping[int, StageModule], mesh: str, worker: int
+    job: Job, stages: Mapping[int, StageModule], mesh: str, worker: int, communicator: GroupCommunicator
 ) -> tuple[TensorParallelShards, dict[int, StageModule]]:
     """What `worker` of `mesh` runs of `stages`, and which parts of their parameters those are.
 
     ModelError where a parameter that several stages use is split in two ways.
     """
     tensor, plan = job.tp_size(mesh), job.resources.tensor_plan
-    group = TensorGroup(worker % tensor, tensor)
+    group = TensorGroup(worker % tensor, tensor, communicator)
     splits: dict[str, Split | None] = {}
     found: dict[int, StageModule] = {}
     for index, stage in stages.items():
