@@ -137,7 +137,7 @@ def measure_layers(
     *,
     device: torch.device | str = "cpu",
     repeats: int = 5,
-    sharing: TensorParallelProbe | None = None,
+    tensor_parallel: TensorParallelProbe | None = None,
     compiler: StageCompiler | None = None,
 ) -> LayerProfile:
     """The profile of `traced` for its example inputs; `target` belongs to them.
@@ -162,8 +162,8 @@ def measure_layers(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, name in enumerate(placed.layers):
             stage = builder.stage(index)
-            if sharing is not None:
-                stage, parts = sharing.tensor_parallel_stage(stage)
+            if tensor_parallel is not None:
+                stage, parts = tensor_parallel.tensor_parallel_stage(stage)
                 split |= parts
             stage = stage.to(device)
             run = _LayerRun(
@@ -181,7 +181,7 @@ def measure_layers(
             saved = run.keep_count()
             for tensor in saved.tensors:
                 saved_at.setdefault(tensor, set()).add(index)
-            sums = () if sharing is None else _layer_collectives(run, sharing)
+            sums = () if tensor_parallel is None else _layer_collectives(run, tensor_parallel)
             times = _layer_times(run, device, repeats, MEASURE_BUDGET_S / len(placed.layers))
             stage.zero_grad(set_to_none=True)
             names = {stage.original_names[local]: p for local, p in stage.named_parameters()}

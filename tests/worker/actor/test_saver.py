@@ -97,7 +97,10 @@ def test_on_cuda_copies_wait_for_the_step_and_the_caller_for_the_copies():
 def test_what_is_written_from_a_copy_is_what_is_written_while_all_wait(tmp_path):
     given, held = state(), []
     saver = ShardSaver(
-        "m0", lambda step: given, {"model": {"parameters": {"unused": torch.ones(2)}}}, held=held.append
+        "m0",
+        lambda step: given,
+        {"model": {"parameters": {"unused": torch.ones(2)}}},
+        report_copied_bytes=held.append,
     )
     assert saver.saved() is not None, "nothing was begun"
     assert saver.save(f"{tmp_path}/waiting", 3) == ["model"]
