@@ -69,7 +69,6 @@ SPLINTERS: set[str] = {
     "service/scheduler/schedules/actions.py",
     "service/scheduler/search/transfer_order.py",
     "worker/data/checksum.py",
-    "worker/engine/buffers.py",
 }
 REPEATED_BASE_NAMES: set[str] = {
     "actions",
@@ -79,11 +78,9 @@ LONG_FUNCTIONS: set[str] = {
     "service/scheduler/job/joint.py:__init__",
     "service/scheduler/job/joint.py:plan_jointly",
     "service/scheduler/job/partition.py:partition",
-    "worker/actor/actor.py:load",
     "worker/benchmark/layer_costs.py:measure_layers",
     "worker/driver/metrics.py:__init__",
     "worker/driver/step_loop.py:run_steps",
-    "worker/engine/engine.py:__init__",
 }
 WRONG_ARROWS: set[str] = set()
 RIDDLES: set[str] = {
@@ -153,9 +150,6 @@ BANNED: dict[str, int] = {
     "worker/driver/step_record.py:told": 16,
     "worker/driver/trainer.py:told": 6,
     "worker/driver/trainer.py:unlike": 5,
-    "worker/engine/collective_log.py:mine": 3,
-    "worker/engine/collective_log.py:theirs": 2,
-    "worker/engine/collective_log.py:told": 7,
     "worker/engine/optim/grad_scaler.py:alike": 2,
     "worker/engine/optim/state_dict.py:mine": 4,
     "worker/engine/optim/state_dict.py:theirs": 4,

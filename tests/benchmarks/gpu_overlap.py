@@ -326,25 +326,24 @@ class Worker:
         return GlooTransport(Topology(self.meshes), host="127.0.0.1", **common)
 
     def run_ours(self, number: int, row: dict) -> list[float]:
+        from worker.contract.planned import MeshProgram
         from worker.contract.program import program_from_json
-        from worker.engine.engine import Engine
+        from worker.engine.engine import Engine, engine_collectives
+        from worker.engine.local_stages import LocalStages
         from worker.engine.results import RunOptions
 
         torch, microbatches = self.torch, self.job["microbatches"]
         mesh = self.meshes[self.rank]
+        program = MeshProgram(program_from_json(row["programs"][mesh]), microbatches)
+        edges = [_Edge(k, self.shape, self.dtype) for k in range(self.count - 1)]
+        options = RunOptions(seed=None, device=str(self.device))
+        transport = self.transport(f"row{number}")
         engine = Engine(
-            mesh=mesh,
-            worker=0,
-            program=program_from_json(row["programs"][mesh]),
-            stages={self.rank: self.stage()},
-            edges=[_Edge(k, self.shape, self.dtype) for k in range(self.count - 1)],
-            mesh_of_stage=self.meshes,
-            tied={},
-            microbatches=microbatches,
+            program,
+            LocalStages({self.rank: self.stage()}, self.meshes, edges),
+            engine_collectives(transport, program, self.meshes, {}, options),
             loss=_loss,
-            optimizer=None,
-            transport=self.transport(f"row{number}"),
-            options=RunOptions(seed=None, device=str(self.device)),
+            options=options,
         )
         engine.connect()
         inputs = [

@@ -206,8 +206,10 @@ class Worker:
         schedule.step(*arguments, **({"target": batch} if self.rank == MESHES - 1 else {}))
 
     def ours(self):
+        from worker.contract.planned import MeshProgram
         from worker.contract.program import program_from_json
-        from worker.engine.engine import Engine
+        from worker.engine.engine import Engine, engine_collectives
+        from worker.engine.local_stages import LocalStages
         from worker.engine.results import RunOptions
         from worker.transport.base import Topology
         from worker.transport.gloo import GlooTransport
@@ -227,19 +229,15 @@ class Worker:
             host="127.0.0.1",
             prefix="slotline",
         )
+        program = MeshProgram(program_from_json(self.job["programs"][mesh]), microbatches)
+        edges = [_Edge(k, self.shape, torch.float32) for k in range(MESHES - 1)]
+        options = RunOptions(seed=None)
         engine = Engine(
-            mesh=mesh,
-            worker=0,
-            program=program_from_json(self.job["programs"][mesh]),
-            stages={self.rank: self.stage()},
-            edges=[_Edge(k, self.shape, torch.float32) for k in range(MESHES - 1)],
-            mesh_of_stage=meshes,
-            tied={},
-            microbatches=microbatches,
+            program,
+            LocalStages({self.rank: self.stage()}, meshes, edges),
+            engine_collectives(transport, program, meshes, {}, options),
             loss=_loss,
-            optimizer=None,
-            transport=transport,
-            options=RunOptions(seed=None),
+            options=options,
         )
         engine.connect()
         inputs = [(torch.zeros(self.shape),) for _ in range(microbatches)]

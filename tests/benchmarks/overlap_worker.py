@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from overlap_stage import Record, RelayingStage, SleepingStage, loss
 
+from worker.contract.planned import MeshProgram
 from worker.contract.program import program_from_json
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, engine_collectives
+from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions
 from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
@@ -109,19 +111,17 @@ class Worker:
     def run_ours(self, row) -> list[dict]:
         mesh, microbatches = self.meshes[self.rank], self.job["microbatches"]
         stage = SleepingStage(self.rank, self.job["edges"], self.job["seconds"], self.record)
+        program = MeshProgram(program_from_json(row["programs"][mesh]), microbatches)
+        edges = [Edge(*edge, self.shape) for edge in self.job["edges"]]
+        options = RunOptions(seed=None)
+        transport = self.transport(row["name"])
         engine = Engine(
-            mesh=mesh,
-            worker=0,
-            program=program_from_json(row["programs"][mesh]),
-            stages={self.rank: stage},
-            edges=[Edge(*edge, self.shape) for edge in self.job["edges"]],
-            mesh_of_stage=self.meshes,
-            tied={},
-            microbatches=microbatches,
+            program,
+            LocalStages({self.rank: stage}, self.meshes, edges),
+            engine_collectives(transport, program, self.meshes, {}, options),
             loss=loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-            transport=self.transport(row["name"]),
-            options=RunOptions(seed=None),
+            options=options,
         )
         engine.connect()
         inputs = [(torch.zeros(self.shape),) for _ in range(microbatches)]

@@ -29,9 +29,11 @@ from worker.benchmark.optimizer_step import (
     measure_update,
 )
 from worker.contract.buckets import BucketedProgram
+from worker.contract.planned import MeshProgram
 from worker.contract.program import program_from_json
 from worker.engine import engine as engine_module
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, engine_collectives
+from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions
 from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
@@ -141,23 +143,21 @@ class Worker:
             from worker.contract.buckets import with_buckets
 
             engine_module.with_buckets = with_buckets
+        program = MeshProgram(program_from_json(row["programs"][self.mesh]), microbatches)
+        stages = {
+            k: HeavyStage(k, self.edges, self.job["seconds"], self.record, self.job["ballast"])
+            for k, mesh in enumerate(self.mesh_of_stage)
+            if mesh == self.mesh
+        }
+        options = RunOptions(seed=None, sharded=tuple(row["sharded"]))
+        transport = self.transport(row["name"])
         engine = Engine(
-            mesh=self.mesh,
-            worker=self.worker,
-            program=program_from_json(row["programs"][self.mesh]),
-            stages={
-                k: HeavyStage(k, self.edges, self.job["seconds"], self.record, self.job["ballast"])
-                for k, mesh in enumerate(self.mesh_of_stage)
-                if mesh == self.mesh
-            },
-            edges=[Edge(*edge, self.shape) for edge in self.edges],
-            mesh_of_stage=self.mesh_of_stage,
-            tied={},
-            microbatches=microbatches,
+            program,
+            LocalStages(stages, self.mesh_of_stage, [Edge(*edge, self.shape) for edge in self.edges]),
+            engine_collectives(transport, program, self.mesh_of_stage, {}, options),
             loss=loss,
             optimizer=sgd,
-            transport=self.transport(row["name"]),
-            options=RunOptions(seed=None, sharded=tuple(row["sharded"])),
+            options=options,
         )
         engine.connect()
         inputs = [(torch.zeros(self.shape),) for _ in range(microbatches)]

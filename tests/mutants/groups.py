@@ -58,7 +58,7 @@ GROUPS = [
     ),
     Group(
         "engine",
-        "worker/engine/buffers.py worker/engine/optim/step.py worker/model/rng.py",
+        "worker/engine/actions.py worker/engine/optim/step.py worker/model/rng.py",
         f"{_ENGINE}/test_tied.py {_ENGINE}/test_update.py {_ENGINE}/test_buffers.py",
     ),
     Group(

@@ -7,17 +7,18 @@ Must not know Ray (the driver wraps the class), the driver or the control plane.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from worker.actor.assignment import raise_as_attempt_failure, run_options
+from worker.actor.assignment import Assignment, run_options
 from worker.actor.batch_feed import Batches, StageReader
 from worker.actor.benchmarks import (
     measure_job_optimizer_state,
@@ -36,12 +37,12 @@ from worker.actor.device import (
     processor_share,
     use_tf32,
 )
-from worker.actor.evaluation import EvaluationBatches, EvaluationProgram, EvaluationSize, Evaluator
+from worker.actor.evaluation import EvaluationBatches, EvaluationSize, Evaluator
 from worker.actor.model_host import JobModel
 from worker.actor.optimizer import learning_rate, make_loss, make_optimizer, make_schedule
 from worker.actor.saver import ShardWriteResult, SnapshotMemory, WorkerCheckpoints
 from worker.actor.step_result import EvaluatedBatch, WorkerStep
-from worker.actor.telemetry import GpuMeter, PeakMemory, gpu_peak_flops
+from worker.actor.telemetry import GpuMeter, PeakMemory, gpu_peak_flops, requested_bytes
 from worker.benchmark.engine_overhead import measure_action
 from worker.benchmark.links import Probe, ProbeResult
 from worker.checkpoint.format import check_writable
@@ -49,23 +50,23 @@ from worker.checks.replicas import Fingerprint, checksums, named_tensors
 from worker.checks.sharding import StageCheckContext, check_tensor_parallel
 from worker.contract import failures
 from worker.contract.costs import UpdateCosts
-from worker.contract.failures import as_failure, attributed_to
+from worker.contract.failures import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.model_signature import ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
-from worker.contract.program import program_from_json
 from worker.contract.reasons import Reason
 from worker.engine.compile import StageCompiler, compile_stages
-from worker.engine.engine import Engine
-from worker.engine.reshardings import ReshardingPlans
-from worker.engine.results import SlotLimits, autocast_dtype
+from worker.engine.engine import Engine, engine_collectives
+from worker.engine.local_stages import LocalStages
+from worker.engine.results import NonFiniteError, StageError, StallError, autocast_dtype
 from worker.model.eval_mode import EvaluationEdge
 from worker.model.factory import resolve
 from worker.model.serialization import ParameterValues
-from worker.model.stages import StageModule
+from worker.model.stages import StageGraph, StageModule
+from worker.parallel.process_groups import tp_group
 from worker.parallel.shard_spec import CutPoints, ShardSpec
 from worker.parallel.tensor.shards import TensorParallelShards, tensor_parallel_stages
-from worker.transport.base import ConnectError, Topology, Transport
+from worker.transport.base import AbortedError, ConnectError, EngineError, PeerLostError, Topology, Transport
 
 log = logging.getLogger(__name__)
 
@@ -236,94 +237,27 @@ class Worker:
         """Write and remove a file where checkpoints will go, so that a wrong place is reported before training."""
         check_writable(uri)
 
-    def load(
-        self,
-        *,
-        begins: Sequence[str],
-        mesh_of_stage: Sequence[str],
-        program: Sequence[Mapping[str, Any]],
-        planned_s: Sequence[float] | None,
-        topology: Topology,
-        store: tuple[str, int],
-        host: str,
-        connect_s: float,
-        slot_limits: SlotLimits,
-        planned_bytes: int | None = None,
-        microbatches: int | None = None,
-        recomputed: Sequence[int] = (),
-        weights: ParameterValues | None = None,
-        planned_starts_s: Sequence[float | None] | None = None,
-        reshardings: ReshardingPlans | None = None,
-        evaluation: EvaluationProgram | None = None,
-    ) -> list[str]:
-        """Cut the model, keep this mesh's stages, connect to every peer and compile; what to tell of that.
+    def load(self, assignment: Assignment, weights: ParameterValues | None = None) -> list[str]:
+        """Cut the model, keep this mesh's stages, connect to every peer and compile; returns notes of the compiler.
 
-        The stages `recomputed` run their forward again in the backward. `planned_bytes` is the most that this
-        mesh holds by the plan, for messages; `microbatches` what was planned, where the job leaves it open;
-        `weights` are those of a worker that took its graph; `reshardings` the transfers not in pairs;
-        `evaluation` is run by `evaluate`.
+        `weights` are those of a worker that took its graph.
         """
-        self._planned_bytes = planned_bytes
-        self._set_microbatches(microbatches)
+        self._planned_bytes = assignment.planned_bytes
+        self._set_microbatches(assignment.program.microbatches)
         with self._raise_as_attempt_failure():
-            training, schedule = self._job.training, self._job.optimizer.schedule
-            here = [i for i, mesh in enumerate(mesh_of_stage) if mesh == self._mesh]
-            graph = self._model.cut(self._batches.sample[0], begins, here, weights)
-            self._tensor_shards, whole = None, {i: graph.stages[i] for i in here}
-            own = whole
-            if self._job.tp_size(self._mesh) > 1:
-                self._tensor_shards, own = tensor_parallel_stages(self._job, whole, self._mesh, self._worker)
-            self._stages = stages = {i: stage.to(self._device) for i, stage in own.items()}
-            self._reader = StageReader(
-                stages,
-                self._batches,
-                device=self._device,
-                last=training.steps,
-                limit_s=slot_limits.limit_s(max(planned_s or (0.0,))),  # as others wait for this mesh
+            graph = self._model.cut(
+                self._batches.sample[0], assignment.stage_starts, list(assignment.stages), weights
             )
-            transport = self._transport(topology, store, host, connect_s)
-            self._engine = Engine(
-                mesh=self._mesh,
-                worker=self._worker,
-                program=program_from_json(program),
-                stages=stages,
-                edges=graph.edges,
-                mesh_of_stage=tuple(mesh_of_stage),
-                tied=graph.tied,
-                microbatches=self._batches.microbatches,
-                loss=self._loss.with_output_spec(self._model.form).with_metrics,
-                optimizer=self._make_optimizer,
-                lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
-                transport=transport,
-                options=run_options(self._job, self._mesh, limits=slot_limits, device=self._device),
-                planned_s=planned_s,
-                recomputed=frozenset(recomputed),
-                planned_starts_s=planned_starts_s,
-                reshardings=reshardings,
-                tensor=self._tensor_shards,
+            whole = {index: graph.stages[index] for index in assignment.stages}
+            transport = self._transport(
+                assignment.topology, assignment.store, assignment.host, assignment.connect_s
             )
+            self._engine = self._make_engine(assignment, graph, whole, transport)
             self._memory.set_baseline(
-                t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())
+                t for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers())
             )
-            if evaluation is not None:
-                self._evaluator = Evaluator(
-                    self._job,
-                    evaluation,
-                    mesh=self._mesh,
-                    worker=self._worker,
-                    mesh_of_stage=tuple(mesh_of_stage),
-                    stages=self._model.evaluation_stages(
-                        begins,
-                        stages,
-                        self._device,
-                        *([self._tensor_shards.shard_stage_like] if self._tensor_shards else []),
-                    ),
-                    batches=self._evaluation_batches,
-                    loss=self._loss,
-                    transport=transport,
-                    limits=slot_limits,
-                    device=self._device,
-                )
+            if assignment.evaluation is not None:
+                self._evaluator = self._make_evaluator(assignment, transport)
             try:
                 self._engine.connect(self._evaluator.lanes if self._evaluator else ())
             except ConnectError as error:
@@ -332,11 +266,64 @@ class Worker:
                 self.check_tensor_parallel(whole)
             if self._evaluator is not None:
                 self._evaluator.start()
-            if not training.compile:
-                return []
-            inputs, target = self._batches.sample
-            meets = self._tensor_shards is not None or training.sync_batch_norm
-            return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
+            return self._compile_stages()
+
+    def _make_engine(
+        self,
+        assignment: Assignment,
+        graph: StageGraph,
+        whole: Mapping[int, StageModule],
+        transport: Transport,
+    ) -> Engine:
+        """The engine that trains this worker's stages, which it keeps; `whole` are those of its mesh, before tensor
+        parallelism splits them."""
+        training, schedule = self._job.training, self._job.optimizer.schedule
+        program, limits = assignment.program, assignment.slot_limits
+        options = run_options(self._job, self._mesh, limits=limits, device=self._device)
+        collectives = engine_collectives(transport, program, assignment.mesh_of_stage, graph.tied, options)
+        self._tensor_shards, own = None, whole
+        if options.tensor > 1:
+            communicator = collectives.in_stage(tp_group(self._mesh, self._worker, options.tensor))
+            self._tensor_shards, own = tensor_parallel_stages(
+                self._job, whole, self._mesh, self._worker, communicator
+            )
+        self._stages = {index: stage.to(self._device) for index, stage in own.items()}
+        self._reader = StageReader(
+            self._stages,
+            self._batches,
+            device=self._device,
+            last=training.steps,
+            limit_s=limits.limit_s(program.longest_slot_s),  # as others wait for this mesh
+        )
+        return Engine(
+            program,
+            LocalStages(self._stages, assignment.mesh_of_stage, graph.edges, graph.tied, self._tensor_shards),
+            collectives,
+            loss=self._loss.with_output_spec(self._model.form).with_metrics,
+            optimizer=self._make_optimizer,
+            lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
+            options=options,
+        )
+
+    def _make_evaluator(self, assignment: Assignment, transport: Transport) -> Evaluator:
+        like = [self._tensor_shards.shard_stage_like] if self._tensor_shards else []
+        return Evaluator(
+            self._job,
+            assignment,
+            stages=self._model.evaluation_stages(assignment.stage_starts, self._stages, self._device, *like),
+            batches=self._evaluation_batches,
+            loss=self._loss,
+            transport=transport,
+            device=self._device,
+        )
+
+    def _compile_stages(self) -> list[str]:
+        """Compile what the job says, and return the compiler's notes."""
+        if not self._job.training.compile:
+            return []
+        inputs, target = self._batches.sample
+        meets = self._tensor_shards is not None or self._job.training.sync_batch_norm
+        return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
 
     def check_tensor_parallel(self, whole: Mapping[int, StageModule]) -> None:
         """Refuse sums of shared matrices that are wrong where they run, beside the stages with `whole` ones; on all workers
@@ -494,3 +481,49 @@ class Worker:
         return raise_as_attempt_failure(
             self._memory, mesh=self._mesh, device=self._device, planned_bytes=self._planned_bytes
         )
+
+
+@contextlib.contextmanager
+def raise_as_attempt_failure(
+    memory: PeakMemory, *, mesh: str, device: str, planned_bytes: int | None
+) -> Iterator[None]:
+    """Whatever the body raises is an AttemptFailure; when memory runs out, with what was planned and what was seen."""
+    try:
+        yield
+    except Exception as error:
+        failure = _attempt_failure(error)
+        if failure.reason is not Reason.OUT_OF_MEMORY:
+            raise failure from None
+        raise out_of_memory_failure(failure, mesh, device, planned_bytes, memory.read()) from None
+
+
+def _attempt_failure(error: Exception) -> AttemptFailure:
+    if isinstance(error, AttemptFailure):
+        return error
+    return engine_failure(error) if isinstance(error, EngineError) else as_failure(error, Reason.INTERNAL)
+
+
+def engine_failure(error: EngineError) -> AttemptFailure:
+    """The failure of an attempt whose step ended with `error`."""
+    if isinstance(error, StageError):
+        return as_failure(error, Reason.USER_CODE_RAISED)
+    if isinstance(error, NonFiniteError):
+        return as_failure(error, Reason.NAN_LOSS)
+    if isinstance(error, (StallError, PeerLostError, AbortedError)):
+        return as_failure(error, Reason.SLOT_STALLED)
+    return as_failure(error, Reason.INTERNAL)
+
+
+def out_of_memory_failure(
+    failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
+) -> OutOfMemoryFailure:
+    """`failure` of a worker of `mesh` that ran out of memory, with what was planned and what was seen."""
+    planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
+    way = "allocated by torch" if device == "cuda" else "resident in its process"
+    return OutOfMemoryFailure(
+        f"{failure.message}; mesh {mesh} was planned with {planned} bytes and had come to "
+        f"{peak_bytes:,} bytes ({way})",
+        failure.details,
+        mesh,
+        peak_bytes + min(requested_bytes(failure.message), peak_bytes),
+    )

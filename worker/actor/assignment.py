@@ -1,47 +1,93 @@
-"""Run options of a worker's engine, and the mapping from engine errors to AttemptFailures with a reason code.
+"""Assignment: what one worker of a planned job loads and runs, made by the driver for every worker.
 
-An out-of-memory failure carries the bytes that the plan expected and the bytes that were seen.
-Must not know the driver.
+Also the options by which its engine runs. Must not know the driver.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from worker.actor.optimizer import target_ignore_index
-from worker.actor.telemetry import PeakMemory, requested_bytes
-from worker.contract.failures import AttemptFailure, OutOfMemoryFailure, as_failure
 from worker.contract.job import Job, LossScaling
-from worker.contract.reasons import Reason
-from worker.engine.results import NonFiniteError, RunOptions, SlotLimits, StageError, StallError
-from worker.transport.base import AbortedError, EngineError, PeerLostError
+from worker.contract.planned import MeshProgram, PlannedJob
+from worker.engine.results import RunOptions, SlotLimits
+from worker.transport.base import Topology, topology_of
 
 
-def engine_failure(error: EngineError) -> AttemptFailure:
-    """The failure of an attempt whose step ended with `error`."""
-    if isinstance(error, StageError):
-        return as_failure(error, Reason.USER_CODE_RAISED)
-    if isinstance(error, NonFiniteError):
-        return as_failure(error, Reason.NAN_LOSS)
-    if isinstance(error, (StallError, PeerLostError, AbortedError)):
-        return as_failure(error, Reason.SLOT_STALLED)
-    return as_failure(error, Reason.INTERNAL)
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's place in a planned job.
+
+    The model is cut before the layers `stage_starts`, one stage each; `mesh_of_stage` says where each stage runs.
+    `program` trains, `evaluation` has forwards only. Workers meet at `store` (host and port), reach this one at `host`,
+    and all have to be there within `connect_s` seconds. `planned_bytes` is the most that the mesh holds by the plan
+    (None: unknown), for messages.
+    """
+
+    mesh: str
+    stage_starts: tuple[str, ...]
+    mesh_of_stage: tuple[str, ...]
+    program: MeshProgram
+    topology: Topology
+    store: tuple[str, int]
+    host: str
+    connect_s: float
+    slot_limits: SlotLimits
+    planned_bytes: int | None = None
+    evaluation: MeshProgram | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.stage_starts) != len(self.mesh_of_stage):
+            raise ValueError(
+                f"the plan begins {len(self.stage_starts)} stages and places {len(self.mesh_of_stage)}: plan the job anew"
+            )
+        if unknown := sorted({self.mesh, *self.mesh_of_stage} - {*self.topology.meshes}):
+            raise ValueError(
+                f"the plan uses meshes {', '.join(unknown)}, and the gang has {', '.join(self.topology.meshes)}: plan the "
+                "job anew"
+            )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this worker's mesh runs."""
+        return tuple(index for index, mesh in enumerate(self.mesh_of_stage) if mesh == self.mesh)
 
 
-def out_of_memory_failure(
-    failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
-) -> OutOfMemoryFailure:
-    """`failure` of a worker of `mesh` that ran out of memory, with what was planned and what was seen."""
-    planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
-    way = "allocated by torch" if device == "cuda" else "resident in its process"
-    return OutOfMemoryFailure(
-        f"{failure.message}; mesh {mesh} was planned with {planned} bytes and had come to "
-        f"{peak_bytes:,} bytes ({way})",
-        failure.details,
-        mesh,
-        peak_bytes + min(requested_bytes(failure.message), peak_bytes),
-    )
+def make_assignments(
+    planned: PlannedJob,
+    places: Sequence[tuple[str, str]],
+    *,
+    tensors: tuple[int, ...],
+    store: tuple[str, int],
+    connect_s: float,
+    slot_limits: SlotLimits,
+    planned_bytes: Mapping[str, int | None] | None = None,
+    evaluation: Mapping[str, MeshProgram] | None = None,
+) -> list[Assignment]:
+    """The assignment of each worker of `places`, in their order: the mesh and host of every worker, mesh by mesh.
+
+    `tensors` has the number of tensor-parallel ranks of each mesh; `planned_bytes` and `evaluation` are by mesh.
+    """
+    topology = topology_of(Counter(mesh for mesh, _ in places), tensors)
+    programs = planned.programs()
+    return [
+        Assignment(
+            mesh,
+            tuple(planned.begins),
+            tuple(planned.mesh_of_stage),
+            programs[mesh],
+            topology,
+            store,
+            host,
+            connect_s,
+            slot_limits,
+            (planned_bytes or {}).get(mesh),
+            (evaluation or {}).get(mesh),
+        )
+        for mesh, host in places
+    ]
 
 
 def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunOptions:
@@ -61,23 +107,3 @@ def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunO
         device=device,
         sharded=job.sharded,
     )
-
-
-@contextlib.contextmanager
-def raise_as_attempt_failure(
-    memory: PeakMemory, *, mesh: str, device: str, planned_bytes: int | None
-) -> Iterator[None]:
-    """Whatever the body raises is an AttemptFailure; when memory runs out, with what was planned and what was seen."""
-    try:
-        yield
-    except Exception as error:
-        failure = _attempt_failure(error)
-        if failure.reason is not Reason.OUT_OF_MEMORY:
-            raise failure from None
-        raise out_of_memory_failure(failure, mesh, device, planned_bytes, memory.read()) from None
-
-
-def _attempt_failure(error: Exception) -> AttemptFailure:
-    if isinstance(error, AttemptFailure):
-        return error
-    return engine_failure(error) if isinstance(error, EngineError) else as_failure(error, Reason.INTERNAL)

@@ -8,27 +8,25 @@ Samples behind the last whole microbatch are left out, as traced stages take no 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from worker.actor.assignment import run_options
+from worker.actor.assignment import Assignment, run_options
 from worker.actor.batch_feed import Batches, StageReader
 from worker.actor.loss import JobLoss, Metrics
 from worker.actor.optimizer import target_ignore_index
 from worker.actor.step_result import EvaluatedBatch
 from worker.contract.failures import attributed_to
 from worker.contract.job import Job
-from worker.contract.program import program_from_json
 from worker.contract.reasons import Reason
 from worker.data.dataset import SampleOrder
 from worker.data.microbatches import MicrobatchTensors
-from worker.engine.engine import Engine
-from worker.engine.reshardings import ReshardingPlans
-from worker.engine.results import SlotLimits
+from worker.engine.engine import Engine, engine_collectives
+from worker.engine.local_stages import LocalStages
 from worker.model.eval_mode import EvaluationStages
 from worker.model.pytree import Target, count_tokens
 from worker.parallel.process_groups import dp_group
@@ -125,66 +123,45 @@ def _input_shapes(rows: MicrobatchTensors) -> str:
     return ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in inputs)
 
 
-@dataclass(frozen=True)
-class EvaluationProgram:
-    """A mesh's program of forwards only (JSON), with the planned seconds and starts of its instructions; `reshardings`
-    are the transfers of all meshes that do not go in pairs of workers."""
-
-    program: Sequence[Mapping[str, Any]]
-    planned_s: Sequence[float]
-    planned_starts_s: Sequence[float | None]
-    reshardings: ReshardingPlans = field(default_factory=dict)
-
-
 class Evaluator:
     """See `start`, `run` and `close`. `stages` read the parameters of the trained ones."""
 
     def __init__(
         self,
         job: Job,
-        planned: EvaluationProgram,
+        assignment: Assignment,
         *,
-        mesh: str,
-        worker: int,
-        mesh_of_stage: tuple[str, ...],
         stages: EvaluationStages,
         batches: EvaluationBatches,
         loss: JobLoss,
         transport: Transport,
-        limits: SlotLimits,
         device: str,
     ):
         self._stages, self._batches, self._loss = stages, batches, loss.with_output_spec(stages.form)
         self._transport, self._device = transport, device
+        mesh, limits, program = assignment.mesh, assignment.slot_limits, assignment.evaluation
         self._ignored, self._tensor = target_ignore_index(job), job.tp_size(mesh)
         self._reader = StageReader(
             stages.stages,
             batches,
             device=device,
             last=batches.size.batches - 1,
-            limit_s=limits.limit_s(max(planned.planned_s, default=0.0)),
+            limit_s=limits.limit_s(program.longest_slot_s),
+        )
+        options = replace(
+            run_options(job, mesh, limits=limits, device=device),
+            ignored_target=None,
+            keeps_random=True,
+            sharded=(),
         )
         self._engine = Engine(
-            mesh=mesh,
-            worker=worker,
-            program=program_from_json(planned.program),
-            stages=stages.stages,
-            edges=stages.edges,
-            mesh_of_stage=mesh_of_stage,
-            tied=stages.tied,
-            microbatches=batches.microbatches,
-            loss=self._loss_without_side_effects,
-            optimizer=None,
-            transport=_ConnectedTransport(transport),
-            options=replace(
-                run_options(job, mesh, limits=limits, device=device),
-                ignored_target=None,
-                keeps_random=True,
-                sharded=(),
+            program,
+            LocalStages(stages.stages, assignment.mesh_of_stage, stages.edges, stages.tied),
+            engine_collectives(
+                _ConnectedTransport(transport), program, assignment.mesh_of_stage, stages.tied, options
             ),
-            planned_s=planned.planned_s,
-            planned_starts_s=planned.planned_starts_s,
-            reshardings=planned.reshardings,
+            loss=self._loss_without_side_effects,
+            options=options,
         )
 
     @property

@@ -91,7 +91,10 @@ log = logging.getLogger(__name__)
 
 
 class JobModel:
-    """The traced model of `job`, whose stages will run on a `device`; see `worker/model/serialization.py` for what travels."""
+    """The traced model of `job`, whose stages will run on a `device`.
+
+    worker/model/serialization.py says what of it goes to other workers.
+    """
 
     def __init__(self, job: Job, device: str):
         self._job, self._device = job, device

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from worker.contract.planned import MeshProgram
 from worker.contract.program import COMPUTE_LANE, Instruction, receive_lane, send_lane
 from worker.engine.autograd import backward
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, engine_collectives
 from worker.engine.forward import run_forward
+from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions
 from worker.transport.base import Transport
 
@@ -34,19 +36,17 @@ def measure_action(transport: Transport) -> float:
     """
     meshes = transport.topology.meshes
     own = meshes.index(transport.mesh)
+    program = MeshProgram(tuple(pipeline_program(own, meshes)), MICROBATCHES)
+    stages = LocalStages(
+        {own: _Stage(own, len(meshes))}, meshes, [_Edge(source) for source in range(len(meshes) - 1)]
+    )
+    options = RunOptions(seed=None)
     engine = Engine(
-        mesh=transport.mesh,
-        worker=transport.worker,
-        program=tuple(pipeline_program(own, meshes)),
-        stages={own: _Stage(own, len(meshes))},
-        edges=[_Edge(source) for source in range(len(meshes) - 1)],
-        mesh_of_stage=meshes,
-        tied={},
-        microbatches=MICROBATCHES,
+        program,
+        stages,
+        engine_collectives(transport, program, meshes, {}, options),
         loss=lambda output, target: (output - target).sum(),
-        optimizer=None,
-        transport=transport,
-        options=RunOptions(seed=None),
+        options=options,
     )
     inputs = [(torch.zeros(_SHAPE),) for _ in range(MICROBATCHES)]
     targets = [torch.zeros(_SHAPE) for _ in range(MICROBATCHES)]

@@ -19,8 +19,10 @@ from worker.contract.costs import LinearCost, UpdateCosts
 from worker.contract.failures import attributed_to
 from worker.contract.job import LossScaling
 from worker.contract.reasons import Reason
+from worker.engine.local_stages import LocalStages
 from worker.engine.optim.grad_scaler import PipelineGradScaler
 from worker.engine.optim.step import ModelUpdate, UpdateSettings
+from worker.parallel.collectives import Collectives
 from worker.transport.base import Topology, Transport, finish
 from worker.transport.local import LocalTransport
 
@@ -72,13 +74,10 @@ def _update_seconds(
     for index in range(tensors):
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(width, width, device=device)))
     update = ModelUpdate(
-        stages={0: module},
-        tied={},
-        mesh_of_stage=["m0"],
+        LocalStages({0: module}, ["m0"]),
+        Collectives(LocalTransport.group(Topology(("m0",)))["m0", 0], {}),
+        UpdateSettings(clip_grad_norm=clip_grad_norm, non_finite="skip", device=device),
         optimizer=make,
-        lr_schedule=None,
-        transport=LocalTransport.group(Topology(("m0",)))["m0", 0],
-        settings=UpdateSettings(clip_grad_norm=clip_grad_norm, non_finite="skip", device=device),
         scaler=None if scaling is None else PipelineGradScaler(scaling, device),
     )
     taken: dict[str, list[float]] = {"reduce": [], "step": []}

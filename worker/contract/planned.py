@@ -9,13 +9,50 @@ light: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from worker.contract.costs import MeshUpdate
 from worker.contract.model_signature import ModelSignature
+from worker.contract.program import Program, program_from_json
 from worker.contract.resharding import ReshardingPlan
+
+ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
+"""By the first edge of a route, and whether it is the way back, of gradients."""
+
+
+@dataclass(frozen=True)
+class MeshProgram:
+    """The instructions that one mesh runs in a step, and what was planned for them.
+
+    `planned_s` and `planned_starts_s` are the planned length and start of each instruction (None: REDUCE and STEP have
+    no start); without them every slot has the least limit. The stages `recomputed` keep their inputs only and run
+    their forward again in B or I. `reshardings` are the transfers of all meshes that do not go in pairs of workers.
+    """
+
+    instructions: Program
+    microbatches: int
+    planned_s: Sequence[float] | None = None
+    planned_starts_s: Sequence[float | None] | None = None
+    recomputed: Collection[int] = ()
+    reshardings: ReshardingPlans = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("planned_s", "planned_starts_s"):
+            times = getattr(self, name)
+            if times is not None and len(times) != len(self.instructions):
+                raise ValueError(f"{name} has {len(times)} times for {len(self.instructions)} instructions")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the program has backwards."""
+        return any(instruction.op in ("B", "I") for instruction in self.instructions)
+
+    @property
+    def longest_slot_s(self) -> float:
+        """The planned length of the longest instruction; 0 where none was planned."""
+        return max(self.planned_s or (0.0,))
 
 
 @dataclass(frozen=True)
@@ -32,7 +69,7 @@ class PlannedJob:
     plan: Mapping[str, Any]
     update: tuple[MeshUpdate, ...] = ()
     slowdown: float = 1.0
-    reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
+    reshardings: ReshardingPlans = field(default_factory=dict)
     update_s: float | None = None
     saved_plan: str | None = None
     """The plan that the job was submitted with; `forms` of the model that it was made for, by how many
@@ -62,6 +99,17 @@ class PlannedJob:
     def recomputed(self) -> list[int]:
         """The stages that keep their inputs only."""
         return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
+
+    def programs(self) -> dict[str, MeshProgram]:
+        """What each mesh runs in a training step."""
+        return mesh_programs(
+            self.plan,
+            self.stage_names,
+            self.microbatches,
+            update=self.update,
+            recomputed=self.recomputed,
+            reshardings=self.reshardings,
+        )
 
     def stages_of(self, mesh: str) -> list[int]:
         """The stages that a mesh runs."""
@@ -95,6 +143,30 @@ def parse_reshardings(answer: Mapping[str, Any]) -> dict[tuple[int, bool], Resha
     return {
         (one["edge"], one["backward"]): ReshardingPlan.from_json(one["plan"])
         for one in answer.get("reshardings") or ()
+    }
+
+
+def mesh_programs(
+    plan: Mapping[str, Any],
+    stage_names: Sequence[str],
+    microbatches: int,
+    *,
+    update: Sequence[MeshUpdate] = (),
+    recomputed: Collection[int] = (),
+    reshardings: ReshardingPlans | None = None,
+) -> dict[str, MeshProgram]:
+    """The programs of a plan (JSON of a Plan) with their planned times, by mesh. See `planned_seconds`."""
+    seconds, starts = planned_seconds(plan, stage_names, update), planned_starts(plan, stage_names)
+    return {
+        mesh: MeshProgram(
+            program_from_json(program),
+            microbatches,
+            planned_s=seconds[mesh],
+            planned_starts_s=starts[mesh],
+            recomputed=frozenset(recomputed),
+            reshardings=reshardings or {},
+        )
+        for mesh, program in plan["programs"].items()
     }
 
 

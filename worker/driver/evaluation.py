@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from worker.actor.evaluation import EvaluationProgram, EvaluationSize
+from worker.actor.evaluation import EvaluationSize
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Evaluation, Job
-from worker.contract.planned import PlannedJob, parse_reshardings, planned_seconds, planned_starts
+from worker.contract.planned import MeshProgram, PlannedJob, mesh_programs, parse_reshardings
 from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.gang import Gang, Phase
@@ -158,14 +158,9 @@ def _heterogeneous(
     return {"unlike": {"meshes": [asdict(mesh) for mesh in parallelisms], "tensors": tensors}}
 
 
-def evaluation_programs(planned: PlannedJob, plan: dict[str, Any]) -> dict[str, EvaluationProgram]:
+def evaluation_programs(planned: PlannedJob, plan: dict[str, Any]) -> dict[str, MeshProgram]:
     """The programs of an evaluation's plan, by mesh."""
-    seconds, starts = (of(plan, planned.stage_names) for of in (planned_seconds, planned_starts))
-    plans = parse_reshardings(plan)
-    return {
-        mesh: EvaluationProgram(program, seconds[mesh], starts[mesh], plans)
-        for mesh, program in plan["programs"].items()
-    }
+    return mesh_programs(plan, planned.stage_names, planned.microbatches, reshardings=parse_reshardings(plan))
 
 
 def plan_evaluation(
@@ -175,7 +170,7 @@ def plan_evaluation(
     parallelisms: Sequence[MeshParallelism] = (),
     gang: Gang,
     control: ControlPlane,
-) -> Mapping[str, EvaluationProgram]:
+) -> Mapping[str, MeshProgram]:
     """The programs of an evaluation by mesh; none without `policy`. Raises AttemptFailure PLAN_INFEASIBLE."""
     if policy is None:
         return {}

@@ -15,13 +15,13 @@ from typing import Any
 import ray
 
 from worker.actor.actor import Worker
+from worker.actor.assignment import make_assignments
 from worker.actor.device import own_node_address
-from worker.actor.evaluation import EvaluationProgram
 from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.job import Job
 from worker.contract.logs import set_environment
-from worker.contract.planned import PlannedJob, planned_peak_bytes, planned_seconds, planned_starts
+from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
 from worker.contract.versions import installed_versions
 from worker.driver.checkpoints import Checkpoints, snapshot_shortfall
@@ -36,7 +36,6 @@ from worker.driver.step_loop import DataEnd, StepLoop, StepPublisher
 from worker.driver.stopping import Interruption
 from worker.engine.results import SlotLimits
 from worker.parallel.shard_spec import common_cuts
-from worker.transport.base import topology_of
 from worker.transport.rendezvous import serve_rendezvous
 
 UNTESTED_ON_GPUS = (
@@ -262,13 +261,10 @@ def _load_calls(
     store: tuple[str, int],
     limits: Limits,
     own_weights: bool,
-    evaluation: Mapping[str, EvaluationProgram],
+    evaluation: Mapping[str, MeshProgram],
     tensors: tuple[int, ...],
 ) -> list[ray.ObjectRef]:
     """Give every worker its stages and program."""
-    planned_s = planned_seconds(planned.plan, planned.stage_names, planned.update)
-    starts_s = planned_starts(planned.plan, planned.stage_names)
-    peaks = planned_peak_bytes(planned.spec, planned.plan)
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
     # those of model.weights every worker reads for itself
     weights = {
@@ -276,27 +272,19 @@ def _load_calls(
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers) and not own_weights
     }
-    topology = topology_of({mesh.name: len(mesh.workers) for mesh in gang.meshes}, tensors)
+    assignments = make_assignments(
+        planned,
+        [(address.mesh, address.node) for address in gang.addresses],
+        tensors=tensors,
+        store=store,
+        connect_s=limits.connect_s,
+        slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+        planned_bytes=planned_peak_bytes(planned.spec, planned.plan),
+        evaluation=evaluation,
+    )
     return [
-        worker.load.remote(
-            begins=planned.begins,
-            mesh_of_stage=planned.mesh_of_stage,
-            program=planned.plan["programs"][address.mesh],
-            recomputed=planned.recomputed,
-            weights=None if worker is first else weights.get(address.mesh),
-            planned_s=planned_s[address.mesh],
-            planned_starts_s=starts_s[address.mesh],
-            topology=topology,
-            store=store,
-            host=address.node,
-            connect_s=limits.connect_s,
-            slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
-            planned_bytes=peaks[address.mesh],
-            microbatches=planned.microbatches,
-            reshardings=planned.reshardings,
-            evaluation=evaluation.get(address.mesh),
-        )
-        for worker, address in zip(gang.workers, gang.addresses, strict=True)
+        worker.load.remote(assignment, None if worker is first else weights.get(assignment.mesh))
+        for worker, assignment in zip(gang.workers, assignments, strict=True)
     ]
 
 

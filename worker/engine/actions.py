@@ -1,6 +1,8 @@
 """Binds each instruction of a program to its action: compute, send, receive, reduce, optimizer step.
 
-Joins stages, step state, receive buffers and transport. Must not know lanes, events or time.
+Joins stages, step state, receive buffers and transport. Must not know lanes or time.
+A receive may take a buffer only if the last action that used it is over, by the program's waits, before the receive
+starts: buffers are assigned once, and no allocator and no timing is asked.
 A receive writes past autograd, so it bumps the buffer's version: a backward that still needs the old tensor
 raises. The optimizer steps under RNG_LOCK, as it may draw; gathering ZeRO-1 parameters waits for others and
 stays outside of it.
@@ -8,14 +10,14 @@ stays outside of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from worker.contract.failures import leave_breadcrumb
-from worker.contract.program import RECEIVE_OPS, SEND_OPS, Instruction, Program
-from worker.engine.buffers import plan_buffers
+from worker.contract.program import COMPUTE_LANE, COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.engine.lanes.base import Action, Finish, chain_finish
 from worker.engine.optim.step import ModelUpdate
 from worker.engine.reshardings import Reshardings
@@ -78,7 +80,7 @@ class Actions:
         self._exchange = exchange
         self._runners = runners
         self._update = update
-        self.transport = transport
+        self._transport = transport
 
     def of(self, index: int) -> Action:
         """What instruction `index` does."""
@@ -132,9 +134,9 @@ class Actions:
             # that waits for its end (sent.py), or with the step.
             waiting = exchange.gradients_to_send if backward else exchange.to_send
             if resharded:
-                ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key], self.transport)
+                ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key])
             else:
-                ended = self.transport.send(peer, tag, waiting[key])
+                ended = self._transport.send(peer, tag, waiting[key])
             return None if ended is None else chain_finish(ended, lambda: waiting.pop(key))
 
         return action
@@ -155,9 +157,9 @@ class Actions:
             torch.autograd.graph.increment_version(buffer)
             received = exchange.received_gradients if backward else exchange.received
             if resharded:
-                ended = self._reshardings.start((key[0], backward), key[1], tag, buffer, self.transport)
+                ended = self._reshardings.start((key[0], backward), key[1], tag, buffer)
             else:
-                ended = self.transport.receive(peer, tag, buffer)
+                ended = self._transport.receive(peer, tag, buffer)
             return chain_finish(ended, lambda: received.update({key: buffer}))
 
         return action
@@ -177,3 +179,87 @@ class Actions:
 
 def _no_transfer() -> None:
     """A gradient that does not exist (of an integer tensor, say) needs no transfer."""
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """`buffer[i]` is the buffer of instruction i (None: not a receive), `route[b]` a route that says the
+    shape and dtype of buffer b."""
+
+    buffer: tuple[int | None, ...]
+    route: tuple[Route, ...]
+
+
+def plan_buffers(program: Program, routes: Mapping[int, Route]) -> BufferPlan:
+    """Assign a buffer to every receive of `program`, reusing those that are surely free.
+
+    ValueError when an instruction waits for an event that no earlier instruction records: the host
+    would enqueue the wait before the record, which on CUDA waits for nothing.
+    """
+    finished_before = compute_finished_before(program)
+    last_use = _last_uses(program, routes)
+    buffer: list[int | None] = [None] * len(program)
+    route_of: list[Route] = []
+    free_after: list[int] = []
+    kind_of: list[Hashable] = []
+    for i, instruction in enumerate(program):
+        if instruction.op not in RECEIVE_OPS:
+            continue
+        route = routes[instruction.edge]
+        if instruction.op == "RECV_B" and not route.differentiable:
+            continue
+        kind = (route.shape, route.dtype)
+        candidates = [b for b, k in enumerate(kind_of) if k == kind and free_after[b] <= finished_before[i]]
+        if candidates:
+            chosen = max(candidates, key=lambda b: free_after[b])
+        else:
+            chosen = len(kind_of)
+            kind_of.append(kind)
+            route_of.append(route)
+            free_after.append(0)
+        free_after[chosen] = last_use[i]
+        buffer[i] = chosen
+    return BufferPlan(tuple(buffer), tuple(route_of))
+
+
+def compute_finished_before(program: Program) -> list[int]:
+    """For each instruction, how many actions of the compute lane are surely over when it starts."""
+    before: list[int] = []
+    after: list[int] = []
+    recorder: dict[int, int] = {}
+    tail: dict[str, int] = {}
+    position = 0
+    for i, instruction in enumerate(program):
+        known = after[tail[instruction.lane]] if instruction.lane in tail else 0
+        for event in instruction.wait:
+            if event not in recorder:
+                raise ValueError(f"{instruction} waits for event {event}, which nothing before it records")
+            known = max(known, after[recorder[event]])
+        before.append(known)
+        if instruction.lane == COMPUTE_LANE:
+            position += 1
+            known = position
+        after.append(known)
+        tail[instruction.lane] = i
+        if instruction.record is not None:
+            recorder[instruction.record] = i
+    return before
+
+
+def _last_uses(program: Program, routes: Mapping[int, Route]) -> dict[int, int]:
+    """For each receive, the number of compute actions up to and with the last one that uses its tensor."""
+    last: dict[tuple[int, int], int] = {}
+    position = 0
+    for instruction in program:
+        if instruction.lane == COMPUTE_LANE:
+            position += 1
+        if instruction.op in COMPUTE_OPS:
+            last[instruction.stage, instruction.microbatch] = position
+    uses = {}
+    for i, instruction in enumerate(program):
+        if instruction.op not in RECEIVE_OPS:
+            continue
+        route = routes[instruction.edge]
+        users = route.consumers if instruction.op == "RECV_F" else (route.source,)
+        uses[i] = max(last.get((stage, instruction.microbatch), position) for stage in users)
+    return uses

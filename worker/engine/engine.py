@@ -10,34 +10,35 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from worker.contract.buckets import with_buckets
+from worker.contract.buckets import BucketedProgram, with_buckets
+from worker.contract.planned import MeshProgram
 from worker.contract.program import TRANSFER_OPS, Instruction, MeasuredSlot, Program
 from worker.engine.actions import Actions, ReceiveBuffers
-from worker.engine.collective_log import CollectiveLog
 from worker.engine.lanes.base import Action, Lanes
 from worker.engine.lanes.cpu import CpuLanes
 from worker.engine.lanes.cuda import CudaLanes
+from worker.engine.local_stages import LocalStages, tie_local_parameters
 from worker.engine.lowering import bound_send_lifetimes, check_batch, check_stages
 from worker.engine.optim.grad_scaler import make_grad_scaler
-from worker.engine.optim.step import UpdateResult, UpdateSettings, tie_local_parameters
+from worker.engine.optim.step import UpdateResult, UpdateSettings, bucket_candidates
 from worker.engine.optim.zero1 import make_update
-from worker.engine.reshardings import ReshardingPlans, Reshardings, check_resharding_plans
+from worker.engine.reshardings import Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
-from worker.engine.routes import Edge, Route, directed_pairs, find_routes, transfer_tag, wire_stage
+from worker.engine.routes import Route, directed_pairs, find_routes, transfer_tag, wire_stage
 from worker.engine.stage import StageRunner
 from worker.engine.stage_io import ComputeSettings, LossValue, StageObserver, StepState
-from worker.engine.warmup import StateSnapshot, batch_on_device, muted
+from worker.engine.warmup import StateSnapshot, batch_on_device
 from worker.engine.watchdog import Watchdog
 from worker.model.stages import transfer_dtype
 from worker.parallel.collectives import Collectives, token_weights
+from worker.parallel.process_groups import batch_norm_groups, reduce_groups
 from worker.parallel.sync_batch_norm import synchronize_batch_norms
-from worker.parallel.tensor.shards import TensorParallelShards
 from worker.transport.base import AbortedError, ConnectError, EngineError, Transport
 
 
@@ -99,105 +100,91 @@ _STOP_LIMIT_S = 2.0
 _WARM_UP_LIMIT_S = 600.0
 
 
-class Engine:
-    """See `connect`, `run_step` and `close`; not reusable after an error.
+def engine_collectives(
+    transport: Transport,
+    program: MeshProgram,
+    mesh_of_stage: Sequence[str],
+    tied: Mapping[str, Sequence[int]],
+    options: RunOptions,
+) -> Collectives:
+    """The collectives of an engine that runs `program` by `options`: their groups are equal on every worker."""
+    topology = transport.topology
+    groups = reduce_groups(topology, tied, mesh_of_stage, bool(options.sharded), options.tensor)
+    if program.trains and options.sync_batch_norm:
+        groups |= batch_norm_groups(topology, options.tensor)
+    return Collectives(transport, groups, "steps" if program.trains else "forwards")
 
-    `stages` are the local ones; `edges`, `mesh_of_stage` and `tied` describe the whole graph, the same on
-    every worker. `planned_s` and `planned_starts_s` have the planned duration and start of each instruction of
-    `program`; the stages `recomputed` keep their inputs only and run their forward again in B or I. `reshardings` are
-    the transfers that do not go in pairs of workers, `tensor` what this worker has of matrices that several share.
+
+class Engine:
+    """Runs the program of one mesh on one worker: see `connect`, `run_step` and `close`; not reusable after an error.
+
+    `collectives` are those of `engine_collectives` with the same arguments. A program without backwards makes no
+    optimizer.
     """
 
     def __init__(
         self,
+        program: MeshProgram,
+        stages: LocalStages,
+        collectives: Collectives,
         *,
-        mesh: str,
-        worker: int,
-        program: Program,
-        stages: Mapping[int, nn.Module],
-        edges: Sequence[Edge],
-        mesh_of_stage: Sequence[str],
-        tied: Mapping[str, Sequence[int]],
-        microbatches: int,
         loss: Callable[[torch.Tensor, torch.Tensor], LossValue],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
-        transport: Transport,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         options: RunOptions | None = None,
-        planned_s: Sequence[float] | None = None,
-        recomputed: Collection[int] = (),
-        planned_starts_s: Sequence[float | None] | None = None,
-        reshardings: ReshardingPlans | None = None,
-        tensor: TensorParallelShards | None = None,
     ):
-        self._mesh, self._worker = mesh, worker
-        self._program = tuple(program)
-        self._mesh_of_stage = tuple(mesh_of_stage)
-        self._microbatches = microbatches
-        self._transport = transport
+        self._mesh, self._worker = collectives.mesh, collectives.worker
+        self._microbatches = program.microbatches
+        self._training = program.trains
         self._options = options or RunOptions()
-        self._training = any(instruction.op in ("B", "I") for instruction in self._program)
         self._device = torch.device(self._options.device)
-        check_stages(mesh, self._program, stages, planned_s)
-        self._routes = find_routes(edges, self._mesh_of_stage)
-        check_resharding_plans(reshardings or {}, self._routes, transport.topology, training=self._training)
-        self._exchange = StepState()
-        tie_local_parameters(stages, tied)
+        self._collectives = collectives
+        self._transport = collectives.transport
+        self._mesh_of_stage = tuple(stages.mesh_of_stage)
+        self._routes = find_routes(stages.edges, self._mesh_of_stage)
+        check_stages(self._mesh, program.instructions, stages.modules)
+        check_resharding_plans(
+            program.reshardings, self._routes, collectives.topology, training=self._training
+        )
+        tie_local_parameters(stages.modules, stages.tied)
+        if self._training and self._options.sync_batch_norm:
+            synchronize_batch_norms(stages.modules, collectives, self._options.tensor)
+        bucketed = with_buckets(
+            program.instructions, bucket_candidates(stages, collectives, self._options.tensor)
+        )
         self._update = make_update(
-            stages=stages,
-            tied=tied,
-            mesh_of_stage=self._mesh_of_stage,
+            stages,
+            collectives,
+            UpdateSettings.of(self._options, self._device),
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
-            transport=transport,
-            settings=UpdateSettings.of(self._options, self._device),
             scaler=make_grad_scaler(self._options) if self._training else None,
-            share=tensor,
+            bucketed=[name for names in bucketed.buckets.values() for name in names],
         )
-        self._meetings = Collectives(transport, lambda: self._update.transport)
-        if tensor is not None:
-            tensor.connect(self._meetings.of(self._update.tp_group))
-        norms = stages if self._training and self._options.sync_batch_norm else None
-        self._groups = self._update.groups | synchronize_batch_norms(
-            norms, self._meetings, self._options.tensor
-        )
-        self._meetings.groups = self._groups
-        self._collective_log = CollectiveLog(
-            "steps" if self._training else "forwards", transport, self._groups
-        )
-        self._update.transport = self._collective_log.wrap(transport)
-        bucketed = with_buckets(self._program, self._update.gradients())
-        self._update.set_bucketed(name for names in bucketed.buckets.values() for name in names)
-        self._program = bucketed.program
-        releases: Mapping[int, tuple[int, ...]] = {}
-        if planned_s is not None:
-            planned_s = [0.0 if i is None else planned_s[i] for i in bucketed.source]
-            if planned_starts_s is not None and self._enqueues():
-                starts_s = [None if i is None else planned_starts_s[i] for i in bucketed.source]
-                found = bound_send_lifetimes(
-                    self._program, starts_s, planned_s, self._routes, self._sent_bytes
-                )
-                self._program, releases = found.program, found.of
+        self._program, planned_s, releases = self._with_planned_times(bucketed, program)
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
-        # The slots behind the last sum may take others longer.
-        self._collective_log.limit_s += max(self._limits_s, default=0.0)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
-        self._settings = self._compute_settings(loss)
+        self._exchange = StepState()
+        settings = self._compute_settings(loss)
         self.stages = {
             index: (
                 module,
-                wire_stage(index, module.inputs, module.outputs, edges, self._mesh_of_stage, self._routes),
+                wire_stage(
+                    index, module.inputs, module.outputs, stages.edges, self._mesh_of_stage, self._routes
+                ),
             )
-            for index, module in stages.items()
+            for index, module in stages.modules.items()
         }
         self.runners = {
-            index: StageRunner(wiring, module, self._exchange, self._settings, recompute=index in recomputed)
+            index: StageRunner(
+                wiring, module, self._exchange, settings, recompute=index in program.recomputed
+            )
             for index, (module, wiring) in self.stages.items()
         }
         self._reshardings = Reshardings(
-            reshardings or {},
-            transport,
-            transfers=transfer_tag(len(edges), False, 0, microbatches),
+            program.reshardings,
+            self._transport,
+            transfers=transfer_tag(len(stages.edges), False, 0, self._microbatches),
             slot_limit_s=max(self._limits_s, default=1.0),
             streams=self._enqueues(),
         )
@@ -205,16 +192,16 @@ class Engine:
             self._program,
             reshardings=self._reshardings,
             routes=self._routes,
-            microbatches=microbatches,
+            microbatches=self._microbatches,
             buffers=self._buffers,
             exchange=self._exchange,
             runners=self.runners,
             update=self._update,
-            transport=transport,
+            transport=self._transport,
             gradient_buckets=bucketed.buckets,
             releases=releases,
         )
-        self._needs_targets = self._training and any("output" in m.outputs for m in stages.values())
+        self._needs_targets = self._training and stages.have_output
         self._updated = UpdateResult()
         self._lanes: Lanes | None = None
         self._warm = False
@@ -230,12 +217,12 @@ class Engine:
     def connect(self, more: Iterable[tuple[str, str]] = ()) -> None:
         """Block until every peer is there, of the pairs `more` too. ConnectError names who is missing."""
         try:
-            self._transport.connect(self._groups, tuple(sorted({*self.lanes, *more})))
+            self._collectives.connect(tuple(sorted({*self.lanes, *more})))
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
         self._lanes = self._make_lanes(
-            self._collective_log.attribute_to_slots(self._program, self._actions.of)
+            self._collectives.log.attribute_to_slots(self._program, self._actions.of)
         )
         self._watch = Watchdog(
             mesh=self._mesh,
@@ -245,7 +232,7 @@ class Engine:
             lanes=self._lanes,
             reshardings=self._reshardings,
             gathers=self._mesh in self._options.sharded,
-            meetings=self._meetings,
+            collectives=self._collectives,
         )
 
     def run_step(
@@ -266,7 +253,7 @@ class Engine:
                 self._warm_up(step, inputs, targets)
             inputs, targets = batch_on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
-            self._collective_log.compare_before_step()
+            self._collectives.log.compare_before_step()
             started = time.monotonic()
             if started - self._watch.published_s > _POLL_S:
                 self._watch.publish(step, ())
@@ -275,7 +262,8 @@ class Engine:
                 self._poll()
             self._raise_if_aborted()
             self._updated = self._update.finish(step)
-            self._collective_log.compare_after_step()
+            # The slots behind the last sum may take others longer.
+            self._collectives.log.compare_after_step(max(self._limits_s, default=0.0))
         return step_result(
             step,
             started,
@@ -307,7 +295,7 @@ class Engine:
 
     def muted(self) -> contextlib.AbstractContextManager[None]:
         """In the body nothing is sent, received or summed."""
-        return muted(self._transport, self._actions, self._update.transport)
+        return self._collectives.muted()
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
@@ -340,6 +328,22 @@ class Engine:
 
     # Construction
 
+    def _with_planned_times(
+        self, bucketed: BucketedProgram, program: MeshProgram
+    ) -> tuple[Program, list[float] | None, Mapping[int, tuple[int, ...]]]:
+        """The instructions of `bucketed` with what `program` says of them: on streams with waits that bound the lifetimes
+        of sends; the planned seconds of each; and the sends that each may release."""
+        if program.planned_s is None:
+            return bucketed.program, None, {}
+        planned_s = [0.0 if i is None else program.planned_s[i] for i in bucketed.source]
+        if program.planned_starts_s is None or not self._enqueues():
+            return bucketed.program, planned_s, {}
+        starts_s = [None if i is None else program.planned_starts_s[i] for i in bucketed.source]
+        lifetimes = bound_send_lifetimes(
+            bucketed.program, starts_s, planned_s, self._routes, self._sent_bytes
+        )
+        return lifetimes.program, planned_s, lifetimes.of
+
     def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
             device=self._device,
@@ -353,7 +357,7 @@ class Engine:
             is_pooled=self._buffers.contains,
             weights=None
             if (ignored := self._options.ignored_target) is None
-            else lambda targets: token_weights(targets, ignored, self._meetings, self._options.tensor),
+            else lambda targets: token_weights(targets, ignored, self._collectives, self._options.tensor),
             keeps_random=self._options.keeps_random,
             scaler=self._update.scaler,
         )
@@ -379,14 +383,13 @@ class Engine:
         for runner in self.runners.values():
             runner.reset()
         self._update.begin()
-        self._collective_log.begin()
+        self._collectives.log.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
         kept = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
         inputs, targets = batch_on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
         with self.muted():
-            self._update.in_dry_run = True
             self._lanes.start()
             deadline = time.monotonic() + _WARM_UP_LIMIT_S
             while not self._lanes.wait(_POLL_S):
@@ -398,8 +401,7 @@ class Engine:
                         f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
                         f"{_WARM_UP_LIMIT_S:.0f} s; does the model compile something?"
                     )
-        self._update.in_dry_run = False
-        self._collective_log.record_dry_run()
+        self._collectives.log.record_dry_run()
         kept.restore()
         self._begin(step, (), None)
         if self._device.type == "cuda":

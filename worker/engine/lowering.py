@@ -18,15 +18,11 @@ from worker.contract.program import COMPUTE_OPS, SEND_OPS, Instruction, Program
 from worker.engine.routes import Route
 
 
-def check_stages(
-    mesh: str, program: Program, stages: Collection[int], planned_s: Sequence[float] | None
-) -> None:
-    """ValueError for stages that the program runs and nobody gave, and for times of another program."""
+def check_stages(mesh: str, program: Program, stages: Collection[int]) -> None:
+    """ValueError for stages that the program runs and nobody gave."""
     needed = {i.stage for i in program if i.op in COMPUTE_OPS}
     if missing := sorted(needed - set(stages)):
         raise ValueError(f"the program of mesh {mesh} runs stages {missing}, which were not given")
-    if planned_s is not None and len(planned_s) != len(program):
-        raise ValueError(f"planned_s has {len(planned_s)} times for {len(program)} instructions")
 
 
 def check_batch(

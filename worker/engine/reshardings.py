@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from worker.contract.planned import ReshardingPlans
 from worker.contract.resharding import ReshardingPlan
 from worker.engine.lanes.base import Finish
 from worker.engine.routes import Route
@@ -28,9 +29,6 @@ _MAX_TAG = 2**31 - 2
 
 # How many times a slot's limit a resharding waits by itself: the watch over slots names who is missing before.
 _SLOT_LIMIT_FACTOR = 4
-
-ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
-"""By the first edge of a route, and whether it is the way back, of gradients."""
 
 
 class Reshardings:
@@ -49,7 +47,7 @@ class Reshardings:
         transfer is enqueued on the current one."""
         topology = transport.topology
         mine = topology.name(topology.rank(transport.mesh, transport.worker))
-        self._plans = plans
+        self._plans, self._transport = plans, transport
         self._streams = streams
         self._stride = max((len(plan.messages) for plan in plans.values()), default=1)
         if not streams and self._stride * transfers > _MAX_TAG:
@@ -94,13 +92,10 @@ class Reshardings:
             )
         )
 
-    def start(
-        self, key: tuple[int, bool], microbatch: int, tag: int, tensor: torch.Tensor, transport: Transport
-    ) -> Finish | None:
-        """Start this worker's part of a transfer with that tag: `tensor` is sent, or filled. Where streams carry it,
-        over `transport`."""
+    def start(self, key: tuple[int, bool], microbatch: int, tag: int, tensor: torch.Tensor) -> Finish | None:
+        """Start this worker's part of a transfer with that tag: `tensor` is sent, or filled."""
         if self._streams:
-            self._on_streams[key].enqueue(tensor, transport)
+            self._on_streams[key].enqueue(tensor, self._transport)
             return None
         run = self._running[*key, microbatch] = self._ends[key].begin(tensor, tag * self._stride)
 

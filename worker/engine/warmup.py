@@ -9,11 +9,10 @@ restored to the bit. Must not know lanes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,54 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from worker.model.rng import RNG_LOCK
-from worker.transport.base import Transport
-
-
-class MutedTransport:
-    """A transport that moves nothing: what would be received is zero, sums are what they were."""
-
-    def __init__(self, transport: Transport):
-        self._transport = transport
-
-    def send(self, peer: str, tag: int, tensor: torch.Tensor) -> None:
-        """Nothing is sent."""
-
-    def receive(self, peer: str, tag: int, out: torch.Tensor) -> None:
-        out.data.zero_()  # a write that autograd does not see, as from a transport
-
-    def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
-        """The sum is this worker's part."""
-
-    def start_all_reduce(self, group: str, tensor: torch.Tensor) -> None:
-        """The sum is this worker's part."""
-
-    def start_reduce_scatter(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        """The sum is this worker's part, of which the first is as good as its own."""
-        out.copy_(tensor.view(-1, *out.shape)[0])
-
-    def start_all_gather(self, group: str, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        """What the others would have sent is this worker's too: it is taken back afterwards."""
-        out.view(-1, *tensor.shape).copy_(tensor)
-
-    def exchange(
-        self, group: str, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]
-    ) -> None:
-        """Nothing is sent."""
-        for _, out in receives:
-            out.zero_()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-@contextlib.contextmanager
-def muted(transport: Transport, *holders: Any) -> Iterator[None]:
-    """In the body whoever has `transport` moves nothing by it; nor afterwards, where the body raises."""
-    for holder in holders:
-        holder.transport = MutedTransport(transport)
-    yield
-    for holder in holders:
-        holder.transport = transport
 
 
 @dataclass(frozen=True)

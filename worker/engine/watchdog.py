@@ -40,7 +40,7 @@ class ReshardingStatus(Protocol):
 class Watchdog:
     """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; of its transfers
     those in `reshardings` wait for more workers than one; with `gathers` STEP waits for the other workers of this mesh,
-    and what is computed for those whom it meets in `meetings`."""
+    and what is computed for those whom it meets in `collectives`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Watchdog:
         lanes: Lanes,
         reshardings: ReshardingStatus | None = None,
         gathers: bool = False,
-        meetings: Collectives | None = None,
+        collectives: Collectives | None = None,
     ):
         self._mesh = mesh
         self._program = program
@@ -61,7 +61,7 @@ class Watchdog:
         self._lanes = lanes
         self._reshardings = reshardings
         self._gathers = gathers
-        self._meetings = meetings
+        self._collectives = collectives
         self.published_s = 0.0
 
     def publish(self, step: int, statuses: Sequence[LaneStatus]) -> None:
@@ -73,7 +73,7 @@ class Watchdog:
             if status.current is not None and self._is_published(status):
                 doing = "running" if status.waits_for is None else "waiting to run"
                 text += f", {doing} {self._program[status.current]} for {now - status.since_s:.1f} s"
-        text += self._meetings.progress_text() if self._meetings else ""
+        text += self._collectives.progress_text() if self._collectives else ""
         self.published_s = now
         try:
             self._transport.publish(text)
@@ -141,8 +141,8 @@ class Watchdog:
     def _explain_lost_peer(self, error: PeerLostError) -> PeerLostError:
         text = f"mesh {self._mesh}: {error}"
         peers = (error.peer,) if self._is_peer(error.peer) else ()
-        if self._meetings is not None:
-            peers = peers or self._meetings.other_members(error.peer)
+        if self._collectives is not None:
+            peers = peers or self._collectives.other_members(error.peer)
         for peer in peers:
             if progress := self._progress(peer):
                 text += f"; {peer} said {progress.age_s:.1f} s ago: {progress.text}"
@@ -183,9 +183,9 @@ class Watchdog:
 
     def _missing_in_collective(self) -> tuple[str, ...]:
         """The workers that are missing in the sum in which the compute lane waits, if it does."""
-        if self._meetings is None:
+        if self._collectives is None:
             return ()
-        return self._meetings.missing(lambda name: getattr(self._progress(name), "text", ""))
+        return self._collectives.missing(lambda name: getattr(self._progress(name), "text", ""))
 
     def _not_arrived_at(self, op: str, circles: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """The other workers of the first meshes that have not come to an instruction; where all of these have, of the
@@ -212,7 +212,7 @@ class Watchdog:
             return f"running {instruction} " not in text and not (last and last[1] in over)
 
         return tuple(
-            name for name in (self._meetings.in_stage_peers() if self._meetings else ()) if late(name)
+            name for name in (self._collectives.in_stage_peers() if self._collectives else ()) if late(name)
         )
 
     def _not_arrived_at_transfer(self, index: int) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ PP_GROUP = "meshes"
 DP_GROUP = "workers"
 WORLD = "everybody"
 TP_GROUP = "tensor"
+BATCH_NORM_GROUP = "norms"
 
 
 def reduce_groups(
@@ -56,6 +57,19 @@ def reduce_groups(
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
+def batch_norm_groups(topology: Topology, tensor: int = 1) -> dict[str, tuple[int, ...]]:
+    """Ranks that normalise together, by name: the dp ranks of each mesh, with `tensor` parallelism once for each place
+    in a tp group. Beside the groups of REDUCE, which sum gradients on another lane meanwhile."""
+    return {
+        f"{BATCH_NORM_GROUP}/{mesh}/{place}": tuple(
+            topology.rank(mesh, worker) for worker in range(place, size, tensor)
+        )
+        for mesh, size in zip(topology.meshes, topology.sizes, strict=True)
+        if size > tensor
+        for place in range(tensor)
+    }
+
+
 def dp_group(mesh: str, worker: int, tensor: int) -> str:
     """The workers of `mesh` that sum their gradients with worker `worker`."""
     return f"{DP_GROUP}/{mesh}" if tensor == 1 else f"{DP_GROUP}/{mesh}/{worker % tensor}"
@@ -66,9 +80,16 @@ def tp_group(mesh: str, worker: int, tensor: int) -> str:
     return f"{TP_GROUP}/{mesh}/{worker // tensor}"
 
 
+def batch_norm_group(mesh: str, worker: int, tensor: int) -> str:
+    """The workers of `mesh` that normalise together with worker `worker`."""
+    return f"{BATCH_NORM_GROUP}/{mesh}/{worker % tensor}"
+
+
 def in_stage_peers(topology: Topology, own: int, groups: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """The workers that sum with rank `own` inside actions: those that share its matrices, or its batch statistics."""
-    inside = [ranks for name, ranks in groups.items() if name.startswith((f"{TP_GROUP}/", "norms/"))]
+    inside = [
+        ranks for name, ranks in groups.items() if name.startswith((f"{TP_GROUP}/", f"{BATCH_NORM_GROUP}/"))
+    ]
     return tuple(
         topology.name(rank) for rank in sorted({r for ranks in inside if own in ranks for r in ranks} - {own})
     )

@@ -19,6 +19,7 @@ from worker.contract.job import Job
 from worker.model.export import TracedModel
 from worker.model.rng import release_rng_lock
 from worker.parallel.collectives import Collectives
+from worker.parallel.process_groups import batch_norm_group
 
 _TRAINING_ARGUMENT = 5  # the argument that says so
 
@@ -66,38 +67,19 @@ AllReduce = Callable[[Tensor], None]
 
 
 def synchronize_batch_norms(
-    stages: Mapping[int, nn.Module] | None, meetings: Collectives, tensor: int = 1
-) -> dict[str, tuple[int, ...]]:
-    """Have every BatchNorm of `stages` normalise over the workers of their mesh; the ranks that must all-reduce together
-    for that, by name, on every mesh. Nothing for None. `tensor` workers next to each other have the same rows: each adds up
-    with those that have others."""
-    if stages is None:
-        return {}
-    topology = meetings.topology
-    groups = {
-        _batch_norm_group(one, share): tuple(
-            topology.rank(one, worker) for worker in range(share, size, tensor)
-        )
-        for one, size in zip(topology.meshes, topology.sizes, strict=True)
-        if size > tensor
-        for share in range(tensor)
-    }
-    group = _batch_norm_group(meetings.mesh, meetings.worker % tensor)
-    if group not in groups:
-        return groups
-
-    def add(tensor: Tensor) -> None:
-        meetings.all_reduce(group, tensor)
-
+    stages: Mapping[int, nn.Module], collectives: Collectives, tensor: int = 1
+) -> None:
+    """Have every BatchNorm of `stages` normalise over the dp ranks of their mesh; `tensor` ranks next to each other have
+    the same rows."""
+    group = batch_norm_group(collectives.mesh, collectives.worker, tensor)
+    if group not in collectives.groups:
+        return
+    all_reduce = collectives.in_stage(group).all_reduce
+    dp_size = collectives.topology.workers(collectives.mesh) // tensor
     for stage in stages.values():
         for part in stage.modules():
             if isinstance(part, fx.GraphModule):
-                _replace_batch_norms(part, add, topology.workers(meetings.mesh) // tensor)
-    return groups
-
-
-def _batch_norm_group(mesh: str, share: int) -> str:
-    return f"norms/{mesh}/{share}"
+                _replace_batch_norms(part, all_reduce, dp_size)
 
 
 def _replace_batch_norms(part: fx.GraphModule, add: AllReduce, workers: int) -> None:

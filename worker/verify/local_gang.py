@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,17 +16,16 @@ import torch
 from torch import nn
 
 from worker.actor.actor import Worker
-from worker.actor.evaluation import EvaluationProgram
+from worker.actor.assignment import make_assignments
 from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure, first_cause
 from worker.contract.job import Job
-from worker.contract.planned import PlannedJob, planned_seconds, planned_starts
+from worker.contract.planned import MeshProgram, PlannedJob
 from worker.engine.engine import Engine
 from worker.engine.results import SlotLimits
 from worker.model.eval_mode import EvaluationEdge
 from worker.model.export import TracedModel
 from worker.parallel.tensor.shards import TensorParallelShards
-from worker.transport.base import topology_of
 from worker.transport.rendezvous import host_store
 
 CALL_LIMIT_S = 3600.0
@@ -121,7 +119,7 @@ class LocalGang:
         *,
         planned_bytes: int | None = None,
         look: Callable[[TracedModel], None] = lambda _: None,
-        evaluation: Callable[[Sequence[EvaluationEdge]], Mapping[str, EvaluationProgram]] | None = None,
+        evaluation: Callable[[Sequence[EvaluationEdge]], Mapping[str, MeshProgram]] | None = None,
     ):
         self.workers = list(workers)
         first, *others = self.workers
@@ -179,32 +177,26 @@ class LocalGang:
         self,
         planned: PlannedJob,
         planned_bytes: int | None,
-        evaluation: Mapping[str, EvaluationProgram],
+        evaluation: Mapping[str, MeshProgram],
     ) -> None:
         first = self.workers[0]
-        topology = topology_of(Counter(worker.mesh for worker in self.workers), first._job.tensors)
         store = host_store("127.0.0.1")
-        seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
-        starts = planned_starts(planned.plan, planned.stage_names)
-        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in topology.meshes}
+        meshes = dict.fromkeys(worker.mesh for worker in self.workers)
+        assignments = make_assignments(
+            planned,
+            [(worker.mesh, "127.0.0.1") for worker in self.workers],
+            tensors=first._job.tensors,
+            store=("127.0.0.1", store.port),
+            connect_s=_CONNECT_S,
+            slot_limits=_SLOT_LIMITS,
+            planned_bytes=dict.fromkeys(meshes, planned_bytes),
+            evaluation=evaluation,
+        )
+        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in meshes}
+        assignment_of = dict(zip(self.workers, assignments, strict=True))
         compiled = self.call(
             lambda worker: worker.load(
-                weights=None if worker is first else weights[worker.mesh],
-                begins=planned.begins,
-                mesh_of_stage=planned.mesh_of_stage,
-                program=planned.plan["programs"][worker.mesh],
-                recomputed=planned.recomputed,
-                planned_s=seconds[worker.mesh],
-                planned_starts_s=starts[worker.mesh],
-                topology=topology,
-                reshardings=planned.reshardings,
-                store=("127.0.0.1", store.port),
-                host="127.0.0.1",
-                connect_s=_CONNECT_S,
-                slot_limits=_SLOT_LIMITS,
-                planned_bytes=planned_bytes,
-                microbatches=planned.microbatches,
-                evaluation=evaluation.get(worker.mesh),
+                assignment_of[worker], None if worker is first else weights[worker.mesh]
             )
         )
         self.notes += dict.fromkeys(note for notes in compiled for note in notes or ())

@@ -22,8 +22,10 @@ from worker.contract.failures import AttemptFailure
 from worker.contract.job import Factory
 from worker.contract.profile import FactoryError, OptimizerState
 from worker.contract.reasons import Reason
+from worker.engine.local_stages import LocalStages
 from worker.engine.optim.state_dict import without_implementation_flags
 from worker.engine.optim.step import ModelUpdate, UpdateSettings
+from worker.parallel.collectives import Collectives
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 
@@ -283,13 +285,11 @@ def test_a_step_that_is_skipped_does_not_count_for_the_schedule_nor_for_the_opti
     stage = nn.Linear(2, 2)
     spec = Factory("torch.optim.lr_scheduler:StepLR", {"step_size": 1, "gamma": 0.5})
     update = ModelUpdate(
-        stages={0: stage},
-        tied={},
-        mesh_of_stage=["m0"],
+        LocalStages({0: stage}, ["m0"]),
+        Collectives(LocalTransport.group(topology)["m0", 0], {}),
+        UpdateSettings(None, "skip"),
         optimizer=functools.partial(make_optimizer, Factory("torch.optim:Adam", {"lr": 1.0})),
         lr_schedule=functools.partial(make_schedule, spec),
-        transport=LocalTransport.group(topology)["m0", 0],
-        settings=UpdateSettings(None, "skip"),
     )
     rates = []
     for step, scale in enumerate([1.0, float("nan"), float("inf"), 1.0]):

@@ -22,9 +22,9 @@ def check(monkeypatch):
     """Loads a job with dropout on streams, spoils something, and has the workers check their stages."""
     wholes = {}
 
-    def kept(job, stages, mesh, worker):
+    def kept(job, stages, mesh, worker, communicator):
         wholes[tuple(stages), worker] = copy.deepcopy(stages)
-        return shards.tensor_parallel_stages(job, stages, mesh, worker)
+        return shards.tensor_parallel_stages(job, stages, mesh, worker, communicator)
 
     monkeypatch.setattr(actor, "tensor_parallel_stages", kept)
 

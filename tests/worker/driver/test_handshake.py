@@ -19,7 +19,7 @@ from worker.contract.versions import (
 NEWER_DRIVER = """
 import sys
 from worker.contract import versions
-versions.OLDEST_CONTROL_PLANE = 9
+versions.OLDEST_CONTROL_PLANE_PROTOCOL = 9
 from worker.driver.__main__ import main
 sys.exit(main())
 """

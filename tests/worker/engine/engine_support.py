@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from worker.contract.planned import MeshProgram
 from worker.contract.program import Instruction
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, engine_collectives
+from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions
 from worker.engine.routes import find_routes
 from worker.transport.base import Topology
@@ -277,6 +279,19 @@ class Recorder(torch.optim.SGD):
         return super().step(closure)
 
 
+def make_engine(transport, program, graph, mesh_of_stage, *, options=None, tensor=None, **given):
+    """An engine of `program` for the stages of a graph that the transport's mesh runs."""
+    options = options or RunOptions()
+    own = {s: graph.stages[s] for s, mesh in enumerate(mesh_of_stage) if mesh == transport.mesh}
+    return Engine(
+        program,
+        LocalStages(own, mesh_of_stage, graph.edges, graph.tied, tensor),
+        engine_collectives(transport, program, mesh_of_stage, graph.tied, options),
+        options=options,
+        **given,
+    )
+
+
 class LocalPipeline:
     """All engines of a graph in this process, one thread each. `times`: what `times_of` gives."""
 
@@ -299,21 +314,19 @@ class LocalPipeline:
         self.engines = {}
         for (mesh, worker), transport in transports.items():
             mine = copy.deepcopy(graph)
-            self.engines[mesh, worker] = Engine(
-                mesh=mesh,
-                worker=worker,
-                program=programs[mesh],
-                stages={s: mine.stages[s] for s, m in enumerate(mesh_of_stage) if m == mesh},
-                edges=graph.edges,
-                mesh_of_stage=mesh_of_stage,
-                tied=graph.tied,
-                microbatches=microbatches,
+            self.engines[mesh, worker] = make_engine(
+                transport,
+                MeshProgram(
+                    tuple(programs[mesh]),
+                    microbatches,
+                    recomputed=recomputed,
+                    **({} if times is None else times[mesh]),
+                ),
+                mine,
+                mesh_of_stage,
                 loss=loss or squared_error,
                 optimizer=optimizer,
-                transport=transport,
                 options=RunOptions(**options),
-                recomputed=recomputed,
-                **({} if times is None else times[mesh]),
             )
         self.each(lambda key, engine: engine.connect())
 

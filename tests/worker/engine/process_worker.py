@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import torch
 
 from tests.worker.engine import engine_support as support
-from worker.engine.engine import Engine
+from worker.contract.planned import MeshProgram
 from worker.engine.results import RunOptions, SlotLimits
 from worker.transport.base import EngineError, Topology
 from worker.transport.gloo import GlooTransport
@@ -101,18 +101,13 @@ def work(job):
             stage.to(device)
     else:
         transport = GlooTransport(topology, host="127.0.0.1", **common)
-    engine = Engine(
-        mesh=mesh,
-        worker=worker,
-        program=programs[mesh],
-        stages={s: graph.stages[s] for s, m in enumerate(mesh_of_stage) if m == mesh},
-        edges=graph.edges,
-        mesh_of_stage=mesh_of_stage,
-        tied=graph.tied,
-        microbatches=job["microbatches"],
+    engine = support.make_engine(
+        transport,
+        MeshProgram(programs[mesh], job["microbatches"]),
+        graph,
+        mesh_of_stage,
         loss=support.squared_error,
         optimizer=support.Recorder,
-        transport=transport,
         options=RunOptions(limits=SlotLimits(1.0, job.get("limit_s", 30.0)), **job.get("options", {})),
     )
     answer = {"mesh": mesh, "worker": worker, "losses": [], "error": None}

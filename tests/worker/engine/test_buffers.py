@@ -18,7 +18,7 @@ from tests.worker.engine.engine_support import (
     random_graph,
 )
 from worker.contract.program import COMPUTE_OPS, RECEIVE_OPS, Instruction
-from worker.engine.buffers import plan_buffers
+from worker.engine.actions import plan_buffers
 from worker.engine.results import StageError
 from worker.engine.routes import find_routes
 from worker.transport.local import LocalTransport

@@ -17,6 +17,7 @@ from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
     chain,
+    make_engine,
     planned,
     serial_programs,
     skips,
@@ -24,8 +25,8 @@ from tests.worker.engine.engine_support import (
     tied_chain,
     two_branches,
 )
+from worker.contract.planned import MeshProgram
 from worker.contract.resharding import ReshardingPlan
-from worker.engine.engine import Engine
 from worker.engine.lanes.base import LaneStatus
 from worker.engine.results import RunOptions, SlotLimits
 from worker.engine.routes import find_routes
@@ -70,21 +71,19 @@ class UnlikePipeline(LocalPipeline):
         self.engines = {}
         for (mesh, worker), transport in LocalTransport.group(topology).items():
             mine = copy.deepcopy(_of_rows(graph, ROWS // sizes[mesh]))
-            self.engines[mesh, worker] = Engine(
-                mesh=mesh,
-                worker=worker,
-                program=programs[mesh],
-                stages={s: mine.stages[s] for s, m in enumerate(mesh_of_stage) if m == mesh},
-                edges=mine.edges,
-                mesh_of_stage=mesh_of_stage,
-                tied=graph.tied,
-                microbatches=MICROBATCHES,
+            self.engines[mesh, worker] = make_engine(
+                transport,
+                MeshProgram(
+                    tuple(programs[mesh]),
+                    MICROBATCHES,
+                    reshardings=plans,
+                    **({} if times is None else times[mesh]),
+                ),
+                mine,
+                mesh_of_stage,
                 loss=squared_error,
                 optimizer=optimizer,
-                transport=transport,
                 options=RunOptions(**options),
-                reshardings=plans,
-                **({} if times is None else times[mesh]),
             )
         self.each(lambda key, engine: engine.connect())
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tests.worker.engine.engine_support import batch, chain, serial_programs, squared_error
+from tests.worker.engine.engine_support import batch, chain, make_engine, serial_programs, squared_error
 from tests.worker.transport.fake_nccl import FakeNccl
-from worker.engine.engine import Engine
+from worker.contract.planned import MeshProgram
 from worker.engine.results import RunOptions, SlotLimits, StallError
 from worker.transport.base import Topology
 from worker.transport.nccl import NcclTransport
@@ -34,18 +34,8 @@ def test_a_stall_is_told_although_the_abort_hangs():
     nccl, store, graph = FakeNccl(), host_store("127.0.0.1"), chain(2)
     programs = serial_programs(graph, MESHES, 1)
     engines = {
-        mesh: Engine(
-            mesh=mesh,
-            worker=0,
-            program=programs[mesh],
-            stages={index: graph.stages[index]},
-            edges=graph.edges,
-            mesh_of_stage=MESHES,
-            tied={},
-            microbatches=1,
-            loss=squared_error,
-            optimizer=None,
-            transport=Deferred(
+        mesh: make_engine(
+            Deferred(
                 Topology(MESHES),
                 mesh=mesh,
                 worker=0,
@@ -55,9 +45,13 @@ def test_a_stall_is_told_although_the_abort_hangs():
                 torch_version=(2, 28, 9),
                 stream_pointer=lambda: 0,
             ),
+            MeshProgram(programs[mesh], 1),
+            graph,
+            MESHES,
+            loss=squared_error,
             options=RunOptions(limits=SlotLimits(factor=1.0, floor_s=0.5)),
         )
-        for index, mesh in enumerate(MESHES)
+        for mesh in MESHES
     }
     threads = [threading.Thread(target=engine.connect, name=mesh) for mesh, engine in engines.items()]
     for thread in threads:

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from tests.worker.engine.engine_support import LocalPipeline, serial_programs, tied_chain
-from worker.engine.optim.step import tie_local_parameters
+from worker.engine.local_stages import LocalStages, tie_local_parameters
+from worker.engine.optim.step import bucket_candidates
 from worker.parallel.process_groups import reduce_groups
 from worker.transport.base import Topology
 
@@ -58,15 +59,20 @@ def test_only_those_sum_who_have_something_to_sum_with():
     }
 
 
+def candidates(engine, graph, mesh_of_stage):
+    own = {index: module for index, (module, _) in engine.stages.items()}
+    return bucket_candidates(LocalStages(own, mesh_of_stage, graph.edges, graph.tied), engine._collectives)
+
+
 def test_workers_sum_early_what_is_trained_and_of_their_mesh_alone():
     """A tied parameter is summed over its meshes first, and what is not trained has nothing to sum."""
     graph, meshes = tied_chain(), ["m0", "m1", "m2"]
     graph.stages[1].l.bias.requires_grad_(False)
     programs = serial_programs(graph, meshes, 2)
     with LocalPipeline(graph, meshes, programs, 2, workers=2) as pipeline:
-        found = {mesh: pipeline.engines[mesh, 0]._update.gradients() for mesh in meshes}
+        found = {mesh: candidates(pipeline.engines[mesh, 0], graph, meshes) for mesh in meshes}
     assert found["m0"] == found["m2"] == []
     (weight,) = found["m1"]
     assert (weight.name, weight.stages, weight.size_bytes) == ("1.l.weight", (1,), 6 * 6 * 8)
     with LocalPipeline(graph, meshes, programs, 2) as pipeline:
-        assert not any(engine._update.gradients() for engine in pipeline.engines.values())
+        assert not any(candidates(engine, graph, meshes) for engine in pipeline.engines.values())

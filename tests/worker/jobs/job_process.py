@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from worker.actor.assignment import make_assignments
 from worker.contract.job import Job
-from worker.contract.planned import parse_planned_job, planned_seconds, planned_starts
+from worker.contract.planned import parse_planned_job
 from worker.engine.results import SlotLimits
 from worker.transport.base import topology_of
 from worker.verify.local_gang import InspectableWorker
@@ -45,21 +46,15 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
     worker = InspectableWorker(job=job, mesh=mesh, worker=index, device=given["device"])
     worker.prepare(topology.workers(mesh))
     worker.trace(planned.microbatches)
-    worker.load(
-        begins=planned.begins,
-        mesh_of_stage=planned.mesh_of_stage,
-        program=planned.plan["programs"][mesh],
-        recomputed=planned.recomputed,
-        planned_s=planned_seconds(planned.plan, planned.stage_names, planned.update)[mesh],
-        planned_starts_s=planned_starts(planned.plan, planned.stage_names)[mesh],
-        topology=topology,
-        reshardings=planned.reshardings,
+    assignments = make_assignments(
+        planned,
+        [(name, "127.0.0.1") for name in topology.meshes for _ in range(topology.workers(name))],
+        tensors=job.tensors,
         store=("127.0.0.1", given["port"]),
-        host="127.0.0.1",
         connect_s=120.0,
         slot_limits=SlotLimits(factor=20.0, floor_s=60.0),
-        microbatches=planned.microbatches,
     )
+    worker.load(assignments[topology.rank(mesh, index)])
     worker.warm_up(1)
     losses = [worker.run_step(step).losses for step in range(1, given["steps"] + 1)]
     state = worker.engine.state()["parameters"]

@@ -24,7 +24,9 @@ from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
 from worker.contract.job import CheckpointPolicy
 from worker.driver.checkpoints import Checkpoints
+from worker.engine.local_stages import LocalStages
 from worker.engine.optim.step import ModelUpdate, UpdateSettings
+from worker.parallel.collectives import Collectives
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 
@@ -82,13 +84,11 @@ class _Worker:
         self.mesh = mesh
         stage.original_names = {name: f"{mesh}.{name}" for name, _ in stage.named_parameters()}
         self.update = ModelUpdate(
-            stages={0: stage},
-            tied={},
-            mesh_of_stage=[mesh],
+            LocalStages({0: stage}, [mesh]),
+            Collectives(LocalTransport.group(Topology((mesh,)))[mesh, 0], {}),
+            UpdateSettings(clip_grad_norm=1.0, non_finite="stop"),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
             lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
-            transport=LocalTransport.group(Topology((mesh,)))[mesh, 0],
-            settings=UpdateSettings(clip_grad_norm=1.0, non_finite="stop"),
         )
         rest = {} if whole is None else {RECORD_SHARD: record_to_state(make_record(whole), {})}
         self.saver = ShardSaver(mesh, lambda step: self.update.state(), rest)

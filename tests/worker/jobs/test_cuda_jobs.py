@@ -120,7 +120,7 @@ def test_copies_of_what_is_whole_stay_one_where_workers_round_differently(shard,
     def rounded(update, losses):
         for parameter in update.updated.values():
             if parameter.grad is not None:
-                parameter.grad.mul_(1 + 1e-6 * update.transport.worker)
+                parameter.grad.mul_(1 + 1e-6 * update.collectives.worker)
         return norm(update, losses)
 
     def apart(agrees):

@@ -102,7 +102,7 @@ def test_copies_of_what_is_whole_stay_one_on_processors_that_round_otherwise(mon
     def rounded(update, losses):
         for parameter in update.parameters.values():
             if parameter.grad is not None:
-                parameter.grad.mul_(1 + 1e-6 * update.transport.worker)
+                parameter.grad.mul_(1 + 1e-6 * update.collectives.worker)
         return norm(update, losses)
 
     monkeypatch.setattr(ModelUpdate, "_global_norm", rounded)

@@ -12,12 +12,13 @@ from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
 from tests.reference import dataset_batches, train
+from tests.worker.engine.engine_support import make_engine
 from tests.worker.model.odd_models import ODD_MODELS, make
 from worker.benchmark.layer_costs import measure_layers
 from worker.checkpoint import format as checkpoint_format
+from worker.contract.planned import MeshProgram
 from worker.contract.program import program_from_json
 from worker.data.sampler import BatchSampler, collate
-from worker.engine.engine import Engine
 from worker.engine.results import RunOptions
 from worker.examples.digits import NoisyDigits
 from worker.examples.text import ByteWindows
@@ -48,20 +49,16 @@ class Pipeline:
         topology = Topology(meshes=tuple(mesh.name for mesh in result.spec.meshes), workers_per_mesh=1)
         transports = LocalTransport.group(topology)
         self.engines = [
-            Engine(
-                mesh=mesh,
-                worker=0,
-                program=program_from_json(
-                    i if isinstance(i, dict) else i.to_json() for i in plan.programs[mesh]
+            make_engine(
+                transports[mesh, 0],
+                MeshProgram(
+                    program_from_json(i if isinstance(i, dict) else i.to_json() for i in plan.programs[mesh]),
+                    len(batch),
                 ),
-                stages={i: graph.stages[i] for i, place in enumerate(mesh_of_stage) if place == mesh},
-                edges=graph.edges,
-                mesh_of_stage=mesh_of_stage,
-                tied=graph.tied,
-                microbatches=len(batch),
+                graph,
+                mesh_of_stage,
                 loss=loss,
                 optimizer=optimizer,
-                transport=transports[mesh, 0],
                 options=RunOptions(clip_grad_norm=CLIP, seed=None),
             )
             for mesh in topology.meshes

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from tests.worker.engine.engine_support import chain, serial_programs, squared_error
-from worker.actor.assignment import engine_failure
+from worker.actor.actor import engine_failure
+from worker.contract.planned import MeshProgram
 from worker.contract.reasons import Reason
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, engine_collectives
+from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions, SlotLimits
 from worker.model.export import trace
 from worker.parallel.collectives import Collectives
+from worker.parallel.process_groups import tp_group
 from worker.parallel.tensor.graph_collectives import TensorGroup
 from worker.parallel.tensor.shards import TensorParallelShards
 from worker.parallel.tensor.tensor_stage import tensor_stage
@@ -46,22 +49,21 @@ def engine_of(worker, transport, limits):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 4))
     traced = trace(model, (ROWS,))
     cut = traced.cut([traced.layers[0]])
-    group = TensorGroup(worker, WORKERS)
+    program, options = (
+        MeshProgram(serial_programs(chain(1), ["m0"], 1)["m0"], 1),
+        RunOptions(tensor=WORKERS, limits=limits),
+    )
+    collectives = engine_collectives(transport, program, ["m0"], cut.tied, options)
+    group = TensorGroup(worker, WORKERS, collectives.in_stage(tp_group("m0", worker, WORKERS)))
     shared = tensor_stage(cut.stages[0], PLAN, group)
+    shards = TensorParallelShards(group, shared.splits)
     engine = Engine(
-        mesh="m0",
-        worker=worker,
-        program=serial_programs(chain(1), ["m0"], 1)["m0"],
-        stages={0: shared.module},
-        edges=cut.edges,
-        mesh_of_stage=["m0"],
-        tied=cut.tied,
-        microbatches=1,
+        program,
+        LocalStages({0: shared.module}, ["m0"], cut.edges, cut.tied, shards),
+        collectives,
         loss=squared_error,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        transport=transport,
-        options=RunOptions(tensor=WORKERS, limits=limits),
-        tensor=TensorParallelShards(group, shared.splits),
+        options=options,
     )
     return engine, group
 
@@ -139,20 +141,19 @@ def test_who_has_come_is_told_apart_by_the_group_and_the_number():
     end = LocalTransport.group(Topology(("m0",), 12))["m0", 0]
     here, asked = [], {}
 
-    class Transport:
-        def all_reduce(self, group, tensor):
-            here.append(meetings.missing(lambda name: asked.get(name, "")))
+    def all_reduce(group, tensor):
+        here.append(collectives.missing(lambda name: asked.get(name, "")))
 
-    meetings = Collectives(end, Transport)
-    meetings.groups = {"norms/m0/1": (0, 1, 2), "norms/m0/10": (0, 10, 11)}
+    end.all_reduce = all_reduce
+    collectives = Collectives(end, {"norms/m0/1": (0, 1, 2), "norms/m0/10": (0, 10, 11)})
     for group in ("norms/m0/1", "norms/m0/10", "norms/m0/1"):
-        meetings.all_reduce(group, torch.ones(1))
+        collectives.in_stage(group).all_reduce(torch.ones(1))
     assert here == [("m0/1", "m0/2"), ("m0/10", "m0/11"), ("m0/1", "m0/2")]
-    assert meetings.missing(lambda name: "") == (), "it waits for nobody"
+    assert collectives.missing(lambda name: "") == (), "it waits for nobody"
     asked = {
         "m0/1": "step 1, running 0F0 for 0.1 s, come to 3 sums of norms/m0/1, come to 9 sums of norms/m0/10",
         "m0/2": "step 1, running 0F0 for 0.1 s, come to 1 sums of norms/m0/1, come to 9 sums of norms/m0/10",
     }
-    meetings.all_reduce("norms/m0/1", torch.ones(1))
+    collectives.in_stage("norms/m0/1").all_reduce(torch.ones(1))
     assert here[-1] == ("m0/2",)
-    assert meetings.progress_text() == ", come to 3 sums of norms/m0/1, come to 1 sums of norms/m0/10"
+    assert collectives.progress_text() == ", come to 3 sums of norms/m0/1, come to 1 sums of norms/m0/10"

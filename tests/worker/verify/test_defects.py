@@ -261,9 +261,9 @@ def schedule_stands(monkeypatch):
     """The learning rate of one mesh never changes."""
 
     def make(original):
-        def init(self, **arguments):
-            original(self, **arguments)
-            if self.transport.mesh == "m1":
+        def init(self, *arguments, **options):
+            original(self, *arguments, **options)
+            if self.collectives.mesh == "m1":
                 self.lr_schedule = None
 
         return init
@@ -309,7 +309,7 @@ def summed_over_workers(monkeypatch):
     def make(original):
         def average(self, parameters):
             for parameter in parameters:
-                parameter.grad.mul_(self.transport.topology.workers_per_mesh)
+                parameter.grad.mul_(self.collectives.topology.workers_per_mesh)
             return original(self, parameters)
 
         return average

@@ -10,7 +10,7 @@ optimizer honours found_inf. Must not know programs, lanes or microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,56 +20,13 @@ from torch import nn
 from worker.contract.buckets import Gradient
 from worker.engine.forward import drop_casts
 from worker.engine.lanes.base import Finish, chain_finish
+from worker.engine.local_stages import LocalStages, named_buffers, named_parameters
 from worker.engine.optim.grad_scaler import PipelineGradScaler, group_by_dtype
 from worker.engine.optim.state_dict import load_groups, load_schedule, save_groups
 from worker.engine.results import NonFiniteError, RunOptions
-from worker.parallel.process_groups import PP_GROUP, WORLD, dp_group, reduce_groups, tp_group
-from worker.parallel.tensor.shards import TensorParallelShards
-from worker.transport.base import Transport, finish
-
-
-def tie_local_parameters(stages: Mapping[int, nn.Module], tied: Mapping[str, Sequence[int]]) -> None:
-    """Make a parameter that several stages of this mesh use one object, as in the unsplit model."""
-    for name, holders in tied.items():
-        first: nn.Parameter | None = None
-        for stage in holders:
-            if stage not in stages:
-                continue
-            module = stages[stage]
-            for local, original in _original_names(module).items():
-                if original != name:
-                    continue
-                owner, _, attribute = local.rpartition(".")
-                holder = module.get_submodule(owner)
-                if first is None:
-                    first = holder._parameters[attribute]
-                else:
-                    holder._parameters[attribute] = first
-
-
-def named_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of some stages, each once, by original name."""
-    found: dict[str, nn.Parameter] = {}
-    for stage in sorted(stages):
-        names = _original_names(stages[stage])
-        for local, parameter in stages[stage].named_parameters():
-            found.setdefault(names.get(local, f"stage{stage}.{local}"), parameter)
-    return found
-
-
-def named_buffers(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
-    """The buffers of some stages. A buffer without an original name is a constant of its stage and no state."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in sorted(stages):
-        names = _original_names(stages[stage])
-        for local, buffer in stages[stage].named_buffers():
-            if local in names:
-                found.setdefault(names[local], buffer)
-    return found
-
-
-def _original_names(module: nn.Module) -> Mapping[str, str]:
-    return getattr(module, "original_names", {})
+from worker.parallel.collectives import Collectives
+from worker.parallel.process_groups import PP_GROUP, WORLD, dp_group
+from worker.transport.base import finish
 
 
 @dataclass(frozen=True)
@@ -101,57 +58,74 @@ class UpdateResult:
     overflowed: bool = False
 
 
+def bucket_candidates(stages: LocalStages, collectives: Collectives, tensor: int = 1) -> list[Gradient]:
+    """The gradients that the workers of this mesh can sum as soon as its last backward has ended: all that are trained
+    but those that are summed over meshes first. `tensor` is that of RunOptions."""
+    if dp_group(collectives.mesh, collectives.worker, tensor) not in collectives.groups:
+        return []
+    parameters = named_parameters(stages.modules)
+    tied = _tied_groups(parameters, stages.tied, collectives)
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    users: dict[str, list[int]] = {}
+    for stage, module in stages.modules.items():
+        for parameter in module.parameters():
+            users.setdefault(name_of[id(parameter)], []).append(stage)
+    return [
+        Gradient(name, tuple(users[name]), p.numel() * p.element_size(), str(p.dtype))
+        for name, p in parameters.items()
+        if p.requires_grad and name not in tied
+    ]
+
+
+def _tied_groups(
+    parameters: Collection[str], tied: Collection[str], collectives: Collectives
+) -> dict[str, str]:
+    """The group over which each tied parameter of this mesh is summed, by name, where other meshes hold it too."""
+    place = f"/{collectives.worker}" if collectives.topology.uniform else ""
+    groups = {name: f"tied/{name}{place}" for name in sorted(tied) if name in parameters}
+    return {name: group for name, group in groups.items() if group in collectives.groups}
+
+
 class ModelUpdate:
-    """The parameters of the stages of one mesh, each once, by original name."""
+    """The parameters of the stages of one mesh, each once, by original name.
+
+    Those in `bucketed` are summed by `reduce_bucket`, all others by `reduce`."""
 
     def __init__(
         self,
-        *,
-        stages: Mapping[int, nn.Module],
-        tied: Mapping[str, Sequence[int]],
-        mesh_of_stage: Sequence[str],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
-        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None,
-        transport: Transport,
+        stages: LocalStages,
+        collectives: Collectives,
         settings: UpdateSettings,
+        *,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         scaler: PipelineGradScaler | None = None,
-        share: TensorParallelShards | None = None,
+        bucketed: Collection[str] = (),
     ):
-        self.transport = transport
+        self.collectives = collectives
         self.scaler = scaler
-        self._share = share
+        self._shards = stages.tensor
         self._settings = settings
-        self._stages = stages
-        self.parameters = named_parameters(stages)
-        self._buffers = named_buffers(stages)
-        mesh, worker = transport.mesh, transport.worker
-        self._groups = reduce_groups(
-            transport.topology, tied, mesh_of_stage, bool(settings.sharded), settings.tensor
-        )
+        self.parameters = named_parameters(stages.modules)
+        self._buffers = named_buffers(stages.modules)
+        topology, mesh, worker = collectives.topology, collectives.mesh, collectives.worker
         self._dp_group = dp_group(mesh, worker, settings.tensor)
-        self.tp_group = tp_group(mesh, worker, settings.tensor)
-        self._uniform = transport.topology.uniform
-        self._asks_all = not self._uniform or bool(settings.sharded)
-        self._meshes_group = WORLD if self._asks_all else f"{PP_GROUP}/{worker}"
+        self._has_dp_group = self._dp_group in collectives.groups
+        self._uniform = topology.uniform
+        self._norm_of_world = not self._uniform or bool(settings.sharded)
+        self._norm_group = WORLD if self._norm_of_world else f"{PP_GROUP}/{worker}"
         self._names = {parameter: name for name, parameter in self.parameters.items()}
-        self._tied_groups = {
-            name: group
-            for name in sorted(tied)
-            if name in self.parameters
-            and (group := f"tied/{name}/{worker}" if self._uniform else f"tied/{name}") in self._groups
-        }
+        self._tied_groups = _tied_groups(self.parameters, stages.tied, collectives)
         # Every worker that has the loss makes gradients of the mean over its own rows: the sum over all workers of a
         # mesh, each with its rows, is as many times too large, however many workers this mesh has.
-        last = mesh_of_stage[-1]
-        self._dp_size_of_loss = transport.topology.workers(last) // transport.topology.tensor(
-            last, settings.tensor
-        )
+        last = stages.mesh_of_stage[-1]
+        self._dp_size_of_loss = topology.workers(last) // topology.tensor(last, settings.tensor)
         owner = {
-            name: min(stages, key=lambda s: transport.topology.meshes.index(mesh_of_stage[s]))
-            for name, stages in tied.items()
+            name: min(users, key=lambda stage: topology.meshes.index(stages.mesh_of_stage[stage]))
+            for name, users in stages.tied.items()
         }
         self._counted = [
-            name for name in self.parameters if name not in owner or mesh_of_stage[owner[name]] == mesh
+            name for name in self.parameters if name not in owner or stages.mesh_of_stage[owner[name]] == mesh
         ]
         # What the optimizer updates, by name: other tensors where the workers share its state.
         self.updated: Mapping[str, nn.Parameter] = self.parameters
@@ -159,15 +133,9 @@ class ModelUpdate:
         self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
         self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
         self._norm: torch.Tensor | None = None
-        self._bucketed: frozenset[str] = frozenset()
+        self._bucketed = frozenset(bucketed)
         # Of parameters without a gradient of this worker: how many others made one.
         self._gradient_counts: dict[nn.Parameter, torch.Tensor] = {}
-        self.in_dry_run = False
-
-    @property
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """What the transport must be able to all-reduce over."""
-        return self._groups
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
@@ -191,7 +159,7 @@ class ModelUpdate:
             and p.requires_grad
             and (self._uniform or name not in self._tied_groups)
         ]
-        if self._dp_group in self._groups:
+        if self._has_dp_group:
             for parameters in group_by_dtype(late).values():
                 finish(self._average(parameters))
         elif self._dp_size_of_loss > 1:
@@ -201,28 +169,8 @@ class ModelUpdate:
         if self.scaler is not None:
             self.scaler.unscale(p.grad for p in self.parameters.values() if p.grad is not None)
         self._norm = self._global_norm(losses)
-        if self.in_dry_run:  # of zeros it may be no number, and STEP would do nothing
+        if self.collectives.is_muted:  # of zeros it may be no number, and STEP would do nothing
             self._norm = torch.ones_like(self._norm)
-
-    def gradients(self) -> list[Gradient]:
-        """What the workers of this mesh can sum as soon as its last backward has ended: not what is summed over
-        meshes first."""
-        if self._dp_group not in self._groups:
-            return []
-        name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        stages: dict[str, list[int]] = {}
-        for stage, module in self._stages.items():
-            for parameter in module.parameters():
-                stages.setdefault(name_of[id(parameter)], []).append(stage)
-        return [
-            Gradient(name, tuple(stages[name]), p.numel() * p.element_size(), str(p.dtype))
-            for name, p in self.parameters.items()
-            if p.requires_grad and name not in self._tied_groups
-        ]
-
-    def set_bucketed(self, names: Iterable[str]) -> None:
-        """These are summed by `reduce_bucket`, before `reduce`."""
-        self._bucketed = frozenset(names)
 
     @torch.no_grad()
     def reduce_bucket(self, names: Sequence[str]) -> Finish | None:
@@ -281,7 +229,7 @@ class ModelUpdate:
         """Parameters, buffers and optimizer state by original name. Where workers share matrices these are whole, and
         all of them call this at the same time."""
         own = self._own_state()
-        return own if self._share is None else self._share.whole_state(own)
+        return own if self._shards is None else self._shards.whole_state(own)
 
     def _own_state(self) -> dict[str, Any]:
         """Of matrices that several workers share, this one's parts."""
@@ -302,7 +250,9 @@ class ModelUpdate:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`; `state` may hold other meshes' entries too. KeyError names what is missing."""
-        self._load_own(state if self._share is None else self._share.part_of_state(state, {*self.parameters}))
+        self._load_own(
+            state if self._shards is None else self._shards.part_of_state(state, {*self.parameters})
+        )
 
     @torch.no_grad()
     def _load_own(self, state: Mapping[str, Any]) -> None:
@@ -340,13 +290,13 @@ class ModelUpdate:
         made = parameter.grad is not None
         makers = torch.full((), float(made), device=parameter.device)
         gradient = _grad_or_zeros(parameter)
-        if self._uniform or self._share is None:
-            self.transport.all_reduce(group, gradient)
+        if self._uniform or self._shards is None:
+            self.collectives.all_reduce(group, gradient)
         else:  # other meshes hold other parts of it, or the whole
-            self._share.sum_whole(
-                self._names[parameter], gradient, lambda whole: self.transport.all_reduce(group, whole)
+            self._shards.sum_whole(
+                self._names[parameter], gradient, lambda whole: self.collectives.all_reduce(group, whole)
             )
-        self.transport.all_reduce(group, makers)
+        self.collectives.all_reduce(group, makers)
         if not self._uniform:
             parameter.grad /= (
                 self._dp_size_of_loss
@@ -371,44 +321,44 @@ class ModelUpdate:
             for k in unmade:
                 self._gradient_counts[parameters[k]] = makers[k].clone()
 
-        return chain_finish(self.transport.start_all_reduce(self._dp_group, flat), hand_out)
+        return chain_finish(self.collectives.start_all_reduce(self._dp_group, flat), hand_out)
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
         gradients = self._gradients_of_norm()
-        if self._share is not None:
-            self._share.agree({name: one.grad for name, one in self.updated.items() if one.grad is not None})
+        if self._shards is not None:
+            self._shards.agree({name: one.grad for name, one in self.updated.items() if one.grad is not None})
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
         total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             total += torch.stack(norms).double().square().sum()
-        if self._share is not None and not self._asks_all:  # else all workers add up theirs below
-            self._share.sum(total)
+        if self._shards is not None and not self._norm_of_world:  # else all workers add up theirs below
+            self._shards.sum(total)
             if self.scaler is not None:
-                self._share.sum(self.scaler.found_inf)
+                self._shards.sum(self.scaler.found_inf)
         if losses:
             finite = torch.stack(list(losses)).double().sum() * 0.0
-            if self._dp_group in self._groups and not self._asks_all:
-                self.transport.all_reduce(self._dp_group, finite)
+            if self._has_dp_group and not self._norm_of_world:
+                self.collectives.all_reduce(self._dp_group, finite)
             total += finite
         sums = total if self.scaler is None else torch.stack([total, self.scaler.found_inf])
-        if self._meshes_group in self._groups:
-            self.transport.all_reduce(self._meshes_group, sums)
+        if self._norm_group in self.collectives.groups:
+            self.collectives.all_reduce(self._norm_group, sums)
         if self.scaler is not None:
             total, self.scaler.found_inf = sums.unbind()
         return total.sqrt()
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
         """Where all workers add to the norm those of a mesh, which have the same, add theirs once."""
-        if self._asks_all and self.transport.worker >= self._settings.tensor:
+        if self._norm_of_world and self.collectives.worker >= self._settings.tensor:
             return []
         return [g for name in self._counted_here() if (g := self.parameters[name].grad) is not None]
 
     def _counted_here(self) -> Sequence[str]:
         """The parameters of which this worker counts what it has, where those that share matrices add up theirs."""
-        return self._counted if self._share is None else self._share.counted(self._counted)
+        return self._counted if self._shards is None else self._shards.counted(self._counted)
 
 
 def honours_found_inf(optimizer: torch.optim.Optimizer | None) -> bool:

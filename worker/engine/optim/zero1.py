@@ -21,8 +21,10 @@ from torch.nn import functional
 
 from worker.contract.buckets import BUCKET_BYTES
 from worker.engine.lanes.base import Finish, chain_finish
+from worker.engine.local_stages import LocalStages
 from worker.engine.optim.step import ModelUpdate, UpdateSettings
-from worker.transport.base import Transport, finish
+from worker.parallel.collectives import Collectives
+from worker.transport.base import finish
 
 # The state of torch's optimizers that is one number for a whole parameter, also for one that is a single number.
 _STEP_KEY = "step"
@@ -174,23 +176,28 @@ def _random_tensor(shape: Sequence[int], generator: torch.Generator, device: str
     return torch.randn(shape, generator=generator).to(device)
 
 
-def make_update(*, transport: Transport, settings: UpdateSettings, **given: Any) -> ModelUpdate:
-    """The update of this worker's mesh; arguments are those of ModelUpdate."""
-    shared = transport.mesh in settings.sharded and _dp_size(transport, settings) > 1
-    kind = Zero1Update if shared else ModelUpdate
-    return kind(transport=transport, settings=settings, **given)
+def make_update(
+    stages: LocalStages, collectives: Collectives, settings: UpdateSettings, **options: Any
+) -> ModelUpdate:
+    """The update of this worker's mesh, sharded where its dp ranks share the optimizer state; `options` are those of
+    ModelUpdate."""
+    sharded = collectives.mesh in settings.sharded and _dp_size(collectives, settings) > 1
+    kind = Zero1Update if sharded else ModelUpdate
+    return kind(stages, collectives, settings, **options)
 
 
-def _dp_size(transport: Transport, settings: UpdateSettings) -> int:
-    return transport.topology.workers(transport.mesh) // settings.tensor
+def _dp_size(collectives: Collectives, settings: UpdateSettings) -> int:
+    return collectives.topology.workers(collectives.mesh) // settings.tensor
 
 
 class Zero1Update(ModelUpdate):
-    """What the optimizer updates are parts of the parameters, and views of them."""
+    """Updates this rank's partitions of the parameters, which are views of them."""
 
-    def __init__(self, *, transport: Transport, settings: UpdateSettings, **given: Any):
-        super().__init__(transport=transport, settings=settings, **given)
-        self._parts = FlatPartition(transport.worker // settings.tensor, _dp_size(transport, settings))
+    def __init__(
+        self, stages: LocalStages, collectives: Collectives, settings: UpdateSettings, **options: Any
+    ):
+        super().__init__(stages, collectives, settings, **options)
+        self._parts = FlatPartition(collectives.worker // settings.tensor, _dp_size(collectives, settings))
         self.updated = local_partitions(self.parameters, self._parts)
         self._own = {self.parameters[name]: part for name, part in self.updated.items()}
         self._tied = {self.parameters[name] for name in self._tied_groups}
@@ -257,7 +264,7 @@ class Zero1Update(ModelUpdate):
             for k in unmade:
                 self._gradient_counts[parameters[k]] = makers[k].clone()
 
-        return chain_finish(self.transport.start_reduce_scatter(self._dp_group, out, flat), hand_out)
+        return chain_finish(self.collectives.start_reduce_scatter(self._dp_group, out, flat), hand_out)
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
         """Of this worker's parts, all of them together are the mesh's; from here on gradients are those of parts."""
@@ -299,7 +306,7 @@ class Zero1Update(ModelUpdate):
             [self._parts.filled(part.detach(), size) for part, size in zip(parts, sizes, strict=True)]
         )
         out = own.new_empty(self._parts.workers, own.numel())
-        finish(self.transport.start_all_gather(self._dp_group, out, own))
+        finish(self.collectives.start_all_gather(self._dp_group, out, own))
         lengths = [self._parts.length(size) for size in sizes]
         for rows, size in zip(out.split(lengths, dim=1), sizes, strict=True):
             yield rows.reshape(-1)[:size]

@@ -34,10 +34,6 @@ class TensorParallelShards:
     def __init__(self, group: TensorGroup, splits: Mapping[str, Split]):
         self._group, self._splits = group, splits
 
-    def connect(self, between: GroupCommunicator) -> None:
-        """How the group sums from now on."""
-        self._group.between = between
-
     def shard_stage_like(self, stage: StageModule) -> StageModule:
         """Another graph of a stage on the same parts of its parameters."""
         return split_stage_as(stage, self._splits, self._group)
@@ -150,14 +146,14 @@ def check_tensor_plan_of(traced: TracedModel, plan: Mapping[str, str] | None, wo
 
 @attributed_to(Reason.PLAN_INFEASIBLE)
 def tensor_parallel_stages(
-    job: Job, stages: Mapping[int, StageModule], mesh: str, worker: int
+    job: Job, stages: Mapping[int, StageModule], mesh: str, worker: int, communicator: GroupCommunicator
 ) -> tuple[TensorParallelShards, dict[int, StageModule]]:
     """What `worker` of `mesh` runs of `stages`, and which parts of their parameters those are.
 
     ModelError where a parameter that several stages use is split in two ways.
     """
     tensor, plan = job.tp_size(mesh), job.resources.tensor_plan
-    group = TensorGroup(worker % tensor, tensor)
+    group = TensorGroup(worker % tensor, tensor, communicator)
     splits: dict[str, Split | None] = {}
     found: dict[int, StageModule] = {}
     for index, stage in stages.items():

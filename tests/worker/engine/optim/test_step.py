@@ -16,6 +16,7 @@ from tests.worker.engine.engine_support import (
     batch,
     chain,
     linear,
+    make_engine,
     make_stage,
     merged_state,
     planned,
@@ -24,7 +25,7 @@ from tests.worker.engine.engine_support import (
     squared_error,
     tied_chain,
 )
-from worker.engine.engine import Engine
+from worker.contract.planned import MeshProgram
 from worker.engine.optim.step import ModelUpdate, honours_found_inf
 from worker.engine.results import NonFiniteError, RunOptions
 from worker.model.export import trace
@@ -101,18 +102,14 @@ def test_norm_and_flags_of_a_mesh_without_parameters_lie_on_its_device():
     transport = LocalTransport.group(topology)["m0", 0]
     transport.__class__ = Telling
     stage = make_stage(0, ["input:0"], ["h"], lambda m, x: (x * 2,))
-    engine = Engine(
-        mesh="m0",
-        worker=0,
-        program=serial_programs(Graph([stage, stage], ()), ["m0", "m1"], 1)["m0"],
-        stages={0: stage},
-        edges=(),
-        mesh_of_stage=["m0", "m1"],
-        tied={},
-        microbatches=1,
+    graph = Graph([stage, stage], ())
+    engine = make_engine(
+        transport,
+        MeshProgram(serial_programs(graph, ["m0", "m1"], 1)["m0"], 1),
+        graph,
+        ["m0", "m1"],
         loss=squared_error,
         optimizer=adamw,
-        transport=transport,
         options=RunOptions(device="meta"),
     )
     engine._update.begin()

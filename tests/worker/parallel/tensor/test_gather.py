@@ -59,8 +59,8 @@ def test_gathered_parts_are_the_whole_bit_for_bit(workers):
     ]
 
     def gathered(worker, end):
-        meetings = Collectives(end, lambda: end)
-        group = TensorGroup(worker, workers, meetings.of("g"))
+        collectives = Collectives(end, {"g": tuple(range(workers))})
+        group = TensorGroup(worker, workers, collectives.in_stage("g"))
         return [group.gather(split.pick(one, worker, workers), split) for one, split in cases]
 
     for found in each(ends, gathered):

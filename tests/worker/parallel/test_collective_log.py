@@ -13,7 +13,7 @@ from tests.worker.cuda_workers import Watched
 from tests.worker.engine.engine_support import LocalPipeline, batch, chain, serial_programs
 from worker.contract.buckets import is_bucket
 from worker.engine import engine as engine_module
-from worker.engine.collective_log import CollectiveLog
+from worker.parallel.collective_log import CollectiveLog
 from worker.transport.base import EngineError, Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.local import LocalTransport
@@ -116,9 +116,9 @@ def test_workers_that_have_one_order_train_on(transports):
         for step in range(1, 4):
             run.step(step, batches())
         for engine in run.engines.values():
-            slots = [note.slot for note in engine._collective_log._reference[f"workers/{engine._mesh}"]]
+            slots = [note.slot for note in engine._collectives.log._reference[f"workers/{engine._mesh}"]]
             assert slots[:2] == (["2REDUCE", "0REDUCE"] if engine._mesh == "m0" else ["3REDUCE", "1REDUCE"])
-            assert not engine._collective_log._not_compared
+            assert not engine._collectives.log._not_compared
 
 
 def orders(count=3):
@@ -163,7 +163,7 @@ def test_what_all_meet_otherwise_in_a_later_step_is_no_fault():
 
 
 def test_what_one_meets_otherwise_in_a_later_step_ends_it(monkeypatch):
-    monkeypatch.setattr("worker.engine.collective_log._LIMIT_S", 0.3)
+    monkeypatch.setattr("worker.parallel.collective_log._LIMIT_S", 0.3)
     for odd in range(3):
         own = orders()
         assert together([lambda one=one: run(one, [1, 2]) for one in own]) == [None] * 3
@@ -175,19 +175,26 @@ def test_what_one_meets_otherwise_in_a_later_step_ends_it(monkeypatch):
 
 def test_one_that_tells_late_has_as_long_as_the_slots_behind_the_last_sum_may_take(monkeypatch):
     """The STEP of a large stage takes long the first time."""
-    monkeypatch.setattr("worker.engine.collective_log._LIMIT_S", 0.2)
+    monkeypatch.setattr("worker.parallel.collective_log._LIMIT_S", 0.2)
     first, second = orders(2)
-    second.limit_s += 60.0  # as the engine does, by its longest slot
     first.begin()
     for one in (first, second):
         one.add("all", "all-reduce", torch.zeros(1))
     told_late = threading.Timer(1.0, first.compare_after_step)
     told_late.start()
-    second.compare_after_step()
+    second.compare_after_step(60.0)  # as the engine does, by its longest slot
     told_late.join()
+    limits_s, compare = {}, CollectiveLog.compare_after_step
+
+    def compare_after_step(log, slot_limit_s):
+        limits_s[log] = slot_limit_s
+        compare(log, slot_limit_s)
+
+    monkeypatch.setattr(CollectiveLog, "compare_after_step", compare_after_step)
     with LocalPipeline(chain(2), ["m0", "m1"], serial_programs(chain(2), ["m0", "m1"], 1), 1) as pipeline:
+        pipeline.step(1, [batch(1)])
         for engine in pipeline.engines.values():
-            assert engine._collective_log.limit_s == 0.2 + max(engine._limits_s)
+            assert limits_s[engine._collectives.log] == max(engine._limits_s)
 
 
 def test_two_that_differ_in_unlike_ways_name_the_first_that_does():
