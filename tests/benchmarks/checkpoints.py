@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from test_actor import job
 from workers import Workers
 
+from tests.worker.driver.fake_gang import SimpleGang
 from worker.contract.job import CheckpointPolicy
 from worker.driver.checkpoints import Checkpoints
 
@@ -47,7 +48,7 @@ class Saver:
         self.seconds: dict[str, float] = {}
         self.beside = False
 
-        def call(refs, **_):
+        def wait(refs, **_):
             return [ref() for ref in refs]
 
         def asked(worker, name):
@@ -59,10 +60,9 @@ class Saver:
         self.kept = Checkpoints(
             CheckpointPolicy(folder, every_steps=1, keep=1),
             "job",
-            gang=SimpleNamespace(workers=workers, meshes=meshes, call=call, name=str),
+            gang=SimpleGang(workers=workers, meshes=meshes, wait=wait, name=str),
             reporter=SimpleNamespace(event=lambda *_: None, checkpoint=lambda *_: None),
             limit_s=600.0,
-            interrupted=lambda: None,
             timed=lambda operation, seconds: self.seconds.__setitem__(operation, seconds),
         )
 
@@ -75,9 +75,9 @@ class Saver:
         """Whether the save is known to be written, after one more step."""
         if self.kept._pending is not None:
             self.kept.poll_behind(step)
-            landed = self.kept._pending.outcome_after(step)
-            if landed is not None:
-                self.kept._handle_outcome(landed)
+            outcome = self.kept._pending.outcome_after(step)
+            if outcome is not None:
+                self.kept._handle_outcome(outcome)
         return bool(self.seconds)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import plan_of
 from worker.actor.device import WorkerAddress
 from worker.contract.job import Job
@@ -17,7 +18,7 @@ from worker.driver.planning import Planner
 from worker.verify.local_gang import InspectableWorker, make_workers
 
 HERE = "127.0.0.1"
-TOGETHER = ("measure_sum", "measure_links", "measure_action")
+TOGETHER = ("measure_collectives", "measure_links", "measure_action")
 """Calls in which workers meet; others come one after the other: torch's modes and seeds are those of a process."""
 _LIMIT_S = 300.0
 
@@ -50,7 +51,7 @@ class _Remote:
         return SimpleNamespace(remote=remote)
 
 
-class LocalGang:
+class LocalGang(FakeGang):
     """What a Planner asks of a gang."""
 
     def __init__(self, job: Job):
@@ -69,7 +70,7 @@ class LocalGang:
     def workers_sharing_memory(self, address: WorkerAddress) -> int:
         return len(self.workers)
 
-    def call(self, refs: Sequence[_Ref], **_: Any) -> list[Any]:
+    def wait(self, refs: Sequence[_Ref], **_: Any) -> list[Any]:
         """What the calls answer; raises what the first raised."""
         if not any(ref.meets for ref in refs):
             return [ref.get() for ref in refs]
@@ -117,8 +118,7 @@ def planned_by_the_driver(
     monkeypatch: Any, job: dict[str, Any], changed: Callable[[dict[str, Any]], Any] = lambda request: None
 ) -> tuple[list[InspectableWorker], PlannedJob, _Control]:
     """The workers of a job, its plan, and what was asked for and answered: all of the driver's way to it, measured here."""
-    for module in ("worker.driver.benchmarks", "worker.driver.benchmarks"):
-        monkeypatch.setattr(f"{module}.own_node_address", lambda: HERE)
+    monkeypatch.setattr("worker.driver.benchmarks.own_node_address", lambda: HERE)
     gang, control = LocalGang(Job.from_json(job)), _Control(job, changed)
     planner = Planner(
         control=control,
@@ -127,7 +127,6 @@ def planned_by_the_driver(
         device="cpu",
         limits=Limits(),
         job=Job.from_json(job),
-        interrupted=lambda: None,
     )
     return gang.own, planner.plan(), control
 

@@ -66,7 +66,7 @@ def test_an_actor_and_what_it_uses_know_nothing_of_the_driver():
 
 @pytest.mark.parametrize(
     "module",
-    ["control_plane", "limits", "metrics", "report", "step_record", "termination", "timeline", "timing"],
+    ["control_plane_client", "limits", "metrics", "reporter", "step_record", "stopping"],
 )
 def test_what_of_the_driver_needs_no_tensor_is_light(module):
     code = f"import sys, worker.driver.{module}; assert not {{'torch', 'ray'}} & {{*sys.modules}}"

@@ -14,43 +14,65 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from worker.actor.assignment import Assignment, run_options
 from worker.actor.batch_feed import Batches, StageReader
-from worker.actor.benchmarks import BenchmarkCalls, profile_key
-from worker.actor.device import WorkerAddress, choose_device, own_node_address, use_tf32
+from worker.actor.benchmarks import (
+    measure_job_optimizer_state,
+    measure_job_update,
+    measure_mesh_collectives,
+    measure_mesh_links,
+    plannable_bytes,
+    profile_key,
+    profile_layers,
+)
+from worker.actor.device import (
+    WorkerAddress,
+    choose_device,
+    make_transport,
+    own_node_address,
+    processor_share,
+    use_tf32,
+)
 from worker.actor.evaluation import EvaluationBatches, EvaluationSize, Evaluator
-from worker.actor.model_host import JobModel, ModelCalls
+from worker.actor.model_host import JobModel
 from worker.actor.optimizer import learning_rate, make_loss, make_optimizer, make_schedule
-from worker.actor.saver import CheckpointCalls
+from worker.actor.saver import ShardWriteResult, SnapshotMemory, WorkerCheckpoints
 from worker.actor.step_result import EvaluatedBatch, WorkerStep
 from worker.actor.telemetry import GpuMeter, PeakMemory, gpu_peak_flops, requested_bytes
+from worker.benchmark.engine_overhead import measure_action
+from worker.benchmark.links import Probe, ProbeResult
+from worker.checkpoint.format import check_writable
 from worker.checks.replicas import Fingerprint, checksums, named_tensors
 from worker.checks.sharding import StageCheckContext, check_tensor_parallel
 from worker.contract import failures
+from worker.contract.costs import UpdateCosts
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.contract.job import Job, microbatch_counts
+from worker.contract.model_signature import ModelSignature
+from worker.contract.profile import MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
-from worker.engine.compile import compile_stages
+from worker.engine.compile import StageCompiler, compile_stages
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
 from worker.engine.results import NonFiniteError, StageError, StallError, autocast_dtype
+from worker.model.eval_mode import EvaluationEdge
 from worker.model.factory import resolve
 from worker.model.serialization import ParameterValues
 from worker.model.stages import StageGraph, StageModule
 from worker.parallel.process_groups import tp_group
 from worker.parallel.shard_spec import CutPoints, ShardSpec
 from worker.parallel.tensor.shards import TensorParallelShards, tensor_parallel_stages
-from worker.transport.base import AbortedError, ConnectError, EngineError, PeerLostError, Transport
+from worker.transport.base import AbortedError, ConnectError, EngineError, PeerLostError, Topology, Transport
 
 log = logging.getLogger(__name__)
 
 
-class Worker(BenchmarkCalls, CheckpointCalls, ModelCalls):
-    """One accelerator of one mesh. The driver traces and measures first; then it calls the methods in the order in which
-    they stand here."""
+class Worker:
+    """One accelerator of one mesh. The driver calls the methods in the order in which they are defined."""
 
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
         torch.set_num_threads(1)
@@ -114,6 +136,106 @@ class Worker(BenchmarkCalls, CheckpointCalls, ModelCalls):
             count: profile_key(self._job, self._device, self._batches, count, workers, tensor)
             for count in counts
         }
+
+    def memory_limit(self, sharing: int) -> int | None:
+        """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
+        return plannable_bytes(self._job, self._device, sharing)
+
+    def optimizer_state(self) -> OptimizerState:
+        """The bytes that the job's optimizer keeps of the parameters that it trains."""
+        return measure_job_optimizer_state(self._job, self._device)
+
+    def trace(self, microbatches: int) -> list[str]:
+        """Build the model and trace it for this number of microbatches, one worker for all; notes on the model."""
+        self._set_microbatches(microbatches)
+        inputs, target = self._batches.sample
+        return self._model.check(inputs, target, free_bytes=lambda: self.memory_limit(1))
+
+    def graph(self, workers: int | None = None) -> bytes:
+        """The traced model for the other workers, without its parameters; for a mesh of another data-parallel size
+        traced for its `workers`."""
+        if workers in (None, self._data_workers):
+            return self._model.graph(self._batches.sample[0])
+        return self._model.graph(self._batches.samples(workers)[0], workers)
+
+    def take_graph(self, graph: bytes, microbatches: int) -> None:
+        """Receive the model that another worker traced for this number of microbatches: nothing is built here."""
+        self._set_microbatches(microbatches)
+        self._model.receive_graph(graph)
+
+    @attributed_to(Reason.USER_CODE_RAISED)
+    def profile(self, microbatches: int | None = None) -> dict[str, Any]:
+        """Measure every layer on this device, for the batch in this number of microbatches; JSON of a LayerProfile."""
+        self._set_microbatches(microbatches)
+        profile = profile_layers(
+            self._job,
+            self._model.traced(self._batches.sample[0]),
+            self._batches,
+            self._loss,
+            mesh=self._mesh,
+            device=self._device,
+            compiler=self._compiler() if self._job.training.compile else None,
+        )
+        return profile.to_json()
+
+    @attributed_to(Reason.START_TIMEOUT)
+    def measure_links(
+        self,
+        *,
+        probes: Sequence[Probe],
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        connect_s: float,
+    ) -> list[ProbeResult]:
+        """The results of the probes whose hub this mesh is; every worker 0 calls this at the same time."""
+        transport = self._transport(topology, store, host, connect_s)
+        return measure_mesh_links(transport, probes, self._device)
+
+    @attributed_to(Reason.START_TIMEOUT)
+    def measure_collectives(
+        self, *, store: tuple[str, int], host: str, connect_s: float
+    ) -> MeshCollectiveCosts:
+        """The costs of the collectives of this mesh; all its workers call this at the same time."""
+        topology = Topology((self._mesh,), self._workers_per_mesh)
+        transport = self._transport(topology, store, host, connect_s)
+        return measure_mesh_collectives(self._job, transport, self._device)
+
+    def update_costs(self) -> UpdateCosts:
+        """The costs of the engine's REDUCE and STEP on this worker alone, with the job's optimizer."""
+        return measure_job_update(self._job, self._device)
+
+    @attributed_to(Reason.START_TIMEOUT)
+    def measure_action(
+        self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
+    ) -> float:
+        """Processor seconds of the engine for an action; every worker 0 calls this at the same time."""
+        return measure_action(self._transport(topology, store, host, connect_s))
+
+    def processor_share(self) -> float:
+        """The fraction of a processor core that this worker gets while all of them compute."""
+        return processor_share()
+
+    def model_signature(self, whole: bool) -> ModelSignature:
+        """The signature of the traced model, on the worker that traced; not `whole`: without its parameters."""
+        return self._model.traced(self._batches.sample[0]).signature(whole=whole)
+
+    def check_batch_sharding(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
+        """Refuse a cut between heterogeneous meshes whose batch-sharded tensors would not arrive as they were sent."""
+        self._model.check_batch_sharding(self._data_workers, self._batches.samples, begins, workers_of_stage)
+
+    def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
+        """The tensors between the stages of a cut in eval mode; on the worker that traced."""
+        return self._model.evaluation_edges(self._batches.sample[0], begins, self._data_workers)
+
+    def weights(self, begins: Sequence[str], stages: Sequence[int]) -> ParameterValues:
+        """The initial values of the parameters of some stages, for the worker that runs them."""
+        return self._model.weights(self._batches.sample[0], begins, stages)
+
+    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
+    def try_checkpoints(self, uri: str) -> None:
+        """Write and remove a file where checkpoints will go, so that a wrong place is reported before training."""
+        check_writable(uri)
 
     def load(self, assignment: Assignment, weights: ParameterValues | None = None) -> list[str]:
         """Cut the model, keep this mesh's stages, connect to every peer and compile; returns notes of the compiler.
@@ -234,6 +356,14 @@ class Worker(BenchmarkCalls, CheckpointCalls, ModelCalls):
         spec_of = ShardSpec if self._tensor_shards is None else self._tensor_shards.shard_spec
         return {spec_of(name): tensor for name, tensor in named_tensors(self._stages).items()}
 
+    def snapshot_memory(self, sharing: int) -> SnapshotMemory:
+        """The memory of a copy of the state on this worker, one of `sharing` on its node."""
+        return self._checkpoints.snapshot_memory(sharing)
+
+    def restore(self, uri: str) -> int:
+        """Load this worker's shard of a checkpoint; the number of the step after which it was taken."""
+        return self._checkpoints.restore(uri)
+
     def warm_up(self, step: int) -> None:
         """Have the samples of the first step, and on CUDA load and try all kernels on them, before anybody waits for this
         mesh."""
@@ -278,8 +408,47 @@ class Worker(BenchmarkCalls, CheckpointCalls, ModelCalls):
         with self._raise_as_attempt_failure():
             return self._evaluator.run(batch)
 
+    def save(self, uri: str, step: int) -> list[str]:
+        """Write this mesh's shard of a checkpoint; the names of other shards that were written."""
+        return self._checkpoints.save(uri, step)
+
+    def begin_save(self, uri: str, step: int) -> None:
+        """Copy the state, and write the copy while training goes on."""
+        self._checkpoints.begin_save(uri, step)
+
+    def saved(self) -> ShardWriteResult | None:
+        """The result of the write that `begin_save` began; None while it is running. Never waits."""
+        return self._checkpoints.saved()
+
+    @functools.cached_property
+    def _checkpoints(self) -> WorkerCheckpoints:
+        return WorkerCheckpoints(
+            self._job,
+            mesh=self._mesh,
+            worker=self._worker,
+            device=self._device,
+            stages=self._stages,
+            engine=self._engine,
+            reader=self._reader,
+            unused_state=self._model.unused_state(),
+            optimizer_state=self.optimizer_state,
+            report_copied_bytes=self._memory.exclude_bytes,
+        )
+
+    def _compiler(self) -> StageCompiler:
+        training = self._job.training
+        return StageCompiler(
+            device=self._device, autocast=autocast_dtype(training.precision), limit_s=training.compile_limit_s
+        )
+
+    def _transport(
+        self, topology: Topology, store: tuple[str, int], host: str, connect_s: float
+    ) -> Transport:
+        place = {"mesh": self._mesh, "worker": self._worker, "store": store, "host": host}
+        return make_transport(self._device, topology, **place, connect_s=connect_s)
+
     def _set_microbatches(self, microbatches: int | None) -> None:
-        """Deal the batch in so many microbatches from now on; None keeps what is."""
+        """Split the batch into this number of microbatches from now on; None changes nothing."""
         if microbatches is None or microbatches == self._batches.microbatches:
             return
         self._batches.set_microbatches(microbatches)

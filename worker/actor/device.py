@@ -47,7 +47,8 @@ def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> 
         return 0
     if not assigned:
         raise RuntimeError(
-            f"{_NOSET_VISIBLE_DEVICES} is set, but Ray assigned no GPU to this worker: unset it, or start Ray nodes with GPUs"
+            f"{_NOSET_VISIBLE_DEVICES} is set, but Ray assigned no GPU to this worker: unset it, or start Ray nodes "
+            "with GPUs"
         )
     name = str(assigned[0])
     visible = [

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.actor.batch_feed import Batches
 from worker.actor.device import tf32_notes
 from worker.actor.loss import JobLoss
 from worker.actor.optimizer import check_parameter_groups, make_loss
@@ -28,7 +27,6 @@ from worker.checks.sharding import SamplesByRank, check_batch_sharding
 from worker.checks.trace import check_trace, trace_check_bytes
 from worker.contract.failures import as_failure, attributed_to, is_out_of_memory
 from worker.contract.job import FP16, Job
-from worker.contract.model_signature import ModelSignature
 from worker.contract.profile import ModelError
 from worker.contract.reasons import Reason
 from worker.engine.results import autocast_dtype
@@ -93,7 +91,10 @@ log = logging.getLogger(__name__)
 
 
 class JobModel:
-    """The traced model of `job`, whose stages will run on a `device`; see `worker/model/serialization.py` for what travels."""
+    """The traced model of `job`, whose stages will run on a `device`.
+
+    worker/model/serialization.py says what of it goes to other workers.
+    """
 
     def __init__(self, job: Job, device: str):
         self._job, self._device = job, device
@@ -190,17 +191,23 @@ class JobModel:
             fill_tensors(path, stages.alone, evaluated.aliases)
         return stages
 
-    @attributed_to(Reason.USER_CODE_RAISED)
     def check(
-        self, sample: tuple[torch.Tensor, ...], target: Target, *, device: str, free_bytes: int | None
+        self, sample: tuple[torch.Tensor, ...], target: Target, *, free_bytes: Callable[[], int | None]
     ) -> list[str]:
-        """Refuse a model whose graph computes something else than it does itself; what to tell of the check.
+        """Notes on the traced model. Refuses a tensor plan that does not fit it, and with training.check_trace a graph that
+        computes something else than the model; `free_bytes` are those of the device."""
+        traced, job = self.traced(sample), self._job
+        for tensor in sorted({*job.tensors} - {1}):
+            check_tensor_plan_of(traced, job.resources.tensor_plan, tensor)
+        notes = batch_norm_notes(traced, job) + tf32_notes(job, self._device)
+        return notes + self._check_trace(traced, target, free_bytes()) if job.training.check_trace else notes
 
-        Only where the model was built and finds place beside its graph in `free_bytes` of `device`.
-        """
-        traced = self.traced(sample)
+    @attributed_to(Reason.USER_CODE_RAISED)
+    def _check_trace(self, traced: TracedModel, target: Target, free_bytes: int | None) -> list[str]:
+        """Compare the graph with the model, where this worker built it and both fit in `free_bytes`."""
         if self._built is None:
             return []
+        device = self._device
         needed = trace_check_bytes(self._built, traced, device)
         if free_bytes is not None and needed > free_bytes:
             return [
@@ -329,59 +336,3 @@ def _check_loss_scalable(model: nn.Module, precision: str) -> None:
             f"training.precision is fp16, and parameter {half[0]!r} ({len(half)} in all) is float16 itself, whose "
             "gradient cannot be scaled: build the model in float32 (autocast computes in float16), or freeze it"
         )
-
-
-class ModelCalls:
-    """The calls of a worker before its stages are known: one worker traces for all."""
-
-    _job: Job
-    _device: str
-    _model: JobModel
-    _batches: Batches
-    _data_workers: int
-
-    def _set_microbatches(self, microbatches: int | None) -> None:
-        raise NotImplementedError
-
-    def memory_limit(self, sharing: int) -> int | None:
-        raise NotImplementedError
-
-    def trace(self, microbatches: int) -> list[str]:
-        """Build the model and trace it for so many microbatches, one worker for all; what to tell of the check."""
-        self._set_microbatches(microbatches)
-        inputs, target = self._batches.sample
-        traced, resources = self._model.traced(inputs), self._job.resources
-        for tensor in sorted({*self._job.tensors} - {1}):
-            check_tensor_plan_of(traced, resources.tensor_plan, tensor)
-        notes = batch_norm_notes(traced, self._job) + tf32_notes(self._job, self._device)
-        if not self._job.training.check_trace:
-            return notes
-        return notes + self._model.check(inputs, target, device=self._device, free_bytes=self.memory_limit(1))
-
-    def graph(self, workers: int | None = None) -> bytes:
-        """The traced model for the other workers, without its parameters; for those that are `workers` to share a
-        microbatch."""
-        if workers in (None, self._data_workers):
-            return self._model.graph(self._batches.sample[0])
-        return self._model.graph(self._batches.samples(workers)[0], workers)
-
-    def model_signature(self, whole: bool) -> ModelSignature:
-        """Of the traced model, for the worker that traced; not `whole`: without its parameters."""
-        return self._model.traced(self._batches.sample[0]).signature(whole=whole)
-
-    def check_batch_sharding(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
-        """Refuse a cut whose tensors would not arrive as they are meant, between meshes of unlike sizes."""
-        self._model.check_batch_sharding(self._data_workers, self._batches.samples, begins, workers_of_stage)
-
-    def take_graph(self, graph: bytes, microbatches: int) -> None:
-        """Have what another worker traced for so many microbatches: nothing is built here."""
-        self._set_microbatches(microbatches)
-        self._model.receive_graph(graph)
-
-    def weights(self, begins: Sequence[str], stages: Sequence[int]) -> ParameterValues:
-        """The initial values of the parameters of some stages, for the worker that runs them."""
-        return self._model.weights(self._batches.sample[0], begins, stages)
-
-    def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
-        """What crosses the borders of the stages of a cut while they are evaluated; for the worker that traced."""
-        return self._model.evaluation_edges(self._batches.sample[0], begins, self._data_workers)

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from worker.actor.batch_feed import StageReader
-from worker.actor.model_host import JobModel
-from worker.actor.telemetry import PeakMemory, memory_limit
+from worker.actor.telemetry import memory_limit
 from worker.checkpoint import format as checkpoint_format
 from worker.checks.replicas import named_tensors
 from worker.contract.failures import AttemptFailure, attributed_to
@@ -74,10 +73,9 @@ _TreePath = tuple[Any, ...]
 
 
 class HostSnapshots:
-    """Copies of one state, one after the other, in the same memory: the one before must not be in use any more.
+    """Copies of one state, one after the other, in the same memory: the copy before must not be in use any more.
 
-    Tensors of CUDA go to pinned memory, on a stream beside those of the step. `cuda` is torch.cuda unless a test
-    brings its own.
+    CUDA tensors go to pinned memory, on a stream beside the step's. `cuda` is torch.cuda unless a test brings its own.
     """
 
     def __init__(self, device: str, cuda: Any = torch.cuda):
@@ -88,7 +86,7 @@ class HostSnapshots:
 
     @property
     def copied_bytes(self) -> int:
-        """What the copies take of the host's memory."""
+        """The bytes of host memory that the copies take."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._buffers.values())
 
     def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +131,7 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
 
 
-# How long a save waits for one before it of the same worker; the driver waits, and asks, before it begins another.
+# How long a save waits for the one before it; the driver waits for it before it begins another.
 _PREVIOUS_WRITE_LIMIT_S = 600.0
 
 ShardState = Mapping[str, Any]
@@ -141,7 +139,7 @@ ShardState = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ShardWriteResult:
-    """How writing a worker's shards ended: the names of shards beside its mesh's, why it failed, and how long it took."""
+    """The result of writing a worker's shards: names of shards beside its mesh's, the error, and the seconds."""
 
     shards: tuple[str, ...] = ()
     error: str | None = None
@@ -149,21 +147,22 @@ class ShardWriteResult:
 
 
 class ShardSaver:
-    """Writes the shard `mesh` of `state(step)`, and those of `rest`, which never change.
+    """Writes the shard `mesh` of `state(step)`, and `constant_shards`, which never change.
 
-    `held` is told the bytes that copies take, whenever that may have changed.
+    `report_copied_bytes` is called with the bytes that copies take, whenever that may have changed.
     """
 
     def __init__(
         self,
         mesh: str,
         state: Callable[[int], ShardState],
-        rest: Mapping[str, ShardState],
+        constant_shards: Mapping[str, ShardState],
         *,
         device: str = "cpu",
-        held: Callable[[int], None] = lambda held_bytes: None,
+        report_copied_bytes: Callable[[int], None] = lambda copied_bytes: None,
     ):
-        self._mesh, self._state, self._constant_shards, self._report_copied_bytes = mesh, state, rest, held
+        self._mesh, self._state, self._constant_shards = mesh, state, constant_shards
+        self._report_copied_bytes = report_copied_bytes
         self._snapshots = HostSnapshots(device)
         self._writing: BackgroundTask[None] | None = None
 
@@ -174,7 +173,7 @@ class ShardSaver:
         return list(self._constant_shards)
 
     def begin(self, uri: str, step: int) -> None:
-        """Copy the state and have a thread write it; see `saved`."""
+        """Copy the state, and write the copy in a thread; see `saved`."""
         self._finish_previous()
         copied = self._snapshots.take(self._state(step))
         self._report_copied_bytes(self._snapshots.copied_bytes)
@@ -183,7 +182,7 @@ class ShardSaver:
         )
 
     def saved(self) -> ShardWriteResult | None:
-        """How the one begun last ended; None while it is being written. Never waits."""
+        """The result of the write begun last; None while it is running. Never waits."""
         if self._writing is None:
             return ShardWriteResult()
         if not self._writing.done:
@@ -198,11 +197,11 @@ class ShardSaver:
 
     def _write(self, uri: str, step: int, state: ShardState) -> None:
         checkpoint_format.save_shard(uri, step=step, shard=self._mesh, state=state)
-        for shard, rest in self._constant_shards.items():
-            checkpoint_format.save_shard(uri, step=step, shard=shard, state=rest)
+        for shard, constant in self._constant_shards.items():
+            checkpoint_format.save_shard(uri, step=step, shard=shard, state=constant)
 
     def _finish_previous(self) -> None:
-        """Nobody may write into the memory of a copy, or the same files, while a thread does."""
+        """Wait for the thread that writes: it reads the memory of the last copy, and writes the same files."""
         if self._writing is None:
             return
         try:
@@ -214,44 +213,56 @@ class ShardSaver:
                 f"(process {os.getpid()}): is the storage stuck?",
             ) from None
         except Exception:
-            pass  # was told by `saved`
+            pass  # `saved` returned it
         self._writing = None
 
 
 @dataclass(frozen=True)
 class SnapshotMemory:
-    """The bytes of a copy of a worker's state, and what its process may still take of the host's memory, where that is
-    not what its plan is made for (None: unknown)."""
+    """The bytes of a copy of a worker's state, and on CUDA the bytes that its process may still take of the host's memory
+    (None: unknown, or planned with)."""
 
     bytes: int
     host_bytes: int | None
 
 
-class CheckpointCalls:
-    """The calls of a worker that save and restore. Part of `Worker` (worker/actor/actor.py)."""
+class WorkerCheckpoints:
+    """Saves and restores the state of one loaded worker.
 
-    _job: Job
-    _stages: Mapping[int, nn.Module]
-    _mesh: str
-    _worker: int
-    _device: str
-    _model: JobModel
-    _memory: PeakMemory
-    _engine: Engine | None
-    _reader: StageReader | None
-    _saver: ShardSaver | None = None
+    Only worker 0 of a mesh writes; the others hold the same state, or give it their parts. `optimizer_state` measures
+    the bytes that the optimizer keeps; `report_copied_bytes` is called with the bytes that host snapshots take.
+    """
 
-    def optimizer_state(self) -> OptimizerState:
-        raise NotImplementedError
-
-    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
-    def try_checkpoints(self, uri: str) -> None:
-        """Write and remove a file where checkpoints will go, so that a wrong place is told before training."""
-        checkpoint_format.check_writable(uri)
+    def __init__(
+        self,
+        job: Job,
+        *,
+        mesh: str,
+        worker: int,
+        device: str,
+        stages: Mapping[int, nn.Module],
+        engine: Engine,
+        reader: StageReader,
+        unused_state: Mapping[str, ShardState],
+        optimizer_state: Callable[[], OptimizerState],
+        report_copied_bytes: Callable[[int], None],
+    ):
+        self._stages, self._engine, self._reader = stages, engine, reader
+        self._device, self._optimizer_state = device, optimizer_state
+        self._leads = worker == 0
+        # Tensor-parallel ranks and ZeRO-1 ranks hold parts of the state, which worker 0 puts together.
+        self._contributes = not self._leads and (worker < job.tp_size(mesh) or mesh in job.sharded)
+        self._saver = ShardSaver(
+            mesh,
+            lambda step: {**engine.state(), **reader.state(step)},
+            unused_state,
+            device=device,
+            report_copied_bytes=report_copied_bytes,
+        )
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def restore(self, uri: str) -> int:
-        """Load this worker's part of a checkpoint; the number of the step that it was taken after."""
+        """Load this worker's shard of a checkpoint; the number of the step after which it was taken."""
         state, step = checkpoint_format.load_checkpoint(uri, names={*named_tensors(self._stages)})
         self._reader.load_state(step, state)
         state["optimizer_groups"] = without_implementation_flags(state.get("optimizer_groups") or [])
@@ -259,10 +270,11 @@ class CheckpointCalls:
         return step
 
     def snapshot_memory(self, sharing: int) -> SnapshotMemory:
-        """What a copy of the state takes on this worker, one of `sharing` on its node; nothing where it saves nothing."""
-        if self._contributes_to_state() or self._worker != 0:
+        """The memory of a host snapshot on this worker, one of `sharing` on its node; none where it writes nothing."""
+        self._contribute()
+        if not self._leads:
             return SnapshotMemory(0, None)
-        state, kept = self._engine.state(), self.optimizer_state()
+        state, kept = self._engine.state(), self._optimizer_state()
         parameters = list(state["parameters"].values())
         size = sum(tensor.nbytes for tensor in [*parameters, *state["buffers"].values()])
         size += math.ceil(sum(tensor.nbytes for tensor in parameters) * kept.bytes_per_parameter_byte)
@@ -271,37 +283,23 @@ class CheckpointCalls:
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> list[str]:
-        """Write this mesh's shard of a checkpoint (worker 0 of a mesh only; the others hold the same, or give it their
-        part, at the same time). The names of other shards that it wrote."""
-        self._contributes_to_state()
-        return self._shard_saver().save(uri, step) if self._worker == 0 else []
+        """Write this mesh's shard now; the names of other shards that were written. All workers call this at the same
+        time."""
+        self._contribute()
+        return self._saver.save(uri, step) if self._leads else []
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def begin_save(self, uri: str, step: int) -> None:
-        """As `save`, but only the state is copied meanwhile: a thread writes the copy. `saved` says how it ended."""
-        self._contributes_to_state()
-        if self._worker == 0:
-            self._shard_saver().begin(uri, step)
+        """As `save`, but only the state is copied meanwhile: a thread writes the copy; see `saved`."""
+        self._contribute()
+        if self._leads:
+            self._saver.begin(uri, step)
 
     def saved(self) -> ShardWriteResult | None:
-        """How what `begin_save` began has ended; None while it is being written. Never waits."""
-        return self._shard_saver().saved() if self._worker == 0 else ShardWriteResult()
+        """The result of the write that `begin_save` began; None while it is running. Never waits."""
+        return self._saver.saved() if self._leads else ShardWriteResult()
 
-    def _contributes_to_state(self) -> bool:
-        """Where workers of a mesh share matrices, or the optimizer's state, those beside worker 0 ask for the state when it
-        does: it is put together from their parts. Whether this one did."""
-        gives = self._worker < self._job.tp_size(self._mesh) or self._mesh in self._job.sharded
-        if gives and self._worker > 0:
+    def _contribute(self) -> None:
+        """Ask for the state when worker 0 does, which gathers it."""
+        if self._contributes:
             self._engine.state()
-        return gives and self._worker > 0
-
-    def _shard_saver(self) -> ShardSaver:
-        if self._saver is None:
-            self._saver = ShardSaver(
-                self._mesh,
-                lambda step: {**self._engine.state(), **self._reader.state(step)},
-                self._model.unused_state(),
-                device=self._device,
-                held=self._memory.exclude_bytes,
-            )
-        return self._saver

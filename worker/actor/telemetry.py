@@ -5,6 +5,7 @@ limits include the control groups (v1 and v2) around the process.
 NVML comes from nvidia-ml-py; where the package, the library or a figure is missing (a MIG slice has no utilisation)
 nothing is reported and nothing fails. Peaks are the dense TFLOPS of NVIDIA's data sheets, half of the figures with
 sparsity; a device that is not listed has no MFU.
+Must import without torch, which only functions that ask CUDA need: the driver's metrics know GpuUsage.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ def memory_limit(device: str, sharing: int, root: Path = Path("/")) -> int | Non
     """Bytes that one worker may plan with: what is free now less MARGIN, divided by the `sharing` workers
     of this node (CPU) or GPU (CUDA). None where the system does not say."""
     if device == "cuda":
+        import torch
+
         torch.cuda.empty_cache()
         free: int | None = torch.cuda.mem_get_info()[0]
     else:
@@ -184,6 +188,8 @@ class PeakMemory:
 
     def begin(self) -> None:
         if self._device == "cuda":
+            import torch
+
             torch.cuda.reset_peak_memory_stats()
             return
         with contextlib.suppress(OSError):  # where it is not allowed the peak is that of the process's life
@@ -192,6 +198,8 @@ class PeakMemory:
     def read(self) -> int:
         """Bytes."""
         if self._device == "cuda":
+            import torch
+
             return torch.cuda.max_memory_allocated()
         return max(self._tensor_bytes, _process_status_bytes("VmHWM") - self._before)
 

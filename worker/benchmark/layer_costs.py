@@ -36,47 +36,167 @@ from worker.parallel.tensor.tensor_stage import tensor_stage
 log = logging.getLogger(__name__)
 
 
-def count_flops(run: Callable[[], None]) -> int | None:
-    """The operations of what `run` calls; None where torch cannot count them. Never raises for that."""
-    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_FLOPS)
-    try:
-        with counter:
-            run()
-    except Exception as error:  # an operator that knows no such mode: the same runs without it
-        log.warning("the model's operations are not counted: %s", error)
-        run()
-        return None
-    return int(counter.get_total_flops())
+# Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
+MEASURE_BUDGET_S = 2.0
+MIN_REPEATS = 2
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def _attention_forward_flops(
-    query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    return sdpa_flop_count(query, key, value)
+def measure_layers(
+    traced: TracedModel,
+    loss: LossFunction,
+    target: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+    tensor_parallel: TensorParallelProbe | None = None,
+    compiler: StageCompiler | None = None,
+) -> LayerProfile:
+    """The profile of `traced` for its example inputs; `target` belongs to them.
+
+    Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that autograd keeps; on
+    CPU they are processor time. The loss counts as a part of the last layer. With `tensor_parallel` each layer runs as
+    on one rank of a tensor-parallel group; with a `compiler` it is compiled.
+    """
+    device = torch.device(device)
+
+    def loss_of(output: Tensor) -> Tensor:
+        return loss(output, target.to(device))
+
+    profiler = _LayerProfiler(traced, loss_of, device, repeats, tensor_parallel, compiler)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return profiler.profile()
 
 
-def _attention_backward_flops(
-    _gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    return 2 * sdpa_flop_count(query, key, value)
+class _LayerProfiler:
+    """Runs the layers of a model one after the other, each on the outputs of those before, and collects the profile."""
 
+    def __init__(
+        self,
+        traced: TracedModel,
+        loss: Callable[[Tensor], Tensor],
+        device: torch.device,
+        repeats: int,
+        tensor_parallel: TensorParallelProbe | None,
+        compiler: StageCompiler | None,
+    ) -> None:
+        self._traced, self._placed, self._loss, self._device = traced, traced.placed, loss, device
+        self._repeats, self._tensor_parallel, self._compiler = repeats, tensor_parallel, compiler
+        self._builder = traced.builder(range(len(self._placed.layers)))
+        self._edges = self._builder.edges()
+        self._differentiable = {edge.tensor for edge in self._edges if edge.differentiable}
+        self._last_use: dict[str, int] = {}
+        for edge in self._edges:
+            self._last_use[edge.tensor] = max(self._last_use.get(edge.tensor, 0), edge.target)
+        self._tensors: dict[str, Tensor] = {
+            input_name(index): value for index, value in enumerate(traced.example_inputs)
+        }
+        """Inputs and outputs of layers that a later layer needs, on the host."""
+        self._parameter_sizes: dict[str, int] = {}
+        self._buffer_sizes: dict[str, int] = {}
+        self._frozen: dict[str, None] = {}
+        self._updated_buffers: set[str] = set()
+        self._compiled: set[str] = set()
+        self._split: set[str] = set()
+        self._saved_at: dict[str, set[int]] = {}
 
-_ATTENTION_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,  # torch counts CUDA's only
-    **dict.fromkeys(
-        (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            torch.ops.aten._scaled_dot_product_flash_attention_backward,
-            torch.ops.aten._scaled_dot_product_efficient_attention_backward,
-            torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
-        ),
-        _attention_backward_flops,
-    ),
-}
+    def profile(self) -> LayerProfile:
+        costs = tuple(self._measure(index, name) for index, name in enumerate(self._placed.layers))
+        example_inputs = self._traced.example_inputs
+        return LayerProfile(
+            layers=costs,
+            edges=self._layer_edges(),
+            device_type=self._device.type,
+            microbatch=", ".join(f"{list(value.shape)} {_dtype_name(value)}" for value in example_inputs),
+            parameter_sizes=self._parameter_sizes,
+            frozen_parameters=tuple(self._frozen),
+            buffer_sizes=self._buffer_sizes,
+            updated_buffers=frozenset(self._updated_buffers),
+            checkpointed=self._traced.checkpointed,
+            compiled=frozenset(self._compiled),
+            split_parameters=frozenset(self._split),
+        )
+
+    def _measure(self, index: int, name: str) -> LayerCost:
+        run = self._layer_run(index)
+        if self._compiler is not None and self._compiler.compile(
+            f"layer {name}", run.stage, run.module_alone
+        ):
+            self._compiled.add(name)
+        saved = run.count_saved()
+        for tensor in saved.tensors:
+            self._saved_at.setdefault(tensor, set()).add(index)
+        sums = () if self._tensor_parallel is None else _layer_collectives(run, self._tensor_parallel)
+        times = _layer_times(run, self._device, self._repeats, MEASURE_BUDGET_S / len(self._placed.layers))
+        run.stage.zero_grad(set_to_none=True)
+        parameters, buffers = self._named_state(run.stage)
+        self._tensors |= run.results()
+        self._tensors = {
+            key: value for key, value in self._tensors.items() if self._last_use.get(key, index + 1) > index
+        }
+        return LayerCost(
+            name=name,
+            forward_s=times.forward_s,
+            backward_input_s=times.backward_input_s,
+            backward_weight_s=times.backward_weight_s,
+            backward_s=times.backward_s,
+            activation_bytes=saved.bytes,
+            weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(self._builder, index, self._placed)),
+            parameter_bytes=sum(value.nbytes for value in parameters.values()),
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            cast_bytes=saved.cast_bytes,
+            sums=sums,
+            norm_sums=batch_norm_collectives(self._builder.operations(index), self._placed.values),
+            flops=saved.flops,
+        )
+
+    def _layer_run(self, index: int) -> _LayerRun:
+        stage = self._builder.stage(index)
+        if self._tensor_parallel is not None:
+            stage, split = self._tensor_parallel.tensor_parallel_stage(stage)
+            self._split |= split
+        stage = stage.to(self._device)
+        return _LayerRun(
+            stage,
+            {key: self._tensors[key].to(self._device) for key in stage.inputs},
+            self._differentiable,
+            loss=self._loss if OUTPUT_NAME in stage.outputs else None,
+            device_type=self._device.type,
+            autocast=self._placed.autocast,
+        )
+
+    def _named_state(self, stage: StageModule) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parameters and buffers of a layer by their names in the model; notes their sizes."""
+        parameters = {stage.original_names[local]: value for local, value in stage.named_parameters()}
+        buffers = {stage.original_names.get(local, local): value for local, value in stage.named_buffers()}
+        self._parameter_sizes |= {name: value.nbytes for name, value in parameters.items()}
+        self._frozen |= {name: None for name, value in parameters.items() if not value.requires_grad}
+        self._buffer_sizes |= {name: value.nbytes for name, value in buffers.items()}
+        self._updated_buffers |= {stage.original_names.get(local, local) for local in stage.updated_buffers}
+        return parameters, buffers
+
+    def _layer_edges(self) -> tuple[LayerEdge, ...]:
+        order = {tensor: place for place, tensor in enumerate(self._builder.tensors())}
+        return tuple(
+            LayerEdge(
+                source=edge.source,
+                target=edge.target,
+                tensor=edge.tensor,
+                bytes=edge.bytes,
+                differentiable=edge.differentiable,
+                order=order[edge.tensor],
+                saved_by_source=edge.source in self._saved_at.get(edge.tensor, ()),
+                saved_by_target=edge.target in self._saved_at.get(edge.tensor, ()),
+                shape=edge.shape,
+            )
+            for edge in self._edges
+        )
 
 
 class TensorParallelProbe:
-    """What the first of `workers` runs of a stage by `plan`, and how much it would have summed with the others."""
+    """Runs a stage as the first of `workers` tensor-parallel ranks by `plan`, and counts its collectives."""
 
     def __init__(self, workers: int, plan: Mapping[str, str] | None):
         self._plan = plan
@@ -85,20 +205,19 @@ class TensorParallelProbe:
 
     @attributed_to(Reason.PLAN_INFEASIBLE)
     def tensor_parallel_stage(self, stage: StageModule) -> tuple[StageModule, frozenset[str]]:
-        """The stage, and of which parameters it has a part, by their names in the model; AttemptFailure for what so many
-        workers cannot share."""
-        shared = tensor_stage(stage, self._plan, self._group)
-        return shared.module, frozenset(shared.splits)
+        """The stage of one rank, and the parameters that are split, by their names in the model; AttemptFailure for
+        matrices that cannot be split over the ranks."""
+        sharded = tensor_stage(stage, self._plan, self._group)
+        return sharded.module, frozenset(sharded.splits)
 
     def take_counts(self) -> list[tuple[str, int, int]]:
-        """What it would have done since this was asked last: of each way to sum (those of SumCosts) how often, and bytes of
-        whole tensors in all."""
-        found, self._counted.totals = self._counted.totals, {}
-        return [(way, count, size) for way, (count, size) in sorted(found.items())]
+        """The collectives since the last call: kind (a field of CollectiveCost), count, bytes of whole tensors in all."""
+        totals, self._counted.totals = self._counted.totals, {}
+        return [(kind, count, size) for kind, (count, size) in sorted(totals.items())]
 
 
 class _CountingTransport:
-    """In place of the group's transport: what would be gathered is this worker's own."""
+    """Counts collectives in place of the group's transport; gathers give this rank's own tensor."""
 
     def __init__(self) -> None:
         self.totals: dict[str, tuple[int, int]] = {}
@@ -110,138 +229,14 @@ class _CountingTransport:
         self._add("gather", out)
         out.copy_(tensor.expand_as(out))
 
-    def _add(self, way: str, whole: torch.Tensor) -> None:
-        count, size = self.totals.get(way, (0, 0))
-        self.totals[way] = (count + 1, size + whole.nbytes)
-
-
-# Measuring all layers stops after about this long, each measured at least MIN_REPEATS times.
-MEASURE_BUDGET_S = 2.0
-MIN_REPEATS = 2
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class _LayerTimes:
-    forward_s: float
-    backward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-
-
-def measure_layers(
-    traced: TracedModel,
-    loss: LossFunction,
-    target: Tensor,
-    *,
-    device: torch.device | str = "cpu",
-    repeats: int = 5,
-    sharing: TensorParallelProbe | None = None,
-    compiler: StageCompiler | None = None,
-) -> LayerProfile:
-    """The profile of `traced` for its example inputs; `target` belongs to them.
-
-    Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that
-    autograd keeps; on CPU they are processor time. The loss counts as a part of the last layer. With `sharing` each
-    layer is what one of several workers runs that share its matrices; with a `compiler` it is compiled.
-    """
-    device, placed = torch.device(device), traced.placed
-    builder = traced.builder(range(len(placed.layers)))
-    edges = builder.edges()
-    tensors: dict[str, Tensor] = {input_name(k): value for k, value in enumerate(traced.example_inputs)}
-    differentiable = {edge.tensor for edge in edges if edge.differentiable}
-    last_use = {edge.tensor: edge.target for edge in edges}  # edges are sorted by source only
-    for edge in edges:
-        last_use[edge.tensor] = max(last_use[edge.tensor], edge.target)
-    costs, sizes, buffer_sizes, frozen = [], {}, {}, {}
-    updated: set[str] = set()
-    compiled: set[str] = set()
-    split: set[str] = set()
-    saved_at: dict[str, set[int]] = {}
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for index, name in enumerate(placed.layers):
-            stage = builder.stage(index)
-            if sharing is not None:
-                stage, parts = sharing.tensor_parallel_stage(stage)
-                split |= parts
-            stage = stage.to(device)
-            run = _LayerRun(
-                stage,
-                {key: tensors[key].to(device) for key in stage.inputs},
-                differentiable,
-                loss=(lambda output: loss(output, target.to(device)))
-                if OUTPUT_NAME in stage.outputs
-                else None,
-                device_type=device.type,
-                autocast=placed.autocast,
-            )
-            if compiler is not None and compiler.compile(f"layer {name}", stage, run.module_alone):
-                compiled.add(name)
-            saved = run.keep_count()
-            for tensor in saved.tensors:
-                saved_at.setdefault(tensor, set()).add(index)
-            sums = () if sharing is None else _layer_collectives(run, sharing)
-            times = _layer_times(run, device, repeats, MEASURE_BUDGET_S / len(placed.layers))
-            stage.zero_grad(set_to_none=True)
-            names = {stage.original_names[local]: p for local, p in stage.named_parameters()}
-            sizes |= {key: value.nbytes for key, value in names.items()}
-            frozen |= {key: None for key, value in names.items() if not value.requires_grad}
-            buffers = {stage.original_names.get(local, local): b for local, b in stage.named_buffers()}
-            buffer_sizes |= {key: value.nbytes for key, value in buffers.items()}
-            updated |= {stage.original_names.get(local, local) for local in stage.updated_buffers}
-            costs.append(
-                LayerCost(
-                    name=name,
-                    forward_s=times.forward_s,
-                    backward_input_s=times.backward_input_s,
-                    backward_weight_s=times.backward_weight_s,
-                    backward_s=times.backward_s,
-                    activation_bytes=saved.bytes,
-                    weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(builder, index, placed)),
-                    parameter_bytes=sum(value.nbytes for value in names.values()),
-                    parameters=tuple(names),
-                    buffers=tuple(buffers),
-                    cast_bytes=saved.cast_bytes,
-                    sums=sums,
-                    norm_sums=batch_norm_collectives(builder.operations(index), placed.values),
-                    flops=saved.flops,
-                )
-            )
-            tensors |= run.results()
-            tensors = {key: value for key, value in tensors.items() if last_use.get(key, index + 1) > index}
-    order = {tensor: place for place, tensor in enumerate(builder.tensors())}
-    return LayerProfile(
-        layers=tuple(costs),
-        edges=tuple(
-            LayerEdge(
-                source=edge.source,
-                target=edge.target,
-                tensor=edge.tensor,
-                bytes=edge.bytes,
-                differentiable=edge.differentiable,
-                order=order[edge.tensor],
-                saved_by_source=edge.source in saved_at.get(edge.tensor, ()),
-                saved_by_target=edge.target in saved_at.get(edge.tensor, ()),
-                shape=edge.shape,
-            )
-            for edge in edges
-        ),
-        device_type=device.type,
-        microbatch=", ".join(f"{list(value.shape)} {_dtype_name(value)}" for value in traced.example_inputs),
-        parameter_sizes=sizes,
-        frozen_parameters=tuple(frozen),
-        buffer_sizes=buffer_sizes,
-        updated_buffers=frozenset(updated),
-        checkpointed=traced.checkpointed,
-        compiled=frozenset(compiled),
-        split_parameters=frozenset(split),
-    )
+    def _add(self, kind: str, whole: torch.Tensor) -> None:
+        count, size = self.totals.get(kind, (0, 0))
+        self.totals[kind] = (count + 1, size + whole.nbytes)
 
 
 @dataclass(frozen=True)
 class _SavedForBackward:
-    """What autograd keeps of a layer: bytes in all, and which of the layer's inputs and outputs; and its operations."""
+    """The bytes that autograd keeps of a layer, the kept ones of its inputs and outputs, and its FLOPs."""
 
     bytes: int
     tensors: frozenset[str]
@@ -307,9 +302,9 @@ class _LayerRun:
     def backward(self) -> None:
         backward(self.roots, self.gradients, self.leaves)
 
-    def keep_count(self) -> _SavedForBackward:
-        """One run to warm up (under autocast two), counting what is saved; shared memory once, parameters and
-        buffers never. Of the autocast type, what both keep, as two microbatches would, is a cast of a weight."""
+    def count_saved(self) -> _SavedForBackward:
+        """One run to warm up (under autocast two), counting saved tensors; shared memory once, parameters and buffers
+        never. A tensor of the autocast type that both runs keep, as two microbatches would, is a cast of a weight."""
         fixed = {
             value.untyped_storage().data_ptr() for value in [*self.stage.parameters(), *self.stage.buffers()]
         }
@@ -354,12 +349,12 @@ class _LayerRun:
         self.backward()
 
     def results(self) -> dict[str, Tensor]:
-        """What the layer made, on the host."""
+        """The outputs of the layer, on the host."""
         return {name: value.detach().cpu() for name, value in self.outputs.items() if not is_output(name)}
 
 
-def _layer_collectives(run: _LayerRun, sharing: TensorParallelProbe) -> tuple[tuple[str, str, int, int], ...]:
-    """What each action of a layer sums with others."""
+def _layer_collectives(run: _LayerRun, probe: TensorParallelProbe) -> tuple[tuple[str, str, int, int], ...]:
+    """The collectives of each action of a layer: action, kind, count, bytes."""
     actions = (
         ("forward_s", run.forward),
         ("backward_s", run.backward),
@@ -367,14 +362,24 @@ def _layer_collectives(run: _LayerRun, sharing: TensorParallelProbe) -> tuple[tu
         ("backward_input_s", run.backward_input),
         ("backward_weight_s", run.backward_weight),
     )
-    found = []
-    sharing.take_counts()
+    collectives = []
+    probe.take_counts()
     for name, action in actions:
         action()
-        done = sharing.take_counts()
+        counts = probe.take_counts()
         if name:
-            found += [(name, *one) for one in done]
-    return tuple(found)
+            collectives += [(name, *count) for count in counts]
+    return tuple(collectives)
+
+
+@dataclass(frozen=True)
+class _LayerTimes:
+    """Medians of the actions of a layer, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
 
 
 def _layer_times(run: _LayerRun, device: torch.device, repeats: int, budget_s: float) -> _LayerTimes:
@@ -405,14 +410,14 @@ def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
         end.record()
         torch.cuda.synchronize(device)
         return
-    # this thread's own: what others on the same cores took is theirs, and a plan knows who shares them
+    # the time of this thread alone: a plan knows which workers share cores
     times = [time.thread_time()]
     yield lambda: times[1] - times[0]
     times.append(time.thread_time())
 
 
 def _weight_stash_bytes(builder: StageBuilder, index: int, placed: Any) -> int:
-    """Bytes that the gradients of weights need: what meets a trained parameter, and the gradient there."""
+    """Bytes that the gradients of weights need: tensors that meet a trained parameter, and the gradient there."""
     total = 0
     counted: set[fx.Node] = set()
     for node in builder.operations(index):
@@ -433,3 +438,42 @@ def _value_bytes(value: Any) -> int:
 
 def _dtype_name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
+
+
+def count_flops(run: Callable[[], None]) -> int | None:
+    """The FLOPs of `run`; None where torch cannot count them. Never raises for that."""
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_FLOPS)
+    try:
+        with counter:
+            run()
+    except Exception as error:  # an operator that knows no such mode: the same runs without it
+        log.warning("the model's operations are not counted: %s", error)
+        run()
+        return None
+    return int(counter.get_total_flops())
+
+
+def _attention_forward_flops(
+    query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(
+    _gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return 2 * sdpa_flop_count(query, key, value)
+
+
+_ATTENTION_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,  # torch counts CUDA's only
+    **dict.fromkeys(
+        (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            torch.ops.aten._scaled_dot_product_flash_attention_backward,
+            torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+            torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _attention_backward_flops,
+    ),
+}

@@ -48,11 +48,11 @@ def run_attempt(
     termination: SigtermHandler,
     spans: Spans,
 ) -> AttemptOutcome:
-    """Train; how it ended. Leaves no actor and no placement group, and raises nothing."""
+    """Train and return the outcome. Leaves no actor and no placement group, and raises nothing."""
 
     def launched(phase: str, seconds: float) -> None:
         metrics.set_launch_phase(phase, seconds)
-        spans.ended(f"launch: {phase}", seconds)
+        spans.add_ended(f"launch: {phase}", seconds)
 
     launch = LaunchPhases(launched)
     try:
@@ -62,20 +62,20 @@ def run_attempt(
         termination.listen()  # ray.init puts a handler of its own in place
         try:
             reporter.metrics_endpoint(_serve_metrics(metrics))
-            launch.ended("connect")
+            launch.end_phase("connect")
             trainer = Trainer(
                 attempt, job, control=control, reporter=reporter, metrics=metrics, launch=launch, spans=spans
             )
-            ended_early = trainer.train()
+            stop_reason = trainer.train()
         finally:
             ray.shutdown()
-        if ended_early is not None:
-            return AttemptOutcome("SUCCEEDED", Reason.STOPPED_EARLY, ended_early)
+        if stop_reason is not None:
+            return AttemptOutcome("SUCCEEDED", Reason.STOPPED_EARLY, stop_reason)
         return AttemptOutcome("SUCCEEDED")
     except Cancelled:
         return AttemptOutcome("CANCELLED", Reason.CANCELLED_BY_USER, "cancelled on request")
-    except GracefulStop as asked:
-        return AttemptOutcome("FAILED", Reason.PREEMPTED, str(asked))
+    except GracefulStop as stop:
+        return AttemptOutcome("FAILED", Reason.PREEMPTED, str(stop))
     except (KeyboardInterrupt, SystemExit):
         return AttemptOutcome("CANCELLED", Reason.CANCELLED_BY_USER, "the driver was told to end (SIGTERM)")
     except Refused as refused:
@@ -83,7 +83,7 @@ def run_attempt(
             return AttemptOutcome(
                 "CANCELLED", Reason.CANCELLED_BY_USER, f"the control plane wants no more: {refused.detail}"
             )
-        log.exception("the control plane refused what the driver asked")
+        log.exception("the control plane refused a request of the driver")
         return AttemptOutcome(
             "FAILED", Reason.INTERNAL, f"the control plane answered {refused.status}: {refused.detail}"
         )
@@ -125,29 +125,29 @@ def main() -> int:
         traceparent=str(trace) if trace else None,  # the attempt's own span
     )
     try:
-        given = control.attempt()
+        body = control.attempt()
     except Refused as refused:
         log.error("the control plane wants nothing of this attempt: %s", refused.detail)
         return 1
-    secrets = given.get("secrets") or {}
+    secrets = body.get("secrets") or {}
     mask.hide(secrets.values())
     os.environ.update(secrets)
     bind_process_fields(
-        job=given["job_id"], attempt=given["number"], **({"trace_id": trace.trace_id} if trace else {})
+        job=body["job_id"], attempt=body["number"], **({"trace_id": trace.trace_id} if trace else {})
     )
     attempt = Attempt(
-        job_id=given["job_id"],
-        number=given["number"],
-        spec=given["job"],
-        device=given["device"],
+        job_id=body["job_id"],
+        number=body["number"],
+        spec=body["job"],
+        device=body["device"],
         limits=limits,
-        resume_uri=(given.get("resume") or {}).get("uri"),
+        resume_uri=(body.get("resume") or {}).get("uri"),
         secrets=secrets,
     )
     reporter = Reporter(control).start()
     metrics = JobMetrics(attempt.job_id)
     spans = Spans.from_environment(reporter.span)
-    if too_old := control_plane_too_old_message(given.get("protocol")):
+    if too_old := control_plane_too_old_message(body.get("protocol")):
         outcome = AttemptOutcome("FAILED", Reason.VERSION_MISMATCH, too_old)
     else:
         outcome = run_attempt(attempt, control, reporter, metrics, termination, spans)

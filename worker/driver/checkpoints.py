@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import ray
 
 from worker.actor.saver import BackgroundTask, ShardWriteResult, SnapshotMemory
 from worker.checkpoint import format as checkpoint_format
@@ -25,144 +24,26 @@ from worker.contract.job import CheckpointPolicy
 from worker.contract.planned import PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
 from worker.driver.evaluation import BestCheckpoint, EarlyStopping, Evaluations
-from worker.driver.gang import Gang
-from worker.driver.limits import Limits
+from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.reporter import Reporter
-
-_POLL_INTERVAL_S = 0.02
-
-
-@dataclass(frozen=True)
-class CheckpointOutcome:
-    """How a checkpoint on its way ended: the slowest worker's seconds of writing, and why it failed, if it did."""
-
-    write_s: float
-    error: str | None = None
-
-
-class PendingCheckpoint:
-    """The checkpoint after `step`, which the workers have begun to write.
-
-    `commit(shards, write_s)` makes it one, on a thread of its own: `shards` are those beside the meshes'. Workers have
-    to end within `limit_s` of now, and so long the manifest may take behind them.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        *,
-        gang: Gang,
-        commit: Callable[[Sequence[str], float], None],
-        limit_s: float,
-        interrupted: Callable[[], None],
-    ):
-        self.step = step
-        self._gang, self._commit, self._interrupted = gang, commit, interrupted
-        self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
-        self._asked: dict[int, list[ray.ObjectRef]] = {}
-        self._saved: list[ShardWriteResult] | None = None
-        self._committing: BackgroundTask[None] | None = None
-        self._waiting: Sequence[int] = ()  # workers that still write, as far as is known
-
-    def poll_behind(self, step: int) -> None:
-        """Have the workers say how far they are when they have ended `step`, which they were asked for before."""
-        if self._saved is None:
-            self._asked[step] = self._ask()
-
-    def outcome_after(self, step: int) -> CheckpointOutcome | None:
-        """How it has ended, as far as is known after `step`; None while it is on its way. Raises AttemptFailure where
-        a worker is gone, or it took too long."""
-        refs = self._asked.pop(step, None)
-        if refs is not None and self._saved is None:
-            self._take_answers(self._answers(refs))
-        return self._outcome()
-
-    def wait_until_written(self) -> CheckpointOutcome:
-        """Wait until it has ended; AttemptFailure as above. The workers run no step meanwhile."""
-        while (found := self._outcome()) is None:
-            if self._saved is None:
-                self._take_answers(self._answers(self._ask()))
-            self._interrupted()
-            time.sleep(_POLL_INTERVAL_S)
-        return found
-
-    def _ask(self) -> list[ray.ObjectRef]:
-        return [worker.saved.remote() for worker in self._gang.workers]
-
-    def _answers(self, refs: list[ray.ObjectRef]) -> list[ShardWriteResult | None]:
-        return self._gang.call(
-            refs, what=self._description(), limit_s=self._limit_s, interrupted=self._interrupted
-        )
-
-    def _take_answers(self, answers: Sequence[ShardWriteResult | None]) -> None:
-        """Write the manifest as soon as every worker has written and summed what is its."""
-        self._waiting = [index for index, one in enumerate(answers) if one is None]
-        if self._waiting:
-            return
-        self._saved = list(answers)
-        self._asked.clear()
-        if not any(one.error for one in self._saved):
-            shards = [name for one in self._saved for name in one.shards]
-            self._deadline = time.monotonic() + self._limit_s
-            self._committing = BackgroundTask(
-                lambda: self._commit(shards, self._write_s()), "slotline-manifest"
-            )
-
-    def _outcome(self) -> CheckpointOutcome | None:
-        if self._saved is None:
-            self._check_deadline(lambda: ", ".join(self._gang.name(index) for index in self._waiting))
-            return None
-        if errors := [one.error for one in self._saved if one.error]:
-            return CheckpointOutcome(self._write_s(), "; ".join(errors))
-        if not self._committing.done:
-            self._check_deadline(lambda: "the manifest, which this driver writes")
-            return None
-        try:
-            self._committing.result(0.0)
-        except Exception as error:
-            return CheckpointOutcome(self._write_s(), f"its manifest: {type(error).__name__}: {error}")
-        return CheckpointOutcome(self._write_s())
-
-    def _write_s(self) -> float:
-        return max(one.write_s for one in self._saved)
-
-    def _check_deadline(self, of: Callable[[], str]) -> None:
-        if time.monotonic() > self._deadline:
-            who = of() or "any worker"
-            raise AttemptFailure(
-                Reason.CHECKPOINT_FAILED,
-                f"{self._description()} is still being written after {self._limit_s:.0f} s, by {who}: is the storage stuck, or "
-                "too slow for so large a state?",
-            )
-
-    def _description(self) -> str:
-        return f"the checkpoint after step {self.step}"
-
 
 log = logging.getLogger(__name__)
 
+_POLL_INTERVAL_S = 0.02
 _EARLY_STOPPING_NOTE = "evaluation"  # its name in a manifest
-# So many checkpoints in a row that could not be written beside training end the attempt: the place can never be.
+# After this many failed writes in a row the attempt ends: the place cannot be written to at all.
 _MAX_WRITE_FAILURES = 3
 
 
-@dataclass(frozen=True)
-class _SaveRequest:
-    """A checkpoint to be made, and where evaluations stood after its step."""
-
-    step: int
-    uri: str
-    best: BestCheckpoint | None
-    course: EarlyStopping | None
-
-
 class Checkpoints:
-    """The checkpoints of one job. `policy` is the job's, None for none; `interrupted` is that of `Gang.call`; with
-    `keeps_best` the best one by the job's evaluations stays too; `timed` is told how many seconds each save and
-    restore took, and of a save for how many training stood still ("block") and the slowest worker wrote ("write").
+    """The checkpoints of one job.
 
-    After `write_beside_training` the workers only copy their states while training waits. One checkpoint is on its way
-    at a time; one that cannot be written is told, and the next one tried when it is due."""
+    `policy` is the job's, None for none; each has to be written within `limit_s`. With `keeps_best` the best one by the
+    job's evaluations stays too. `timed` is called with the seconds of each save and restore, and of a save with the
+    seconds for which training stood still ("block") and the slowest worker wrote ("write").
+    After `write_asynchronously` the workers only copy their states while training waits. One checkpoint is pending at a
+    time; one that cannot be written is reported, and the next one tried when it is due.
+    """
 
     def __init__(
         self,
@@ -172,7 +53,6 @@ class Checkpoints:
         gang: Gang,
         reporter: Reporter,
         limit_s: float,
-        interrupted: Callable[[], None],
         timed: Callable[[str, float], None] = lambda operation, seconds: None,
         keeps_best: bool = False,
     ):
@@ -182,16 +62,13 @@ class Checkpoints:
         self._gang = gang
         self._reporter = reporter
         self._limit_s = limit_s
-        self._interrupted = interrupted
         self._keeps_best = keeps_best
-        self.course = (
-            EarlyStopping()
-        )  # of the evaluations, as the checkpoint has it from which the attempt goes on
+        self.early_stopping = EarlyStopping()
+        """The state of the evaluations in the checkpoint that was restored."""
         self._asynchronous = False
         self._pending: PendingCheckpoint | None = None
-        self._pending_save: tuple[_SaveRequest, float, float] | None = (
-            None  # since when, and how long training stood still
-        )
+        # the request of the pending checkpoint, its begin, and the seconds for which training stood still
+        self._pending_save: tuple[_SaveRequest, float, float] | None = None
         self._saved_step: int | None = None
         self._failures = 0
         self._stored_bytes: int | None = None
@@ -204,12 +81,12 @@ class Checkpoints:
         """Have every worker write a file where checkpoints will go; AttemptFailure CHECKPOINT_UNWRITABLE."""
         if self._policy:
             uri = self._policy.uri
-            self._call(lambda w: w.try_checkpoints.remote(uri), f"trying to write to {uri}")
+            self._call("try_checkpoints", uri, what=f"trying to write to {uri}")
 
     def restore(self, reported: str | None) -> int:
-        """Load the newest checkpoint that can be read; the step after which it was taken, 0 without any.
+        """Load the newest readable checkpoint; the step after which it was taken, 0 without any.
 
-        `reported` is the one that the control plane knows: there may be a newer one, which an attempt finished
+        `reported` is the URI that the control plane knows: there may be a newer one, which an attempt finished
         but never reported. One that is damaged is passed over with an event. Raises AttemptFailure
         CHECKPOINT_FAILED when `reported` or what is there cannot be read and nothing older can.
         """
@@ -219,8 +96,8 @@ class Checkpoints:
         for position, uri in enumerate(candidates):
             began = time.monotonic()
             try:
-                step = self._call(lambda w, uri=uri: w.restore.remote(uri), f"restoring {uri}")[0]
-                self.course = self._early_stopping_of(uri)
+                step = self._call("restore", uri, what=f"restoring {uri}")[0]
+                self.early_stopping = self._early_stopping_of(uri)
                 self._timed("restore", time.monotonic() - began)
                 self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
                 return step
@@ -233,15 +110,15 @@ class Checkpoints:
         return 0
 
     def poll_behind(self, step: int) -> None:
-        """The workers were asked for `step`: have them say behind it how far a checkpoint on its way is."""
+        """The workers were asked for `step`: ask them behind it how far a pending checkpoint is."""
         if self._pending is not None:
             self._pending.poll_behind(step)
 
     def after(self, step: int, *, last: bool, evaluations: Evaluations | None = None) -> None:
-        """Save when it is time to, or when the evaluation after this step is the best so far; the workers run nothing
+        """Save when it is due, or when the evaluation after this step is the best so far; the workers run nothing
         meanwhile. After the last step all is saved when this returns."""
-        if self._pending is not None and (landed := self._pending.outcome_after(step)) is not None:
-            self._handle_outcome(landed)
+        if self._pending is not None and (outcome := self._pending.outcome_after(step)) is not None:
+            self._handle_outcome(outcome)
         if not self._saves(step, last, evaluations):
             return
         save = self._save_request(step, evaluations)
@@ -252,7 +129,7 @@ class Checkpoints:
             self._save(save)
 
     def save(self, step: int, evaluations: Evaluations | None = None) -> bool:
-        """Have the state after this step saved when this returns; False where the job saves nothing."""
+        """Save the state after this step before this returns; False where the job saves nothing."""
         if self._policy is None:
             return False
         self._finish_pending()
@@ -275,27 +152,26 @@ class Checkpoints:
         return checkpoint_format.complete_checkpoints(self._policy.uri, self._job_id) if self._policy else []
 
     def _early_stopping_of(self, uri: str) -> EarlyStopping:
-        """Where evaluations stood; without the best one where its checkpoint is gone: the next is the best then."""
+        """The stored state of evaluations; reset where the best checkpoint is gone, so that the next one is the best."""
         with attributed_to(Reason.CHECKPOINT_FAILED):
-            noted = checkpoint_format.checkpoint_notes(uri).get(_EARLY_STOPPING_NOTE)
-        course = EarlyStopping.from_json(noted) if noted else EarlyStopping()
-        if course.best_step is None or not self._keeps_best or uri == self._uri(course.best_step):
-            return course
-        return course if self._uri(course.best_step) in self._complete() else EarlyStopping()
+            note = checkpoint_format.checkpoint_notes(uri).get(_EARLY_STOPPING_NOTE)
+        stopping = EarlyStopping.from_json(note) if note else EarlyStopping()
+        if stopping.best_step is None or not self._keeps_best or uri == self._uri(stopping.best_step):
+            return stopping
+        return stopping if self._uri(stopping.best_step) in self._complete() else EarlyStopping()
 
     def _uri(self, step: int) -> str:
         return checkpoint_format.step_uri(self._policy.uri, self._job_id, step) if self._policy else ""
 
     def _save_request(self, step: int, evaluations: Evaluations | None) -> _SaveRequest:
-        best, course = (None, None) if evaluations is None else (evaluations.best, evaluations.course)
-        return _SaveRequest(step, self._uri(step), best, course)
+        if evaluations is None:
+            return _SaveRequest(step, self._uri(step), None, None)
+        return _SaveRequest(step, self._uri(step), evaluations.best, evaluations.early_stopping)
 
     def _save(self, save: _SaveRequest) -> None:
         """Save while training waits. Raises AttemptFailure CHECKPOINT_FAILED."""
         began = time.monotonic()
-        written = self._call(
-            lambda w: w.save.remote(save.uri, save.step), f"checkpoint after step {save.step}"
-        )
+        written = self._call("save", save.uri, save.step, what=f"checkpoint after step {save.step}")
         seconds = time.monotonic() - began
         with attributed_to(Reason.CHECKPOINT_FAILED):
             self._commit(
@@ -305,14 +181,12 @@ class Checkpoints:
         self._report_saved(save, whole_s, block_s=whole_s, write_s=seconds)
 
     def _begin(self, save: _SaveRequest) -> None:
-        """Have every worker copy its state, and write the copy while training goes on."""
+        """Every worker copies its state, and writes the copy while training goes on."""
         began = time.monotonic()
         self._finish_pending()
         try:
-            self._call(
-                lambda w: w.begin_save.remote(save.uri, save.step),
-                f"copying the state after step {save.step} for a checkpoint",
-            )
+            what = f"copying the state after step {save.step} for a checkpoint"
+            self._call("begin_save", save.uri, save.step, what=what)
         except AttemptFailure as failure:
             if failure.reason is not Reason.CHECKPOINT_FAILED:
                 raise
@@ -329,31 +203,30 @@ class Checkpoints:
             gang=self._gang,
             commit=lambda shards, write_s: self._commit(save, shards, SaveSeconds(block_s, write_s)),
             limit_s=self._limit_s,
-            interrupted=self._interrupted,
         )
 
     def _finish_pending(self) -> None:
-        """Wait for the checkpoint on its way, if there is one."""
+        """Wait for the pending checkpoint, if there is one."""
         if self._pending is not None:
             self._handle_outcome(self._pending.wait_until_written())
 
-    def _handle_outcome(self, landed: CheckpointOutcome) -> None:
-        """The checkpoint on its way is there, or could not be written."""
+    def _handle_outcome(self, outcome: CheckpointOutcome) -> None:
+        """Report the pending checkpoint as saved, or as failed. Raises AttemptFailure after too many failures."""
         (save, began, block_s), self._pending_save, self._pending = self._pending_save, None, None
-        if landed.error is None:
-            self._report_saved(save, time.monotonic() - began, block_s=block_s, write_s=landed.write_s)
+        if outcome.error is None:
+            self._report_saved(save, time.monotonic() - began, block_s=block_s, write_s=outcome.write_s)
             return
         self._failures += 1
-        told = f"the checkpoint after step {save.step} could not be written: {landed.error}"
+        message = f"the checkpoint after step {save.step} could not be written: {outcome.error}"
         if self._failures >= _MAX_WRITE_FAILURES:
             raise AttemptFailure(
-                Reason.CHECKPOINT_FAILED, f"{told}; nor could the {self._failures - 1} before it"
+                Reason.CHECKPOINT_FAILED, f"{message}; nor could the {self._failures - 1} before it"
             )
-        log.warning("%s", told)
-        self._reporter.event("checkpoint", f"{told}; training goes on, and the next one is tried")
+        log.warning("%s", message)
+        self._reporter.event("checkpoint", f"{message}; training goes on, and the next one is tried")
 
     def _commit(self, save: _SaveRequest, others: Sequence[str], seconds: SaveSeconds) -> None:
-        """Make what all workers wrote a checkpoint. On any thread."""
+        """Write the manifest, which makes the shards of all workers a checkpoint. On any thread."""
         checkpoint_format.finish_checkpoint(
             save.uri,
             step=save.step,
@@ -361,7 +234,9 @@ class Checkpoints:
             keep=self._policy.keep,
             keep_also=save.best and save.best.step,
             keep_every=self._policy.keep_every,
-            notes={} if save.course is None else {_EARLY_STOPPING_NOTE: save.course.to_json()},
+            notes={}
+            if save.early_stopping is None
+            else {_EARLY_STOPPING_NOTE: save.early_stopping.to_json()},
             seconds=seconds,
         )
         self._stored_bytes = stored_bytes(self._policy.uri, self._job_id)
@@ -381,27 +256,133 @@ class Checkpoints:
             )
         self._reporter.event("checkpoint", f"after step {step}: {uri}")
 
-    def _call(self, method: Callable[[Any], Any], what: str) -> list[Any]:
-        refs = [method(worker) for worker in self._gang.workers]
-        return self._gang.call(refs, what=what, limit_s=self._limit_s, interrupted=self._interrupted)
+    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        return self._gang.call(method, *arguments, phase=Phase.CHECKPOINT, what=what)
 
 
-def snapshot_shortfall(
-    planned: PlannedJob, *, gang: Gang, limits: Limits, interrupted: Callable[[], None], device: str
-) -> str | None:
-    """Which mesh has no room for a copy of its state, with the numbers; None where all have.
+@dataclass(frozen=True)
+class _SaveRequest:
+    """A checkpoint to be written, and the state of evaluations after its step."""
+
+    step: int
+    uri: str
+    best: BestCheckpoint | None
+    early_stopping: EarlyStopping | None
+
+
+@dataclass(frozen=True)
+class CheckpointOutcome:
+    """The end of a pending checkpoint: the slowest worker's seconds of writing, and the error where it failed."""
+
+    write_s: float
+    error: str | None = None
+
+
+class PendingCheckpoint:
+    """The checkpoint after `step`, which the workers have begun to write.
+
+    `commit(shards, write_s)` writes its manifest, on a thread of its own: `shards` are the ones beside the meshes'.
+    Workers have to end within `limit_s` of now, and the manifest may take as long behind them.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        gang: Gang,
+        commit: Callable[[Sequence[str], float], None],
+        limit_s: float,
+    ):
+        self.step = step
+        self._gang, self._commit = gang, commit
+        self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
+        # the pending answers of all workers, by the step behind which they come
+        self._polls: dict[int, list[Any]] = {}
+        self._results: list[ShardWriteResult] | None = None
+        self._committing: BackgroundTask[None] | None = None
+        self._waiting: Sequence[int] = ()  # workers that still write, as far as is known
+
+    def poll_behind(self, step: int) -> None:
+        """Ask the workers how far they are once they have ended `step`, which they were asked for before."""
+        if self._results is None:
+            self._polls[step] = self._gang.ask("saved")
+
+    def outcome_after(self, step: int) -> CheckpointOutcome | None:
+        """Its end, as far as is known after `step`; None while it is pending. Raises AttemptFailure where a worker is
+        gone, or it took too long."""
+        refs = self._polls.pop(step, None)
+        if refs is not None and self._results is None:
+            self._take_answers(self._answers(refs))
+        return self._outcome()
+
+    def wait_until_written(self) -> CheckpointOutcome:
+        """Wait until it has ended; AttemptFailure as above. The workers run no step meanwhile."""
+        while (outcome := self._outcome()) is None:
+            if self._results is None:
+                self._take_answers(self._answers(self._gang.ask("saved")))
+            self._gang.raise_if_interrupted(Phase.CHECKPOINT)
+            time.sleep(_POLL_INTERVAL_S)
+        return outcome
+
+    def _answers(self, refs: list[Any]) -> list[ShardWriteResult | None]:
+        return self._gang.wait(refs, phase=Phase.CHECKPOINT, what=self._description())
+
+    def _take_answers(self, answers: Sequence[ShardWriteResult | None]) -> None:
+        """Write the manifest as soon as every worker has written and summed what is its."""
+        self._waiting = [index for index, result in enumerate(answers) if result is None]
+        if self._waiting:
+            return
+        self._results = list(answers)
+        self._polls.clear()
+        if not any(result.error for result in self._results):
+            shards = [name for result in self._results for name in result.shards]
+            self._deadline = time.monotonic() + self._limit_s
+            self._committing = BackgroundTask(
+                lambda: self._commit(shards, self._write_s()), "slotline-manifest"
+            )
+
+    def _outcome(self) -> CheckpointOutcome | None:
+        if self._results is None:
+            self._check_deadline(lambda: ", ".join(self._gang.name(index) for index in self._waiting))
+            return None
+        if errors := [result.error for result in self._results if result.error]:
+            return CheckpointOutcome(self._write_s(), "; ".join(errors))
+        if not self._committing.done:
+            self._check_deadline(lambda: "the manifest, which this driver writes")
+            return None
+        try:
+            self._committing.result(0.0)
+        except Exception as error:
+            return CheckpointOutcome(self._write_s(), f"its manifest: {type(error).__name__}: {error}")
+        return CheckpointOutcome(self._write_s())
+
+    def _write_s(self) -> float:
+        return max(result.write_s for result in self._results)
+
+    def _check_deadline(self, writers: Callable[[], str]) -> None:
+        if time.monotonic() > self._deadline:
+            who = writers() or "any worker"
+            raise AttemptFailure(
+                Reason.CHECKPOINT_FAILED,
+                f"{self._description()} is still being written after {self._limit_s:.0f} s, by {who}: is the "
+                "storage stuck, or too slow for so large a state?",
+            )
+
+    def _description(self) -> str:
+        return f"the checkpoint after step {self.step}"
+
+
+def snapshot_shortfall(planned: PlannedJob, *, gang: Gang, device: str) -> str | None:
+    """The mesh that has no room for a copy of its state, with the numbers; None where all have room.
 
     On CPU the copy is in the memory that is planned with, on CUDA in the host's.
     """
-    on_node = [sum(other.node_id == one.node_id for other in gang.addresses) for one in gang.addresses]
+    workers_on = Counter(address.node_id for address in gang.addresses)
     rooms: list[SnapshotMemory] = gang.call(
-        [
-            worker.snapshot_memory.remote(sharing)
-            for worker, sharing in zip(gang.workers, on_node, strict=True)
-        ],
+        "snapshot_memory",
+        PerWorker(workers_on[address.node_id] for address in gang.addresses),
+        phase=Phase.CHECK,
         what="looking for room for copies of the state",
-        limit_s=limits.prepare_s,
-        interrupted=interrupted,
     )
     peaks = planned_peak_bytes(planned.spec, planned.plan)
     for address, room in zip(gang.addresses, rooms, strict=True):
@@ -424,4 +405,4 @@ def snapshot_shortfall(
 
 
 def _mesh_memory_limit(spec: Mapping[str, Any], mesh: str) -> int | None:
-    return next(one.get("memory_bytes") for one in spec["meshes"] if one["name"] == mesh)
+    return next(entry.get("memory_bytes") for entry in spec["meshes"] if entry["name"] == mesh)

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import ray
 
 from worker.actor.evaluation import EvaluationSize
 from worker.contract.failures import AttemptFailure
@@ -23,8 +21,7 @@ from worker.contract.job import Evaluation, Job
 from worker.contract.planned import MeshProgram, PlannedJob, mesh_programs, parse_reshardings
 from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import ControlPlane, Refused
-from worker.driver.gang import Gang
-from worker.driver.limits import Limits
+from worker.driver.gang import Gang, Phase
 from worker.driver.metrics import JobMetrics
 from worker.driver.reporter import Reporter
 from worker.driver.step_record import EvaluationResult, combine_batches
@@ -50,13 +47,13 @@ class EarlyStopping:
     worse: int = 0
 
     def after(self, step: int, value: float | None, policy: Evaluation) -> EarlyStopping:
-        """With what the evaluation after `step` found; what is no number is no better."""
+        """The state after the evaluation of `step`; a value that is not finite is no better."""
         if value is not None and math.isfinite(value) and self._is_better(value, policy):
             return EarlyStopping(value, step, 0)
         return EarlyStopping(self.best_value, self.best_step, self.worse + 1)
 
     def stop_reason(self, policy: Evaluation) -> str | None:
-        """Why the job ends here, if it does."""
+        """Why training ends here; None while it goes on."""
         if policy.patience is None or self.worse < policy.patience:
             return None
         best = (
@@ -82,8 +79,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class MeshParallelism:
-    """A mesh whose workers share a microbatch in `data` parts, each on `tensor` workers that share matrices; `nodes` are
-    where they run, one a worker."""
+    """The data-parallel (`data`) and tensor-parallel (`tensor`) sizes of a mesh, and the node of each of its workers."""
 
     name: str
     data: int
@@ -92,27 +88,27 @@ class MeshParallelism:
 
 
 def mesh_parallelisms(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[MeshParallelism, ...]:
-    """How the meshes share a microbatch, where they have unlike sizes or share matrices; `nodes` has mesh and node of each
-    worker."""
+    """The parallelism of each mesh where meshes are heterogeneous or tensor parallel; else none. `nodes` has mesh and node
+    of each worker."""
     if not job.unlike and job.resources.tensor == 1:
         return ()
-    of_mesh: dict[str, list[str]] = {}
+    nodes_of: dict[str, list[str]] = {}
     for mesh, node in nodes:
-        of_mesh.setdefault(mesh, []).append(node)
+        nodes_of.setdefault(mesh, []).append(node)
     return tuple(
-        MeshParallelism(mesh, len(on) // (tensor := job.tp_size(mesh)), tensor, tuple(on))
-        for mesh, on in of_mesh.items()
+        MeshParallelism(mesh, len(own) // (tensor := job.tp_size(mesh)), tensor, tuple(own))
+        for mesh, own in nodes_of.items()
     )
 
 
 def evaluation_spec(
-    planned: PlannedJob, edges: Sequence[EvaluationEdge], shares: Sequence[MeshParallelism] = ()
+    planned: PlannedJob, edges: Sequence[EvaluationEdge], parallelisms: Sequence[MeshParallelism] = ()
 ) -> dict[str, Any]:
-    """JSON of the PipelineSpec of an evaluation by the stages and meshes of `planned`; `shares` says how each mesh shares
-    a microbatch, and is part of the request: transfers between them may have to be resharded."""
+    """JSON of the PipelineSpec of an evaluation by the stages and meshes of `planned`; `parallelisms` is part of it, as
+    transfers between heterogeneous meshes may have to be resharded."""
     spec, names = planned.spec, planned.stage_names
-    data = {share.name: share.data for share in shares}
-    of_stage = [data.get(mesh, 1) for mesh in planned.mesh_of_stage]
+    dp_sizes = {mesh.name: mesh.data for mesh in parallelisms}
+    dp_size_of_stage = [dp_sizes.get(mesh, 1) for mesh in planned.mesh_of_stage]
     peaks = {mesh["name"]: mesh for mesh in planned.plan["meshes"]}
     return {
         "microbatches": planned.microbatches,
@@ -134,7 +130,7 @@ def evaluation_spec(
                 "target": names[edge.target],
                 "tensor": edge.tensor,
                 "forward_bytes": max(
-                    edge.bytes_of(of_stage[edge.source]), edge.bytes_of(of_stage[edge.target])
+                    edge.bytes_of(dp_size_of_stage[edge.source]), edge.bytes_of(dp_size_of_stage[edge.target])
                 ),
                 "backward_bytes": 0,
             }
@@ -143,12 +139,14 @@ def evaluation_spec(
         "network": spec["network"],
         "overlap": spec.get("overlap", True),
         "schedule": "inference",
-        **_heterogeneous(edges, shares),
+        **_heterogeneous(edges, parallelisms),
     }
 
 
-def _heterogeneous(edges: Sequence[EvaluationEdge], shares: Sequence[MeshParallelism]) -> dict[str, Any]:
-    if not shares:
+def _heterogeneous(
+    edges: Sequence[EvaluationEdge], parallelisms: Sequence[MeshParallelism]
+) -> dict[str, Any]:
+    if not parallelisms:
         return {}
     tensors = [
         {
@@ -157,7 +155,7 @@ def _heterogeneous(edges: Sequence[EvaluationEdge], shares: Sequence[MeshParalle
         }
         for edge in edges
     ]
-    return {"unlike": {"meshes": [asdict(share) for share in shares], "tensors": tensors}}
+    return {"unlike": {"meshes": [asdict(mesh) for mesh in parallelisms], "tensors": tensors}}
 
 
 def evaluation_programs(planned: PlannedJob, plan: dict[str, Any]) -> dict[str, MeshProgram]:
@@ -169,24 +167,22 @@ def plan_evaluation(
     policy: Evaluation | None,
     planned: PlannedJob,
     *,
-    shares: Sequence[MeshParallelism] = (),
+    parallelisms: Sequence[MeshParallelism] = (),
     gang: Gang,
     control: ControlPlane,
-    limits: Limits,
-    interrupted: Callable[[], None],
 ) -> Mapping[str, MeshProgram]:
-    """The programs of an evaluation by mesh; none without `policy`. AttemptFailure PLAN_INFEASIBLE."""
+    """The programs of an evaluation by mesh; none without `policy`. Raises AttemptFailure PLAN_INFEASIBLE."""
     if policy is None:
         return {}
     (edges,) = gang.call(
-        [gang.workers[0].evaluation_edges.remote(planned.begins)],
+        "evaluation_edges",
+        planned.begins,
+        workers=gang.workers[:1],
+        phase=Phase.PREPARE,
         what="cutting the evaluated model",
-        limit_s=limits.prepare_s,
-        timeout_reason=Reason.START_TIMEOUT,
-        interrupted=interrupted,
     )
     try:
-        plan = control.plan_forwards(evaluation_spec(planned, edges, shares))
+        plan = control.plan_forwards(evaluation_spec(planned, edges, parallelisms))
     except Refused as refused:
         if refused.final:
             raise
@@ -195,7 +191,7 @@ def plan_evaluation(
 
 
 class Evaluations:
-    """The evaluations of one attempt. `policy` is the job's, None for none; `course` is what checkpoints keep."""
+    """The evaluations of one attempt. `policy` is the job's, None for none; checkpoints store `early_stopping`."""
 
     def __init__(
         self,
@@ -204,20 +200,15 @@ class Evaluations:
         gang: Gang,
         reporter: Reporter,
         metrics: JobMetrics,
-        limits: Limits,
-        step_s: float,
-        interrupted: Callable[[], None],
-        course: EarlyStopping | None = None,
+        early_stopping: EarlyStopping | None = None,
     ):
         self._policy = policy
         self._gang, self._reporter, self._metrics = gang, reporter, metrics
-        self._limit_s = limits.step_s(step_s)
-        self._interrupted = interrupted
         self._size: EvaluationSize | None = None
-        self.course = course or EarlyStopping()
+        self.early_stopping = early_stopping or EarlyStopping()
 
     def before(self, first: int) -> None:
-        """Evaluate before step 1, where the job wants that; an attempt that goes on behind it did."""
+        """Evaluate before step 1 where the job wants that; a resumed attempt already did."""
         if self._policy is not None and self._policy.at_start and first == 1:
             self._evaluate(self._policy, 0)
 
@@ -232,33 +223,33 @@ class Evaluations:
 
     @property
     def best(self) -> BestCheckpoint | None:
-        """Whose checkpoint is to be kept for being the best so far, where the job wants that."""
-        policy, course = self._policy, self.course
-        if policy is None or not policy.keep_best or course.best_step is None:
+        """The best checkpoint so far, where the job keeps it."""
+        policy, stopping = self._policy, self.early_stopping
+        if policy is None or not policy.keep_best or stopping.best_step is None:
             return None
-        return BestCheckpoint(course.best_step, policy.metric, course.best_value)
+        return BestCheckpoint(stopping.best_step, policy.metric, stopping.best_value)
 
     @property
-    def ended(self) -> str | None:
-        """Why training ends here, before its last step, if it does."""
-        return None if self._policy is None else self.course.stop_reason(self._policy)
+    def stop_reason(self) -> str | None:
+        """Why training ends here, before its last step; None while it goes on."""
+        return None if self._policy is None else self.early_stopping.stop_reason(self._policy)
 
     def _evaluate(self, policy: Evaluation, step: int) -> None:
         began_at, began = time.time(), time.monotonic()
         size = self._first_size(policy)
-        found = self._run(size, step)
-        value = found.value(policy.metric)
+        result = self._run(size, step)
+        value = result.value(policy.metric)
         if value is None:
             raise AttemptFailure(
                 Reason.USER_CODE_RAISED,
                 f"evaluation.metric is {policy.metric!r}, and the loss returned "
-                f"{', '.join(sorted(found.metrics)) or 'no metrics'}: return it, or name another",
+                f"{', '.join(sorted(result.metrics)) or 'no metrics'}: return it, or name another",
             )
-        self.course = self.course.after(step, value, policy)
+        self.early_stopping = self.early_stopping.after(step, value, policy)
         report = {
             "step": step,
-            "loss": found.loss,
-            "metrics": found.metrics,
+            "loss": result.loss,
+            "metrics": result.metrics,
             "samples": size.samples,
             "evaluation_s": time.monotonic() - began,
             "started_at": began_at,
@@ -269,21 +260,22 @@ class Evaluations:
     def _run(self, size: EvaluationSize, step: int) -> EvaluationResult:
         """One batch is asked for while the one before it runs, as with steps."""
         results: list[Any] = []
-        asked = self._ask(0)
+        pending = self._gang.ask("evaluate", 0)
         for batch in range(size.batches):
-            following = self._ask(batch + 1) if batch + 1 < size.batches else []
-            results += self._call(asked, f"evaluation after step {step}, batch {batch + 1} of {size.batches}")
-            asked = following
+            following = self._gang.ask("evaluate", batch + 1) if batch + 1 < size.batches else []
+            what = f"evaluation after step {step}, batch {batch + 1} of {size.batches}"
+            results += self._gang.wait(pending, phase=Phase.STEP, what=what)
+            pending = following
         return combine_batches(results)
-
-    def _ask(self, batch: int) -> list[ray.ObjectRef]:
-        return [worker.evaluate.remote(batch) for worker in self._gang.workers]
 
     def _first_size(self, policy: Evaluation) -> EvaluationSize:
         if self._size is None:
-            self._size = self._call([self._gang.workers[0].evaluation_size.remote()], "evaluation: its size")[
-                0
-            ]
+            (self._size,) = self._gang.call(
+                "evaluation_size",
+                workers=self._gang.workers[:1],
+                phase=Phase.STEP,
+                what="evaluation: its size",
+            )
             if self._size.left_out:
                 self._reporter.event(
                     "evaluation",
@@ -291,6 +283,3 @@ class Evaluations:
                     "the last whole microbatch are left out",
                 )
         return self._size
-
-    def _call(self, refs: list[ray.ObjectRef], what: str) -> list[Any]:
-        return self._gang.call(refs, what=what, limit_s=self._limit_s, interrupted=self._interrupted)

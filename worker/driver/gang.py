@@ -1,7 +1,8 @@
 """Starts, calls and ends the actors of an attempt in one placement group, and explains a lost worker.
 
 A mesh is a group of workers, one worker an accelerator. All calls of an actor run on one thread, as the current CUDA
-device belongs to a thread. When a worker died its crash report is read on its node for the message.
+device belongs to a thread. The phase of a call sets its time limit, the reason of a timeout and what may interrupt it.
+When a worker died its crash report is read on its node for the message.
 Owns where actors run and how they end; must not know what they compute.
 """
 
@@ -11,8 +12,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import ray
@@ -30,48 +32,16 @@ from worker.contract.failures import (
 )
 from worker.contract.job import placement_group_name
 from worker.contract.reasons import Reason
+from worker.driver.limits import Limits
+from worker.driver.stopping import Interruption
 
 log = logging.getLogger(__name__)
-
-_CRASH_REPORT_LIMIT_S = 10.0
-
-
-def with_crash_report(failure: AttemptFailure, address: WorkerAddress) -> AttemptFailure:
-    """`failure`, of the worker at `address`, with what its process left; as it is where nothing can be read."""
-    try:
-        strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
-        ref = _read_crash_report.options(num_cpus=0, scheduling_strategy=strategy).remote(address.process_id)
-        found = ray.get(ref, timeout=_CRASH_REPORT_LIMIT_S)
-    except Exception as error:  # the node may be gone as well
-        log.debug("no last words of %s: %s", address, error)
-        return failure
-    return failure if found is None else add_crash_report(failure, found)
-
-
-def add_crash_report(failure: AttemptFailure, found: CrashReport) -> AttemptFailure:
-    """`failure` with the action and the native error of a process that left `found`."""
-    where = f" in {found.action}" if found.action else ""
-    if found.signal is None:
-        message = f"{failure.message}; it was{where}" if where else failure.message
-        return AttemptFailure(failure.reason, message, failure.details)
-    return AttemptFailure(
-        failure.reason,
-        f"{failure.message}; its process died in native code ({found.signal}){where}: an operator of torch or of "
-        "another library that the model calls crashed, which is no error that Python sees; the log has the Python "
-        "stack, whose first lines are the call",
-        f"{failure.details}\n{found.stack}".strip(),
-    )
-
-
-@ray.remote(max_retries=0)
-def _read_crash_report(process_id: int) -> CrashReport | None:
-    return read_crash_report(process_id)
-
 
 CPU_RESOURCE = "slotline_worker"
 POLL_S = 0.25
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
+_CRASH_REPORT_LIMIT_S = 10.0
 _WORKER_LOST_ERRORS = (
     ray.exceptions.RayActorError,
     ray.exceptions.NodeDiedError,
@@ -79,6 +49,53 @@ _WORKER_LOST_ERRORS = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
+
+
+class Phase(Enum):
+    """A phase of an attempt in which workers are called."""
+
+    START = "start"
+    PREPARE = "prepare"
+    """Build, trace, profile, plan and load."""
+    BENCHMARK = "benchmark"
+    """Workers connect to each other and measure."""
+    CHECK = "check"
+    """Comparisons and dry runs between loading and the first step."""
+    SETUP = "setup"
+    """A value handed over or looked up; the worker computes nothing."""
+    STEP = "step"
+    CHECKPOINT = "checkpoint"
+
+    @property
+    def timeout_reason(self) -> Reason:
+        """The reason of an attempt that ends because a worker did not answer in time."""
+        starting = (Phase.START, Phase.PREPARE, Phase.BENCHMARK)
+        return Reason.START_TIMEOUT if self in starting else Reason.SLOT_STALLED
+
+    @property
+    def stops_at_once(self) -> bool:
+        """Whether a graceful stop interrupts a call; steps and checkpoints are finished first."""
+        return self in (Phase.START, Phase.PREPARE, Phase.BENCHMARK, Phase.CHECK)
+
+    def limit_s(self, limits: Limits, planned_step_s: float) -> float:
+        """How long a call may take."""
+        if self is Phase.STEP:
+            return limits.step_s(planned_step_s)
+        return {
+            Phase.START: limits.start_s,
+            Phase.PREPARE: limits.prepare_s,
+            Phase.BENCHMARK: 2 * limits.connect_s,
+            Phase.CHECK: limits.prepare_s,
+            Phase.SETUP: limits.start_s,
+            Phase.CHECKPOINT: limits.checkpoint_s,
+        }[self]
+
+
+class PerWorker:
+    """An argument of a call of several workers with a value of its own for each, in the order of the workers."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = tuple(values)
 
 
 @dataclass(frozen=True)
@@ -90,14 +107,16 @@ class Mesh:
 
 
 class Gang:
-    """All meshes of an attempt, of so many workers each; a context that leaves neither actor nor placement group behind."""
+    """All meshes of an attempt, with their numbers of workers (`sizes`); a context that leaves neither actor nor placement
+    group behind."""
 
     def __init__(
         self,
         *,
         sizes: Sequence[int],
         device: str,
-        start_timeout_s: float,
+        limits: Limits,
+        interruption: Interruption,
         workers_per_gpu: int = 1,
     ):
         if workers_per_gpu < 1:
@@ -106,8 +125,10 @@ class Gang:
         self._sizes = tuple(sizes)
         self._device = device
         self._workers_per_gpu = workers_per_gpu
-        self._start_timeout_s = start_timeout_s
+        self._limits, self._interruption = limits, interruption
         self._group: PlacementGroup | None = None
+        self.planned_step_s = 0.0
+        """How long the plan says that a step takes; sets the limit of calls in Phase.STEP."""
         self.meshes: tuple[Mesh, ...] = ()
         self.addresses: tuple[WorkerAddress, ...] = ()
 
@@ -116,63 +137,56 @@ class Gang:
         """All actors, mesh by mesh: the order of ranks."""
         return [worker for mesh in self.meshes for worker in mesh.workers]
 
-    def start(
-        self,
-        actor_class: Any,
-        make_arguments: Callable[[str, int], dict[str, Any]],
-        interrupted: Callable[[], None] | None = None,
-    ) -> None:
+    def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
         """Reserve every accelerator at once, then start one actor on each.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
-        actor has a method `address()`. `interrupted` is as in `call`. Raises AttemptFailure: ACCELERATORS_TAKEN
-        where they are not to be had, START_TIMEOUT where the actors do not come up.
+        actor has a method `address()`. Raises AttemptFailure: ACCELERATORS_TAKEN where they are not to be had,
+        START_TIMEOUT where the actors do not come up.
         """
-        deadline = time.monotonic() + self._start_timeout_s
+        limit_s = Phase.START.limit_s(self._limits, self.planned_step_s)
+        deadline = time.monotonic() + limit_s
+        self._reserve(deadline, limit_s)
+        meshes = []
+        bundles = iter(range(sum(self._sizes)))
+        for name, size in zip(self._names, self._sizes, strict=True):
+            workers = []
+            for index in range(size):
+                options = self._actor_options(name, index, next(bundles))
+                workers.append(actor_class.options(**options).remote(**make_arguments(name, index)))
+            meshes.append(Mesh(name, tuple(workers)))
+        self.meshes = tuple(meshes)
+        left_s = max(1.0, deadline - time.monotonic())
+        self.addresses = tuple(self._results(self.ask("address"), Phase.START, "start", left_s))
+
+    def _reserve(self, deadline: float, limit_s: float) -> None:
+        """Wait until the placement group has all its accelerators."""
         count = sum(self._sizes)
         bundle = {"GPU": self._gpu_share()} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
-        name = placement_group_name(
-            os.environ.get("SLOTLINE_ATTEMPT_ID", "")
-        )  # by which the control plane knows it as its own
+        # by this name the control plane knows it as its own
+        name = placement_group_name(os.environ.get("SLOTLINE_ATTEMPT_ID", ""))
         self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK", name=name)
         while not self._group.wait(timeout_seconds=POLL_S):
-            if interrupted is not None:
-                interrupted()
+            self.raise_if_interrupted(Phase.START)
             if time.monotonic() > deadline:
                 raise AttemptFailure(
                     Reason.ACCELERATORS_TAKEN,
-                    f"the cluster did not offer {count} × {bundle} within {self._start_timeout_s:.0f} s "
+                    f"the cluster did not offer {count} × {bundle} within {limit_s:.0f} s "
                     f"(free now: {_free_resources(next(iter(bundle)))}); ask for fewer meshes or add nodes",
                 )
-        meshes = []
-        bundles = iter(range(count))
-        for name, size in zip(self._names, self._sizes, strict=True):
-            workers = []
-            for w in range(size):
-                options: dict[str, Any] = {
-                    "num_cpus": 0,
-                    "max_restarts": 0,
-                    "max_concurrency": 1,  # all calls on one thread: a current CUDA device is a thread's own
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=next(bundles)
-                    ),
-                }
-                if self._device == "cuda":
-                    options |= self._gpu_options(name, w)
-                else:
-                    options["resources"] = {CPU_RESOURCE: 1}
-                workers.append(actor_class.options(**options).remote(**make_arguments(name, w)))
-            meshes.append(Mesh(name, tuple(workers)))
-        self.meshes = tuple(meshes)
-        self.addresses = tuple(
-            self.call(
-                [w.address.remote() for w in self.workers],
-                what="start",
-                limit_s=max(1.0, deadline - time.monotonic()),
-                timeout_reason=Reason.START_TIMEOUT,
-                interrupted=interrupted,
-            )
-        )
+
+    def _actor_options(self, mesh: str, worker: int, bundle: int) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 1,  # all calls on one thread: a current CUDA device is a thread's own
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+        }
+        if self._device == "cuda":
+            return options | self._gpu_options(mesh, worker)
+        return options | {"resources": {CPU_RESOURCE: 1}}
 
     def workers_sharing_memory(self, address: WorkerAddress) -> int:
         """How many workers of the gang have the same memory as the one at `address`, itself included."""
@@ -182,45 +196,89 @@ class Gang:
 
     def call(
         self,
-        refs: Sequence[ray.ObjectRef],
-        *,
+        method: str,
+        *arguments: Any,
+        phase: Phase,
         what: str,
-        limit_s: float,
-        timeout_reason: Reason = Reason.SLOT_STALLED,
-        interrupted: Callable[[], None] | None = None,
+        extra_s: float = 0.0,
+        workers: Sequence[ray.actor.ActorHandle] | None = None,
+        **named: Any,
     ) -> list[Any]:
-        """The results of one call a worker, in order.
+        """What `method` of every worker (or of `workers`) returns, in order; arguments as in `ask`, errors as in `wait`."""
+        refs = self.ask(method, *arguments, workers=workers, **named)
+        return self.wait(refs, phase=phase, what=what, extra_s=extra_s)
 
-        Raises AttemptFailure: with `timeout_reason` naming the workers that did not answer within `limit_s`,
-        WORKER_LOST when one died, or what a worker raised. After a first failure the others get
-        CAUSE_GRACE_S to say theirs, and the one that explains the rest is raised. `interrupted` is
-        called about four times a second and may raise.
+    def ask(
+        self,
+        method: str,
+        *arguments: Any,
+        workers: Sequence[ray.actor.ActorHandle] | None = None,
+        **named: Any,
+    ) -> list[ray.ObjectRef]:
+        """Call `method` of every worker (or of `workers`) without waiting. A PerWorker among the arguments gives each
+        worker its own value."""
+        workers = self.workers if workers is None else workers
+
+        def own(value: Any, index: int) -> Any:
+            return value.values[index] if isinstance(value, PerWorker) else value
+
+        return [
+            getattr(worker, method).remote(
+                *(own(value, index) for value in arguments),
+                **{name: own(value, index) for name, value in named.items()},
+            )
+            for index, worker in enumerate(workers)
+        ]
+
+    def wait(
+        self, refs: Sequence[ray.ObjectRef], *, phase: Phase, what: str, extra_s: float = 0.0
+    ) -> list[Any]:
+        """The results of one call a worker, in order; `what` names the call in messages, and it may take `extra_s` longer
+        than `phase` allows.
+
+        Raises AttemptFailure: with the phase's timeout reason naming the workers that did not answer in time,
+        WORKER_LOST when one died, or what a worker raised. After a first failure the others get CAUSE_GRACE_S to
+        report theirs, and the one that explains the rest is raised. Raises what interrupts the phase, which is looked
+        for about four times a second.
         """
+        limit_s = phase.limit_s(self._limits, self.planned_step_s) + extra_s
+        return self._results(refs, phase, what, limit_s)
+
+    def _results(self, refs: Sequence[ray.ObjectRef], phase: Phase, what: str, limit_s: float) -> list[Any]:
         deadline = time.monotonic() + limit_s
         waiting = list(refs)
         failures: list[AttemptFailure] = []
-        found: dict[ray.ObjectRef, Any] = {}
+        results: dict[ray.ObjectRef, Any] = {}
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
             for ref in done:
                 try:
-                    found[ref] = ray.get(ref)
+                    results[ref] = ray.get(ref)
                 except Exception as error:
                     if not failures:
                         deadline = time.monotonic() + CAUSE_GRACE_S
                     failures.append(self._failure(error, refs.index(ref), what))
-            if waiting and interrupted is not None:
-                interrupted()
+            if waiting:
+                self.raise_if_interrupted(phase)
             if waiting and time.monotonic() > deadline:
                 if failures:
                     break
                 names = ", ".join(self.name(refs.index(ref)) for ref in waiting)
-                raise AttemptFailure(timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s")
+                raise AttemptFailure(
+                    phase.timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s"
+                )
         if failures:
             for failure in failures if len(failures) > 1 else ():
                 log.error("who waited for whom: %s", failure.message)
             raise first_cause(failures)
-        return [found[ref] for ref in refs]
+        return [results[ref] for ref in refs]
+
+    def raise_if_interrupted(self, phase: Phase) -> None:
+        """Raise Cancelled, or where a graceful stop interrupts `phase` GracefulStop, when the control plane asked for it."""
+        if phase.stops_at_once:
+            self._interruption.raise_if_stopping()
+        else:
+            self._interruption.raise_if_cancelled()
 
     def stop(self) -> None:
         """End every actor, also a stopped (SIGSTOP) one, and give the accelerators back."""
@@ -307,6 +365,38 @@ def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
     if isinstance(error, _WORKER_LOST_ERRORS):
         return AttemptFailure(Reason.WORKER_LOST, f"{what}: {worker} is gone: {_one_line(error)}")
     return as_failure(error, Reason.INTERNAL)
+
+
+def with_crash_report(failure: AttemptFailure, address: WorkerAddress) -> AttemptFailure:
+    """`failure`, of the worker at `address`, with what its process left; as it is where nothing can be read."""
+    try:
+        strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
+        ref = _read_crash_report.options(num_cpus=0, scheduling_strategy=strategy).remote(address.process_id)
+        report = ray.get(ref, timeout=_CRASH_REPORT_LIMIT_S)
+    except Exception as error:  # the node may be gone as well
+        log.debug("no crash report of %s: %s", address, error)
+        return failure
+    return failure if report is None else add_crash_report(failure, report)
+
+
+def add_crash_report(failure: AttemptFailure, report: CrashReport) -> AttemptFailure:
+    """`failure` with the action and the native error of a process that left `report`."""
+    where = f" in {report.action}" if report.action else ""
+    if report.signal is None:
+        message = f"{failure.message}; it was{where}" if where else failure.message
+        return AttemptFailure(failure.reason, message, failure.details)
+    return AttemptFailure(
+        failure.reason,
+        f"{failure.message}; its process died in native code ({report.signal}){where}: an operator of torch or of "
+        "another library that the model calls crashed, which is no error that Python sees; the log has the Python "
+        "stack, whose first lines are the call",
+        f"{failure.details}\n{report.stack}".strip(),
+    )
+
+
+@ray.remote(max_retries=0)
+def _read_crash_report(process_id: int) -> CrashReport | None:
+    return read_crash_report(process_id)
 
 
 @ray.remote(max_retries=0)

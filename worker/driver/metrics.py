@@ -35,47 +35,86 @@ from worker.contract.program import COMPUTE_LANE
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, slot_snapshot, text
 from worker.driver.step_record import StepScaling, StepUsage
 
-
-@dataclass(frozen=True)
-class ModelFlops:
-    """Operations of a step on all workers, and what these could do in a second; None: not known."""
-
-    step: int
-    peak_per_s: float | None = None
-
-
-def step_flops(
-    workers: Sequence[tuple[str, LayerProfile | None]],
-    *,
-    begins: Sequence[str],
-    mesh_of_stage: Sequence[str],
-    microbatches: int,
-) -> int | None:
-    """Of a whole step; `workers` are each one's mesh and the layers' costs as it measures them for this plan.
-
-    None where a layer's operations were not counted.
-    """
-    total = 0
-    for mesh, profile in workers:
-        if profile is None:
-            return None
-        names = [layer.name for layer in profile.layers]
-        borders = [*(names.index(begin) for begin in begins), len(names)]
-        for stage, other in enumerate(mesh_of_stage):
-            for layer in profile.layers[borders[stage] : borders[stage + 1]] if other == mesh else ():
-                if layer.flops is None:
-                    return None
-                total += layer.flops
-    return total * microbatches
-
-
-def total_peak_flops(peaks: Sequence[float | None], workers_per_gpu: int) -> float | None:
-    """Of all workers together; each GPU is shared by so many of them. None where one is not known."""
-    known = [peak for peak in peaks if peak is not None]
-    return sum(known) / workers_per_gpu if known and len(known) == len(peaks) else None
+log = logging.getLogger(__name__)
 
 
 SLOTS_PATH = "/metrics/slots"
+
+_COUNTERS: tuple[tuple[str, ...], ...] = (
+    ("samples", "Samples that were trained on."),
+    ("tokens", "Tokens that were trained on, where samples are sequences of tokens."),
+    ("accelerator_seconds", "Seconds of all accelerators of the job, within its steps."),
+    ("idle_accelerator_seconds", "Seconds in which accelerators of the job computed nothing.", "reason"),
+    ("skipped_steps", "Steps that left out their update, as numbers were not finite.", "reason"),
+)
+"""Name, help text, and labels beside the job."""
+
+_GAUGES: tuple[tuple[str, ...], ...] = (
+    ("loss_scale", "Loss scale of the last finished step, in precision fp16."),
+    ("step", "The last finished step."),
+    ("train_loss", "Loss of the last finished step."),
+    ("job_metric", "A metric that the loss returned in the last finished step.", "name"),
+    ("evaluation_loss", "Loss of the last evaluation."),
+    ("evaluation_metric", "A metric that the loss returned in the last evaluation.", "name"),
+    ("grad_norm", "Global gradient norm of the last finished step, before clipping."),
+    ("learning_rate", "Learning rate of the last finished step."),
+    (
+        "model_flops_per_second",
+        "Floating point operations of the model a second in the last finished step; recomputation is none.",
+    ),
+    ("peak_flops_per_second", "What the accelerators of the job could do, by their vendor."),
+    ("mfu", "Share of that which the model got in the last finished step, where both are known."),
+    ("makespan_seconds", "Measured makespan of the last finished step."),
+    ("bubble_ratio", "Measured bubble of the last finished step."),
+    ("exposed_transfer_seconds", "Transfer time that no computation hid in the last finished step."),
+    ("overlap_ratio", "Share of transfer time that computation hid in the last finished step."),
+    ("plan_makespan_seconds", "Makespan that the plan promises."),
+    ("plan_step_seconds", "Step that the plan promises: its makespan, REDUCE and STEP."),
+    ("plan_bubble_ratio", "Bubble that the plan promises."),
+    ("planned_memory_bytes", "The most that a mesh holds by its plan.", "mesh"),
+    (
+        "peak_memory_bytes",
+        "The most that a worker of a mesh held in the last finished step: allocated on CUDA, resident on CPU.",
+        "mesh",
+    ),
+    (
+        "gpu_utilisation_ratio",
+        "Share of time in which a kernel ran on a worker's GPU, by NVML.",
+        "mesh",
+        "worker",
+    ),
+    (
+        "gpu_memory_used_bytes",
+        "Memory in use on a worker's GPU, of all processes, by NVML.",
+        "mesh",
+        "worker",
+    ),
+    ("gpu_memory_total_bytes", "Memory of a worker's GPU, by NVML.", "mesh", "worker"),
+    ("mesh_info", "1 for each mesh, with the nodes that its workers run on.", "mesh", "nodes"),
+    ("launch_phase_seconds", "How long a phase between the driver's start and the first step took.", "phase"),
+    (
+        "checkpoint_duration_seconds",
+        "How long the last one took; operation: restore, save, of which training stood still for block, and the "
+        "slowest worker wrote for write.",
+        "operation",
+    ),
+    ("profiled_step", "The last profiled step."),
+    ("profiled_step_seconds", "Length of the last profiled step, from its first slot to its last."),
+    ("profiled_compute_seconds", "Computing of a mesh in the last profiled step.", "mesh"),
+    (
+        "profiled_action_seconds",
+        "Mean length of the slots of a stage and an action in the last profiled step.",
+        "stage",
+        "action",
+    ),
+    (
+        "profiled_slots_dropped",
+        f"Slots of the last profiled step beyond the first {MAX_SLOTS}, not exposed one by one.",
+    ),
+    ("plan_slots_dropped", f"Slots of the plan beyond the first {MAX_SLOTS}, not exposed one by one."),
+)
+"""Name, help text, and labels beside the job."""
+
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ACTION_BUCKETS = (
     1e-5,
@@ -98,7 +137,7 @@ _ACTION_BUCKETS = (
 
 
 class JobMetrics:
-    """Everything that Prometheus can know about one running job.
+    """The Prometheus metrics of one running job.
 
     `registry` is a fresh one unless given. All methods may be called from any thread, and
     while scrapes run.
@@ -131,87 +170,17 @@ class JobMetrics:
         self._model_flops: ModelFlops | None = None
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
-        self._counter("samples", "Samples that were trained on.")
-        self._counter("tokens", "Tokens that were trained on, where samples are sequences of tokens.")
-        self._counter("accelerator_seconds", "Seconds of all accelerators of the job, within its steps.")
-        self._counter(
-            "idle_accelerator_seconds", "Seconds in which accelerators of the job computed nothing.", "reason"
-        )
-        self._counter(
-            "skipped_steps", "Steps that left out their update, as numbers were not finite.", "reason"
-        )
-        self._gauge("loss_scale", "Loss scale of the last finished step, in precision fp16.")
-        self._gauge("step", "The last finished step.")
-        self._gauge("train_loss", "Loss of the last finished step.")
-        self._gauge("job_metric", "A metric that the loss returned in the last finished step.", "name")
-        self._gauge("evaluation_loss", "Loss of the last evaluation.")
-        self._gauge("evaluation_metric", "A metric that the loss returned in the last evaluation.", "name")
-        self._gauge("grad_norm", "Global gradient norm of the last finished step, before clipping.")
-        self._gauge("learning_rate", "Learning rate of the last finished step.")
-        self._gauge(
-            "model_flops_per_second",
-            "Floating point operations of the model a second in the last finished step; recomputation is none.",
-        )
-        self._gauge("peak_flops_per_second", "What the accelerators of the job could do, by their vendor.")
-        self._gauge(
-            "mfu", "Share of that which the model got in the last finished step, where both are known."
-        )
-        self._gauge("makespan_seconds", "Measured makespan of the last finished step.")
-        self._gauge("bubble_ratio", "Measured bubble of the last finished step.")
-        self._gauge(
-            "exposed_transfer_seconds", "Transfer time that no computation hid in the last finished step."
-        )
-        self._gauge("overlap_ratio", "Share of transfer time that computation hid in the last finished step.")
-        self._gauge("plan_makespan_seconds", "Makespan that the plan promises.")
-        self._gauge("plan_step_seconds", "Step that the plan promises: its makespan, REDUCE and STEP.")
-        self._gauge("plan_bubble_ratio", "Bubble that the plan promises.")
-        self._gauge("planned_memory_bytes", "The most that a mesh holds by its plan.", "mesh")
-        self._gauge(
-            "peak_memory_bytes",
-            "The most that a worker of a mesh held in the last finished step: allocated on CUDA, resident on CPU.",
-            "mesh",
-        )
-        for name, about in (
-            ("gpu_utilisation_ratio", "Share of time in which a kernel ran on a worker's GPU, by NVML."),
-            ("gpu_memory_used_bytes", "Memory in use on a worker's GPU, of all processes, by NVML."),
-            ("gpu_memory_total_bytes", "Memory of a worker's GPU, by NVML."),
-        ):
-            self._gauge(name, about, "mesh", "worker")
-        self._gauge("mesh_info", "1 for each mesh, with the nodes that its workers run on.", "mesh", "nodes")
-        self._gauge(
-            "launch_phase_seconds",
-            "How long a phase between the driver's start and the first step took.",
-            "phase",
-        )
-        self._gauge(
-            "checkpoint_duration_seconds",
-            "How long the last one took; operation: restore, save, of which training stood still for block, and the "
-            "slowest worker wrote for write.",
-            "operation",
-        )
-        self._gauge("profiled_step", "The last profiled step.")
-        self._gauge(
-            "profiled_step_seconds", "Length of the last profiled step, from its first slot to its last."
-        )
-        self._gauge("profiled_compute_seconds", "Computing of a mesh in the last profiled step.", "mesh")
-        self._gauge(
-            "profiled_action_seconds",
-            "Mean length of the slots of a stage and an action in the last profiled step.",
-            "stage",
-            "action",
-        )
-        self._gauge(
-            "profiled_slots_dropped",
-            f"Slots of the last profiled step beyond the first {MAX_SLOTS}, not exposed one by one.",
-        )
-        self._gauge(
-            "plan_slots_dropped", f"Slots of the plan beyond the first {MAX_SLOTS}, not exposed one by one."
-        )
+        for name, about, *labels in _COUNTERS:
+            self._counters[name] = Counter(
+                f"slotline_{name}", about, ("job", *labels), registry=self.registry
+            )
+        for name, about, *labels in _GAUGES:
+            self._gauges[name] = Gauge(f"slotline_{name}", about, ("job", *labels), registry=self.registry)
 
     def observe_step(self, step: Mapping[str, Any], exemplar: Mapping[str, str] | None = None) -> None:
-        """Take in one finished step, a `steps` item of a report; what is absent or null is skipped.
+        """Take in one finished step, a `steps` item of a report; absent or null values are skipped.
 
-        `exemplar` says where to look the step up: its trace, its span, its number.
+        `exemplar` has the labels that find the step: its trace, its span, its number.
         """
         if (seconds := step.get("step_s")) is not None:
             self._step_seconds.labels(self.job).observe(seconds, dict(exemplar) if exemplar else None)
@@ -236,7 +205,7 @@ class JobMetrics:
             self._set("mfu", per_s / flops.peak_per_s)
 
     def set_model_flops(self, flops: ModelFlops | None) -> None:
-        """Take in what a step computes, and its accelerators could; None: not known."""
+        """Take in the FLOPs of a step and the peak of its accelerators; None: not known."""
         self._model_flops = flops
         self._set("peak_flops_per_second", None if flops is None else flops.peak_per_s)
 
@@ -256,7 +225,7 @@ class JobMetrics:
             self._set("plan_slots_dropped", self._slots.planned.dropped)
 
     def observe_usage(self, usage: StepUsage) -> None:
-        """Take in what a finished step used and trained on."""
+        """Take in the accelerator seconds, samples and tokens of a finished step."""
         self._counters["accelerator_seconds"].labels(self.job).inc(usage.accelerator_s)
         for reason, seconds in usage.idle_s.items():
             self._counters["idle_accelerator_seconds"].labels(self.job, reason).inc(seconds)
@@ -271,7 +240,7 @@ class JobMetrics:
             self._counters["skipped_steps"].labels(self.job, reason).inc(skipped)
 
     def observe_gpus(self, gpus: Mapping[tuple[str, int], GpuUsage]) -> None:
-        """Take in what NVML told of the GPUs of workers, by mesh and worker."""
+        """Take in NVML's figures of the GPUs of workers, by mesh and worker."""
         for (mesh, worker), usage in gpus.items():
             for name, value in (
                 ("gpu_utilisation_ratio", usage.busy_ratio),
@@ -281,15 +250,15 @@ class JobMetrics:
                 self._gauges[name].labels(self.job, mesh, str(worker)).set(value)
 
     def set_nodes(self, mesh: str, nodes: Iterable[str]) -> None:
-        """Take in on which nodes the workers of a mesh run."""
+        """Take in the nodes on which the workers of a mesh run."""
         self._gauges["mesh_info"].labels(self.job, mesh, ", ".join(dict.fromkeys(nodes))).set(1)
 
     def set_launch_phase(self, phase: str, seconds: float) -> None:
-        """Take in how long a phase of the attempt's start took."""
+        """Take in the seconds of a phase of the launch."""
         self._gauges["launch_phase_seconds"].labels(self.job, phase).set(seconds)
 
     def set_checkpoint(self, operation: str, seconds: float) -> None:
-        """Take in how long a checkpoint took to `save` (of it `block` and `write`) or `restore`."""
+        """Take in the seconds of a checkpoint's `save` (of it `block` and `write`) or `restore`."""
         self._gauges["checkpoint_duration_seconds"].labels(self.job, operation).set(seconds)
 
     def set_planned_memory(self, peaks: Mapping[str, int]) -> None:
@@ -300,7 +269,7 @@ class JobMetrics:
         """Take in a profiled step, a `timelines` item of a report: slots relative to `started_at`.
 
         Replaces the slots of the step before as a whole, and adds every slot to `action_seconds`. Lengths and sums
-        are of all slots, also of those that are too many to be exposed.
+        are of all slots, also beyond the limit of exposed ones.
         """
         slots = _sorted_by_start(timeline["slots"])
         actions: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -357,7 +326,7 @@ class JobMetrics:
                 metric.clear()
 
     def _wsgi_app(self, rest: Callable[..., Any]) -> Callable[..., Any]:
-        """The application that answers `SLOTS_PATH` with what is known of single slots, and else as `rest`."""
+        """The application that answers `SLOTS_PATH` with the page of single slots, and any other path as `rest`."""
 
         def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
             if environ["PATH_INFO"] != SLOTS_PATH or environ["REQUEST_METHOD"] != "GET":
@@ -367,12 +336,6 @@ class JobMetrics:
             return [body]
 
         return answer
-
-    def _gauge(self, name: str, text: str, *labels: str) -> None:
-        self._gauges[name] = Gauge(f"slotline_{name}", text, ("job", *labels), registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> None:
-        self._counters[name] = Counter(f"slotline_{name}", text, ("job", *labels), registry=self.registry)
 
     def _set(self, name: str, value: float | None) -> None:
         if value is not None:
@@ -388,29 +351,26 @@ def _sorted_by_start(slots: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
     return sorted(slots, key=lambda slot: (slot["start_s"], slot["end_s"]))
 
 
-log = logging.getLogger(__name__)
-
-
 def port_range(text: str) -> range:
     """The ports of "first-last"; none for an empty text."""
     if not text:
         return range(0)
     first, _, last = text.partition("-")
     try:
-        found = range(int(first), int(last) + 1)
+        ports = range(int(first), int(last) + 1)
     except ValueError:
-        found = range(0)
-    if not found or found[0] < 1 or found[-1] > 65535:
+        ports = range(0)
+    if not ports or ports[0] < 1 or ports[-1] > 65535:
         raise ValueError(
             f"SLOTLINE_METRICS_PORTS is {text!r}: give the first and the last port, e.g. 9400-9499"
         )
-    return found
+    return ports
 
 
 def serve_in_range(metrics: JobMetrics, host: str, text: str) -> str:
     """Serve at the first free port of the range and return "host:port".
 
-    Where all are taken it is any port: training goes on, and Prometheus may be kept out; the log says so.
+    Where all are taken it is any free port: training goes on, and Prometheus may be kept out; the log says so.
     """
     ports = port_range(text)
     for port in ports:
@@ -428,3 +388,42 @@ def serve_in_range(metrics: JobMetrics, host: str, text: str) -> str:
             endpoint,
         )
     return endpoint
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """The FLOPs of a step on all workers, and their peak FLOP/s together; None: not known."""
+
+    step: int
+    peak_per_s: float | None = None
+
+
+def step_flops(
+    workers: Sequence[tuple[str, LayerProfile | None]],
+    *,
+    begins: Sequence[str],
+    mesh_of_stage: Sequence[str],
+    microbatches: int,
+) -> int | None:
+    """The FLOPs of a whole step; `workers` has the mesh of each worker and its layer profile for this plan.
+
+    None where a layer's operations were not counted.
+    """
+    total = 0
+    for mesh, profile in workers:
+        if profile is None:
+            return None
+        names = [layer.name for layer in profile.layers]
+        borders = [*(names.index(begin) for begin in begins), len(names)]
+        for stage, other in enumerate(mesh_of_stage):
+            for layer in profile.layers[borders[stage] : borders[stage + 1]] if other == mesh else ():
+                if layer.flops is None:
+                    return None
+                total += layer.flops
+    return total * microbatches
+
+
+def total_peak_flops(peaks: Sequence[float | None], workers_per_gpu: int) -> float | None:
+    """The peak FLOP/s of all workers together, `workers_per_gpu` on each GPU; None where one is not known."""
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) / workers_per_gpu if known and len(known) == len(peaks) else None

@@ -7,7 +7,7 @@ Measuring itself is done by the workers (worker/benchmark/), planning by the con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,13 +31,13 @@ from worker.contract.profile import LayerProfile, mean_profile, slowest_profile
 from worker.contract.reasons import Reason
 from worker.driver.benchmarks import GangBenchmarks, GangCollectiveCosts, measure_collective_costs
 from worker.driver.control_plane_client import ControlPlane, Refused
-from worker.driver.gang import Gang
+from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
 from worker.driver.reporter import Reporter
 
 
 class Planner:
-    """One attempt's way to a plan. `interrupted` is that of `Gang.call`."""
+    """Measures the costs of one attempt's job on its gang, and has the control plane plan with them."""
 
     def __init__(
         self,
@@ -48,7 +48,6 @@ class Planner:
         device: str,
         limits: Limits,
         job: Job,
-        interrupted: Callable[[], None],
     ):
         self._job = job
         self._profiles: dict[str, LayerProfile] = {}
@@ -60,7 +59,6 @@ class Planner:
         self._gang = gang
         self._device = device
         self._limits = limits
-        self._interrupted = interrupted
 
     def plan(self) -> PlannedJob:
         """Profile the layers, or take the cached profiles, and have the control plane plan.
@@ -68,59 +66,43 @@ class Planner:
         Raises AttemptFailure PLAN_INFEASIBLE when there is no plan, START_TIMEOUT when a worker is too slow.
         """
         keys = self._call(
-            [
-                worker.prepare.remote(size)
-                for worker, size in zip(
-                    self._gang.workers, self._of_workers(self._job.mesh_sizes), strict=True
-                )
-            ],
-            "building the data and the loss",
-            self._limits.prepare_s,
+            "prepare", PerWorker(self._by_worker(self._job.mesh_sizes)), what="building the data and the loss"
         )
         memory = self._measure_memory()
         profiles = self._profiles_of(keys, least_bytes=min_memory_bytes(memory))
-        together = GangBenchmarks(
+        benchmarks = GangBenchmarks(
             control=self._control,
             reporter=self._reporter,
             gang=self._gang,
             device=self._device,
             limits=self._limits,
-            interrupted=self._interrupted,
         )
-        network = together.network(
+        network = benchmarks.network(
             loops=may_interleave(self._job),
             skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
         )
-        sums = measure_collective_costs(
-            self._job,
-            self._gang,
-            reporter=self._reporter,
-            limits=self._limits,
-            interrupted=self._interrupted,
+        collectives = measure_collective_costs(
+            self._job, self._gang, reporter=self._reporter, limits=self._limits
         )
-        of_keys = dict(self._profiles)
-        if sums is not None and sums.tensor is not None:
-            profiles = {
-                count: profile.with_tensor_parallel_sums(sums.tensor) for count, profile in profiles.items()
-            }
-            of_keys = {
-                key: profile.with_tensor_parallel_sums(sums.tensor) for key, profile in of_keys.items()
-            }
-        if self._job.training.sync_batch_norm and sums is not None and sums.data is not None:
-            profiles = {
-                count: profile.with_sync_batch_norm_sums(sums.data) for count, profile in profiles.items()
-            }
-            of_keys = {key: profile.with_sync_batch_norm_sums(sums.data) for key, profile in of_keys.items()}
-        measured = {"update": self._measure_update(sums).to_json(), "action_s": together.action_s()}
+        profiles = {
+            count: self._with_collectives(profile, collectives) for count, profile in profiles.items()
+        }
+        profiles_by_key = {
+            key: self._with_collectives(profile, collectives) for key, profile in self._profiles.items()
+        }
+        measured = {
+            "update": self._measure_update(collectives).to_json(),
+            "action_s": benchmarks.action_s(),
+        }
         kinds = [
             (size, tensor)
             for size, tensor in zip(self._job.mesh_sizes, self._job.tensors, strict=True)
             for _ in range(size)
         ]
-        measured |= mesh_profiles_json(of_keys, keys, kinds, profiles)
+        measured |= mesh_profiles_json(profiles_by_key, keys, kinds, profiles)
         planned = self._ask(profiles, network, {**memory, **measured})
         self._planned = planned
-        self.profiles = [self._profiles.get(of[planned.microbatches]) for of in keys]
+        self.profiles = [self._profiles.get(own[planned.microbatches]) for own in keys]
         self._trace_once(planned.microbatches)
         self._check_model_signature(planned)
         self._check_batch_sharding(planned)
@@ -138,44 +120,51 @@ class Planner:
         )
         return planned
 
+    def _with_collectives(
+        self, profile: LayerProfile, collectives: GangCollectiveCosts | None
+    ) -> LayerProfile:
+        """`profile` with the seconds of the collectives of tensor parallelism and of synchronised batch norms."""
+        if collectives is None:
+            return profile
+        if collectives.tensor is not None:
+            profile = profile.with_tensor_parallel_sums(collectives.tensor)
+        if self._job.training.sync_batch_norm and collectives.data is not None:
+            profile = profile.with_sync_batch_norm_sums(collectives.data)
+        return profile
+
     def _trace_once(self, microbatches: int) -> None:
         """Worker 0 builds and traces the model, the others take its graph: only one ever holds all parameters."""
         if self._traced_for == microbatches:
             return
         first, *others = self._gang.workers
-        (notes,) = self._call(
-            [first.trace.remote(microbatches)], "building and tracing the model", self._limits.prepare_s
-        )
+        notes = self._call_first("trace", microbatches, what="building and tracing the model")
         for note in notes or ():
             self._reporter.event("traced", note)
-        own, *sizes = self._of_workers(self._job.dp_sizes)
+        own, *sizes = self._by_worker(self._job.dp_sizes)
         graphs = {
             size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
         }
         self._call(
-            [
-                worker.take_graph.remote(graphs[size], microbatches)
-                for worker, size in zip(others, sizes, strict=True)
-            ],
-            "handing on the graph of the model",
-            self._limits.prepare_s,
+            "take_graph",
+            PerWorker(graphs[size] for size in sizes),
+            microbatches,
+            workers=others,
+            what="handing on the graph of the model",
         )
         self._traced_for = microbatches
 
     def _check_model_signature(self, planned: PlannedJob) -> None:
-        """That the model as it was traced here is the one for which a plan that the job names was made: what was measured
-        may be older than the model's code."""
+        """Refuse a saved plan that was made for another model than was traced here: its measurements may be older than the
+        model's code."""
         sizes, tensors = self._job.dp_sizes, self._job.tensors
         wanted = planned.model_signatures.get(sizes[0])
         if wanted is None:
             return
         whole = (sizes[0], 1) in zip(sizes, tensors, strict=True)  # layers were measured with all parameters
-        (form,) = self._call(
-            [self._gang.workers[0].model_signature.remote(whole)],
-            "comparing the model with that of its plan",
-            self._limits.prepare_s,
+        signature = self._call_first(
+            "model_signature", whole, what="comparing the model with that of its plan"
         )
-        if (different := form.difference(wanted)) is not None:
+        if (different := signature.difference(wanted)) is not None:
             raise AttemptFailure(
                 Reason.PLAN_INFEASIBLE,
                 f"the plan {planned.saved_plan!r} cannot be used: it was made for another model: {different}; make it anew "
@@ -183,23 +172,24 @@ class Planner:
             )
 
     def _check_batch_sharding(self, planned: PlannedJob) -> None:
-        """That what goes between meshes of unlike sizes arrives as it is meant."""
+        """Check that parts of a batch-sharded tensor mean the same in heterogeneous meshes."""
         if not self._job.unlike:
             return
         workers_of_stage = [self._job.dp_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
-        self._call(
-            [self._gang.workers[0].check_batch_sharding.remote(planned.begins, workers_of_stage)],
-            "comparing what meshes of unlike sizes mean by their parts of a tensor",
-            self._limits.prepare_s,
+        self._call_first(
+            "check_batch_sharding",
+            planned.begins,
+            workers_of_stage,
+            what="comparing what meshes of unlike sizes mean by their parts of a tensor",
         )
 
-    def _of_workers(self, of_meshes: Sequence[int]) -> list[int]:
-        """Of each worker of the gang what its mesh has."""
-        pairs = zip(of_meshes, self._job.mesh_sizes, strict=True)
+    def _by_worker(self, by_mesh: Sequence[int]) -> list[int]:
+        """The value of its mesh for each worker of the gang."""
+        pairs = zip(by_mesh, self._job.mesh_sizes, strict=True)
         return [value for value, size in pairs for _ in range(size)]
 
     def correct(self, failure: OutOfMemoryFailure) -> None:
-        """Store what an attempt that ran out of memory has learned, so that the next one plans with it."""
+        """Store a larger activation factor after an attempt that ran out of memory, so that the next one plans with it."""
         if self._planned is None:
             return
         planned = planned_peak_bytes(self._planned.spec, self._planned.plan)
@@ -218,25 +208,25 @@ class Planner:
     def _profiles_of(
         self, keys: Sequence[Mapping[int, str]], *, least_bytes: int | None = None
     ) -> dict[int, LayerProfile]:
-        """The costs of the layers by number of microbatches, of the slowest kind of accelerator; `keys`, by number
-        of microbatches and one a worker, tell kinds apart.
+        """The costs of the layers by number of microbatches, of the slowest kind of accelerator; workers of one kind have
+        the same `keys`, by number of microbatches.
 
-        Small microbatches first: where a layer of larger ones would not find place in `least_bytes`, or finds
-        none, these are left out.
+        Small microbatches first: where a layer of larger ones would not fit in `least_bytes`, or runs out of memory,
+        these are left out.
         """
-        found: dict[int, LayerProfile] = {}
+        profiles: dict[int, LayerProfile] = {}
         for count in sorted(keys[0], reverse=True):
-            if found and layer_outgrows_memory(found, count, least_bytes):
+            if profiles and layer_outgrows_memory(profiles, count, least_bytes):
                 self._leave_out(count, "a layer's activations would not fit")
                 break
             try:
-                found[count] = self._profile_of([of_worker[count] for of_worker in keys], count)
+                profiles[count] = self._profile_of([own[count] for own in keys], count)
             except AttemptFailure as failure:
-                if not found or failure.reason is not Reason.OUT_OF_MEMORY:
+                if not profiles or failure.reason is not Reason.OUT_OF_MEMORY:
                     raise
                 self._leave_out(count, failure.message)
                 break
-        return dict(sorted(found.items()))
+        return dict(sorted(profiles.items()))
 
     def _leave_out(self, count: int, why: str) -> None:
         self._reporter.event("left_out", f"{count} microbatches, and fewer, are not planned: {why}")
@@ -260,13 +250,15 @@ class Planner:
         if missing:
             self._trace_once(count)
         measured = self._call(
-            [self._gang.workers[index].profile.remote(count) for index in measuring],
-            f"profiling the layers for {count} microbatches",
-            self._limits.prepare_s + self._job.training.compiling_s,
+            "profile",
+            count,
+            workers=[self._gang.workers[index] for index in measuring],
+            what=f"profiling the layers for {count} microbatches",
+            extra_s=self._job.training.compiling_s,
         )
-        found = dict(zip(measuring, measured, strict=True))
+        profile_of_worker = dict(zip(measuring, measured, strict=True))
         for key, indices in missing.items():
-            profile = mean_profile([LayerProfile.from_json(found[index]) for index in indices])
+            profile = mean_profile([LayerProfile.from_json(profile_of_worker[index]) for index in indices])
             self._profiles[key] = profile
             self._control.store_profile(key, profile.to_json())
             self._reporter.event(
@@ -278,25 +270,20 @@ class Planner:
         return slowest_profile([self._profiles[key] for key in workers_of])
 
     def _measure_memory(self) -> dict[str, Any]:
-        """What each mesh may hold (of its workers the least) and what the optimizer will keep, for the request."""
+        """The memory limit of each mesh (the least of its workers) and the optimizer's state, for the request."""
         gang = self._gang
         limits = self._call(
-            [
-                worker.memory_limit.remote(gang.workers_sharing_memory(address))
-                for worker, address in zip(gang.workers, gang.addresses, strict=True)
-            ],
-            "looking at the memory",
-            self._limits.prepare_s,
+            "memory_limit",
+            PerWorker(gang.workers_sharing_memory(address) for address in gang.addresses),
+            what="looking at the memory",
         )
-        (optimizer,) = self._call(
-            [gang.workers[0].optimizer_state.remote()], "trying the optimizer", self._limits.prepare_s
-        )
-        of_mesh: dict[str, list[int]] = {}
+        optimizer = self._call_first("optimizer_state", what="trying the optimizer")
+        limits_of_mesh: dict[str, list[int]] = {}
         for address, limit in zip(gang.addresses, limits, strict=True):
             if limit is not None:
-                of_mesh.setdefault(address.mesh, []).append(limit)
+                limits_of_mesh.setdefault(address.mesh, []).append(limit)
         return {
-            "memory": [{"mesh": mesh, "memory_bytes": min(found)} for mesh, found in of_mesh.items()],
+            "memory": [{"mesh": mesh, "memory_bytes": min(known)} for mesh, known in limits_of_mesh.items()],
             "optimizer": asdict(optimizer),
         }
 
@@ -304,22 +291,16 @@ class Planner:
         """The processor cores that the workers of each node have together; on CPU, where they share them."""
         if self._device != "cpu":
             return {}
-        shares = self._call(
-            [worker.processor_share.remote() for worker in self._gang.workers],
-            "looking at the processor",
-            self._limits.prepare_s,
-        )
+        shares = self._call("processor_share", what="looking at the processor")
         cores: dict[str, float] = {}
         for address, share in zip(self._gang.addresses, shares, strict=True):
             cores[address.node] = cores.get(address.node, 0.0) + share
         return cores
 
-    def _measure_update(self, sums: GangCollectiveCosts | None) -> UpdateCosts:
-        """What REDUCE and STEP cost: of one worker, and between the workers of a mesh of the slowest mesh."""
-        (costs,) = self._call(
-            [self._gang.workers[0].update_costs.remote()], "trying the optimizer", self._limits.prepare_s
-        )
-        return costs if sums is None else sums.added_to(costs, self._job, self._gang)
+    def _measure_update(self, collectives: GangCollectiveCosts | None) -> UpdateCosts:
+        """The costs of REDUCE and STEP: on one worker, and of the collectives in the slowest mesh."""
+        costs = self._call_first("update_costs", what="trying the optimizer")
+        return costs if collectives is None else collectives.added_to(costs, self._job, self._gang)
 
     def _ask(
         self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]
@@ -332,13 +313,13 @@ class Planner:
             **costs,
             "workers": [
                 {
-                    "mesh": a.mesh,
-                    "worker": a.worker,
-                    "node": a.node,
-                    "device": a.device,
-                    "cores": cores.get(a.node),
+                    "mesh": address.mesh,
+                    "worker": address.worker,
+                    "node": address.node,
+                    "device": address.device,
+                    "cores": cores.get(address.node),
                 }
-                for a in self._gang.addresses
+                for address in self._gang.addresses
             ],
         }
         try:
@@ -349,11 +330,18 @@ class Planner:
             raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
         return parse_planned_job(answer)
 
-    def _call(self, refs: Sequence[Any], what: str, limit_s: float) -> list[Any]:
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        what: str,
+        extra_s: float = 0.0,
+        workers: Sequence[Any] | None = None,
+    ) -> list[Any]:
         return self._gang.call(
-            refs,
-            what=what,
-            limit_s=limit_s,
-            timeout_reason=Reason.START_TIMEOUT,
-            interrupted=self._interrupted,
+            method, *arguments, phase=Phase.PREPARE, what=what, extra_s=extra_s, workers=workers
         )
+
+    def _call_first(self, method: str, *arguments: Any, what: str) -> Any:
+        """The answer of worker 0 of the gang, which traced the model."""
+        return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]

@@ -277,8 +277,8 @@ class Spans:
         wanted = os.environ.get("SLOTLINE_SPANS") == "1"
         return cls(TraceParent.read(os.environ.get("SLOTLINE_TRACEPARENT")), send if wanted else None)
 
-    def ended(self, name: str, seconds: float) -> None:
-        """Something that took so long is over now."""
+    def add_ended(self, name: str, seconds: float) -> None:
+        """Send a span that ends now and took `seconds`."""
         if self._trace is not None and self._send is not None:
             now = time.time()
             self._send(_span_item(self._trace.child().span_id, name, now - seconds, now, {}))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
 from worker.actor.device import own_node_address
+from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
 from worker.contract.logs import bind_process_fields
@@ -23,34 +23,185 @@ from worker.contract.planned import PlannedJob
 from worker.contract.reasons import Reason
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Gang, call_failure
-from worker.driver.limits import Limits
+from worker.driver.gang import Gang, Phase, call_failure
 from worker.driver.metrics import JobMetrics
 from worker.driver.reporter import Reporter, Spans
 from worker.driver.step_record import ClockOffset, StepRecord, estimate_clock_offset, record_step
-from worker.driver.stopping import save_and_stop
+from worker.driver.stopping import GracefulStop, Interruption
+
+
+class StepLoop:
+    """The training steps of one attempt.
+
+    `samples` are those of a step. `interruption` asks between steps for a graceful stop; the gang raises what ends the
+    attempt at once.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedJob,
+        *,
+        samples: int,
+        gang: Gang,
+        checkpoints: Checkpoints,
+        evaluations: Evaluations,
+        data_end: DataEnd,
+        publisher: StepPublisher,
+        interruption: Interruption,
+    ):
+        self._planned, self._samples, self._gang = planned, samples, gang
+        self._checkpoints, self._evaluations, self._data_end = checkpoints, evaluations, data_end
+        self._publisher, self._interruption = publisher, interruption
+        self._clocks = _ClockOffsets(gang)
+
+    def run(self, first: int, last: int) -> str | None:
+        """Run the steps `first` to `last`, report each, evaluate and save when due; why training ended before `last`.
+
+        A step's time is from the end of the one before (or from when it was asked for) to its own. Raises
+        AttemptFailure of the first step that failed, Cancelled, and GracefulStop after a checkpoint.
+        """
+        self._evaluations.before(first)
+        if first > last:
+            return None
+        if stop_reason := self._evaluations.stop_reason or self._data_end.end_reason(first):
+            return stop_reason
+        call: _StepCall | None = None
+        ended_s = 0.0
+        for step in range(first, last + 1):
+            bind_process_fields(step=step)
+            self._gang.raise_if_interrupted(Phase.STEP)
+            if call is None:
+                self._clocks.refresh()
+                call = self._ask(step)
+            following = None if step == last or self._next_step_waits(step) else self._ask(step + 1)
+            results = self._gang.wait(call.refs, phase=Phase.STEP, what=f"step {step}")
+            before_s, ended_s = ended_s, time.monotonic()
+            record = self._record(step, results, step_s=ended_s - max(before_s, call.at_s))
+            self._publisher.publish(record, first=step == first, last=step == last)
+            self._evaluations.after(step, last=step == last)
+            stop_reason = self._evaluations.stop_reason
+            if step < last:
+                stop_reason = stop_reason or self._data_end.end_reason(step + 1)
+            self._checkpoints.after(
+                step, last=step == last or stop_reason is not None, evaluations=self._evaluations
+            )
+            if stop_reason:
+                return stop_reason if step < last else None
+            if step != last and following is None and self._interruption.stop_requested():
+                self._save_and_stop(step)
+            call = following
+        return None
+
+    def _next_step_waits(self, step: int) -> bool:
+        """Whether the workers must be idle after `step`. Else they find the next step in their queue when it ends;
+        whatever must see the state in between, or wants their attention, goes before it."""
+        return (
+            self._checkpoints.due(step, last=False)
+            or self._clocks.due()
+            or self._interruption.stop_requested()
+            or self._evaluations.due(step, last=False)
+            or self._data_end.enabled
+        )
+
+    def _ask(self, step: int) -> _StepCall:
+        refs = self._gang.ask("run_step", step)
+        self._checkpoints.poll_behind(step)
+        return _StepCall(refs, time.monotonic())
+
+    def _record(self, step: int, results: Sequence[WorkerStep], *, step_s: float) -> StepRecord:
+        meshes = self._gang.meshes
+        return record_step(
+            step=step,
+            meshes=[mesh.name for mesh in meshes],
+            stage_names=self._planned.stage_names,
+            results=results,
+            sizes=[len(mesh.workers) for mesh in meshes],
+            offsets=self._clocks.offsets,
+            step_s=step_s,
+            clock=(time.time(), time.monotonic()),
+            samples=self._samples,
+        )
+
+    def _save_and_stop(self, step: int) -> None:
+        """Save the state after this step where the job has a place for it, and raise GracefulStop."""
+        if self._checkpoints.save(step, self._evaluations):
+            raise GracefulStop(f"asked to end: stopped after step {step}, which is saved")
+        raise GracefulStop(
+            f"asked to end: stopped after step {step}; the job has no `checkpoint`, so it is lost"
+        )
+
+
+@dataclass(frozen=True)
+class _StepCall:
+    """The pending results of a step that every worker has been asked for, and since when."""
+
+    refs: list[ray.ObjectRef]
+    at_s: float
+
+
+class StepPublisher:
+    """Gives finished steps to the control plane, Prometheus and the trace.
+
+    The timeline of the first step (cold), of the second, of one step every `profile_every_s` and of the last is kept.
+    """
+
+    def __init__(
+        self, reporter: Reporter, metrics: JobMetrics, *, profile_every_s: float, spans: Spans | None = None
+    ):
+        self._reporter, self._metrics, self._spans = reporter, metrics, spans or Spans(None)
+        self._profile_every_s = profile_every_s
+        self._next_profile_s = 0.0
+        self._update_skipped = False
+
+    def publish(self, record: StepRecord, *, first: bool, last: bool) -> None:
+        """Report a step, and by events what became of its update."""
+        reporter, metrics = self._reporter, self._metrics
+        profiled = first or last or time.monotonic() >= self._next_profile_s
+        if profiled and not first:
+            self._next_profile_s = time.monotonic() + self._profile_every_s
+        reporter.step(record.report)
+        metrics.observe_step(record.report, self._spans.step(record, profiled=profiled))
+        metrics.observe_usage(record.usage)
+        metrics.observe_scaling(record.scaling)
+        if record.gpus:
+            metrics.observe_gpus(record.gpus)
+        if profiled:
+            reporter.timeline(record.timeline)
+            metrics.set_timeline(record.timeline)
+        self._report_skipped_update(record)
+
+    def _report_skipped_update(self, record: StepRecord) -> None:
+        step, scaling = record.report["step"], record.scaling
+        if scaling.overflowed:
+            self._reporter.event("loss_scale_lowered", scaling.overflow_message(step))
+        skipped_before, self._update_skipped = self._update_skipped, scaling.not_finite
+        if scaling.not_finite and not skipped_before:
+            self._reporter.event(
+                "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
+            )
 
 
 class DataEnd:
-    """`reached(step)` says why there is no such step, or None. Where data begins again nobody is asked."""
+    """The end of the training data, where the job stops there; where data begins again no worker is asked."""
 
-    def __init__(self, job: Job, *, gang: Gang, limit_s: float, interrupted: Callable[[], None]):
+    def __init__(self, job: Job, *, gang: Gang):
         self.enabled = job.data.at_end == "stop"
         self._job, self._gang = job, gang
-        self._limit_s, self._interrupted = limit_s, interrupted
 
     def end_reason(self, step: int) -> str | None:
-        """Raises AttemptFailure DATA_FAILED where reading failed, or where workers see different ends."""
+        """Why there is no such step; None where the data goes on. Raises AttemptFailure DATA_FAILED where reading failed,
+        or where workers see different ends."""
         if not self.enabled or step > self._job.training.steps:
             return None
-        found = self._gang.call(
-            [worker.has_data.remote(step) for worker in self._gang.workers],
+        has_data = self._gang.call(
+            "has_data",
+            step,
+            phase=Phase.STEP,
             what=f"reading the samples of step {step}",
-            limit_s=self._limit_s,
-            interrupted=self._interrupted,
+            extra_s=self._job.data.skip_limit_s,
         )
-        ends = [at for at, has in enumerate(found) if has is False]
-        others = [at for at, has in enumerate(found) if has is True]
+        ends = [index for index, has in enumerate(has_data) if has is False]
+        others = [index for index, has in enumerate(has_data) if has is True]
         if ends and others:
             raise AttemptFailure(
                 Reason.DATA_FAILED,
@@ -62,144 +213,12 @@ class DataEnd:
         return f"data {self._job.data.factory} ended after step {step - 1} (data.at_end: stop)"
 
     def _names(self, workers: list[int]) -> str:
-        return ", ".join(self._gang.name(at) for at in workers)
+        return ", ".join(self._gang.name(index) for index in workers)
 
 
 CLOCK_ROUNDS = 9
 CLOCK_EVERY_S = 30.0
 CLOCK_LIMIT_S = 30.0
-
-
-def run_steps(
-    first: int,
-    last: int,
-    *,
-    samples: int,
-    planned: PlannedJob,
-    gang: Gang,
-    reporter: Reporter,
-    metrics: JobMetrics,
-    checkpoints: Checkpoints,
-    limits: Limits,
-    interrupted: Callable[[], None],
-    stopping: Callable[[], bool] = lambda: False,
-    evaluations: Evaluations | None = None,
-    data_end: DataEnd | None = None,
-    spans: Spans = Spans(None),
-) -> str | None:
-    """Run the steps `first` to `last`, report each, evaluate and save when it is time to; why it ended before, if so.
-
-    `samples` are those of a step. A step's time is from the end of the one before (or from when it was asked for) to
-    its own. `interrupted` is called before each step and within, and may raise. Raises AttemptFailure of the first
-    step that failed, and AskedToStop after a checkpoint where `stopping`.
-    """
-    if evaluations is not None:
-        evaluations.before(first)
-        if evaluations.ended and first <= last:
-            return evaluations.ended
-    if data_end is not None and first <= last and (ended_early := data_end.end_reason(first)):
-        return ended_early
-    asker = _StepCaller(planned, gang, limits, interrupted, checkpoints.poll_behind)
-    clocks = _ClockOffsets(gang)
-    next_timeline, skipped, ended = 0.0, False, 0.0
-    asked: _StepCall | None = None
-    for step in range(first, last + 1):
-        bind_process_fields(step=step)
-        interrupted()
-        if asked is None:
-            clocks.refresh()
-            asked = asker.ask(step)
-        # The workers find the next step in their queue when this one ends; whatever must see the state in
-        # between, or wants their attention, goes before it.
-        alone = step == last or checkpoints.due(step, last=False) or clocks.due() or stopping()
-        alone = alone or (evaluations is not None and evaluations.due(step, last=False))
-        alone = alone or (data_end is not None and data_end.enabled)
-        following = None if alone else asker.ask(step + 1)
-        results = asker.results(asked)
-        ended, before = time.monotonic(), ended
-        record = record_step(
-            step=step,
-            meshes=[mesh.name for mesh in gang.meshes],
-            stage_names=planned.stage_names,
-            results=results,
-            sizes=[len(mesh.workers) for mesh in gang.meshes],
-            offsets=clocks.offsets,
-            step_s=ended - max(before, asked.at_s),
-            clock=(time.time(), time.monotonic()),
-            samples=samples,
-        )
-        # The first step is cold and the second is not: both are shown, then one now and then, and the last.
-        keep_timeline = step in (first, last) or time.monotonic() >= next_timeline
-        if keep_timeline and step > first:
-            next_timeline = time.monotonic() + limits.profile_every_s
-        _publish(record, reporter, metrics, spans, keep_timeline)
-        if record.scaling.overflowed:
-            reporter.event("loss_scale_lowered", record.scaling.overflow_message(step))
-        skipped_before, skipped = skipped, record.scaling.not_finite
-        if skipped and not skipped_before:
-            reporter.event(
-                "step_skipped", f"step {step}: a loss or the gradient norm is not finite; no update"
-            )
-        if evaluations is not None:
-            evaluations.after(step, last=step == last)
-        ended_early = evaluations.ended if evaluations is not None else None
-        if data_end is not None and step < last:
-            ended_early = ended_early or data_end.end_reason(step + 1)
-        checkpoints.after(step, last=step == last or ended_early is not None, evaluations=evaluations)
-        if ended_early:
-            return ended_early if step < last else None
-        if step != last and following is None and stopping():
-            save_and_stop(step, checkpoints, evaluations)
-        asked = following
-    return None
-
-
-@dataclass(frozen=True)
-class _StepCall:
-    """A step that every worker has been asked for, and since when."""
-
-    step: int
-    refs: list[ray.ObjectRef]
-    at_s: float
-
-
-class _StepCaller:
-    """Asks all workers for a step, and waits for what they answer. `behind` may ask them for more, behind it."""
-
-    def __init__(
-        self,
-        planned: PlannedJob,
-        gang: Gang,
-        limits: Limits,
-        interrupted: Callable[[], None],
-        behind: Callable[[int], None],
-    ):
-        self._gang, self._interrupted, self._behind = gang, interrupted, behind
-        self._limit_s = limits.step_s(planned.step_s)
-
-    def ask(self, step: int) -> _StepCall:
-        refs = [worker.run_step.remote(step) for worker in self._gang.workers]
-        self._behind(step)
-        return _StepCall(step, refs, time.monotonic())
-
-    def results(self, asked: _StepCall) -> list[Any]:
-        return self._gang.call(
-            asked.refs, what=f"step {asked.step}", limit_s=self._limit_s, interrupted=self._interrupted
-        )
-
-
-def _publish(
-    record: StepRecord, reporter: Reporter, metrics: JobMetrics, spans: Spans, keep_timeline: bool
-) -> None:
-    reporter.step(record.report)
-    metrics.observe_step(record.report, spans.step(record, profiled=keep_timeline))
-    metrics.observe_usage(record.usage)
-    metrics.observe_scaling(record.scaling)
-    if record.gpus:
-        metrics.observe_gpus(record.gpus)
-    if keep_timeline:
-        reporter.timeline(record.timeline)
-        metrics.set_timeline(record.timeline)
 
 
 class _ClockOffsets:
@@ -215,18 +234,19 @@ class _ClockOffsets:
         return time.monotonic() >= self._due
 
     def refresh(self) -> None:
+        """Measure where that is due."""
         if not self.due():
             return
         own_node = own_node_address()
         self.offsets = [
             ClockOffset(0.0, 0.0)
             if address.node == own_node  # one host, one monotonic clock
-            else estimate_clock_offset(functools.partial(self._ask, index), rounds=CLOCK_ROUNDS)
+            else estimate_clock_offset(functools.partial(self._read, index), rounds=CLOCK_ROUNDS)
             for index, address in enumerate(self._gang.addresses)
         ]
         self._due = time.monotonic() + CLOCK_EVERY_S
 
-    def _ask(self, index: int) -> float:
+    def _read(self, index: int) -> float:
         try:
             return ray.get(self._gang.workers[index].clock.remote(), timeout=CLOCK_LIMIT_S)
         except Exception as error:

@@ -10,29 +10,37 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from worker.driver.checkpoints import Checkpoints
-from worker.driver.evaluation import Evaluations
-
 
 class Cancelled(Exception):
-    """The control plane asked to stop, or wants no more of this attempt."""
+    """The control plane cancelled the attempt, or accepts no more of its reports."""
 
 
 class GracefulStop(Exception):
     """The attempt ends because the control plane asked for it; the message says what is saved."""
 
 
-def save_and_stop(step: int, checkpoints: Checkpoints, evaluations: Evaluations | None = None) -> None:
-    """Save the state after this step where the job has a place for it, and raise AskedToStop."""
-    if checkpoints.save(step, evaluations):
-        raise GracefulStop(f"asked to end: stopped after step {step}, which is saved")
-    raise GracefulStop(f"asked to end: stopped after step {step}; the job has no `checkpoint`, so it is lost")
+class Interruption:
+    """The wishes of the control plane to end the attempt, asked for between steps and while calls are waited for."""
 
+    def __init__(
+        self,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._cancelled = cancelled
+        self.stop_requested = stop_requested
 
-def raise_if_stopping(asked: Callable[[], bool]) -> None:
-    """Raise AskedToStop where the attempt was asked to end before its first step."""
-    if asked():
-        raise GracefulStop("asked to end: stopped before a step of its own")
+    def raise_if_cancelled(self) -> None:
+        """Raise Cancelled where the attempt was cancelled."""
+        if self._cancelled():
+            raise Cancelled
+
+    def raise_if_stopping(self) -> None:
+        """Raise Cancelled, or GracefulStop where the attempt was asked to stop before its first step."""
+        self.raise_if_cancelled()
+        if self.stop_requested():
+            raise GracefulStop("asked to end: stopped before a step of its own")
 
 
 class SigtermHandler:

@@ -1,8 +1,7 @@
 """Trainer: places a gang, plans the job, loads and restores its stages, checks that replicas agree, and trains.
 
-Each phase takes what the ones before left, and its duration is recorded without a gap from the driver's first line to
-the first step. Before the first step all workers must hold equal values of what they share and read the same data, or
-the attempt ends.
+The phases of a launch are recorded without a gap from the driver's first line to the first step. Before the first step
+all workers must hold equal values of replicated tensors and read the same data, or the attempt ends.
 """
 
 from __future__ import annotations
@@ -28,63 +27,16 @@ from worker.contract.versions import installed_versions
 from worker.driver.checkpoints import Checkpoints, snapshot_shortfall
 from worker.driver.control_plane_client import ControlPlane
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
-from worker.driver.gang import Gang
+from worker.driver.gang import Gang, Phase
 from worker.driver.limits import Limits
 from worker.driver.metrics import JobMetrics, ModelFlops, step_flops, total_peak_flops
 from worker.driver.planning import Planner
 from worker.driver.reporter import Reporter, Spans
-from worker.driver.step_loop import DataEnd, run_steps
-from worker.driver.stopping import Cancelled, raise_if_stopping
+from worker.driver.step_loop import DataEnd, StepLoop, StepPublisher
+from worker.driver.stopping import Interruption
 from worker.engine.results import SlotLimits
 from worker.parallel.shard_spec import common_cuts
 from worker.transport.rendezvous import serve_rendezvous
-
-
-def check_replicas(
-    gang: Gang, *, limit_s: float, interrupted: Callable[[], None], unlike: bool = False
-) -> None:
-    """Raise AttemptFailure MODEL_BUILD_FAILED, DATA_FAILED or PLAN_INFEASIBLE with the names of what differs, and on whom.
-
-    `interrupted` is that of `Gang.call`. Only what several workers hold is looked at. Between `unlike` meshes a tied
-    parameter, whose gradients are summed whole there, may be shared otherwise: it is compared in pieces.
-    """
-    what = "comparing what the workers start from"
-    held = gang.call(
-        [worker.shard_specs.remote() for worker in gang.workers],
-        what=what,
-        limit_s=limit_s,
-        interrupted=interrupted,
-    )
-    workers = [f"{address.mesh}/{address.worker}" for address in gang.addresses]
-    if not unlike and (told := shard_mismatch(workers, held)):
-        raise AttemptFailure(Reason.PLAN_INFEASIBLE, told)
-    several, cuts = replicated_names(held), common_cuts(held)
-    found = gang.call(
-        [worker.fingerprint.remote(several, cuts) for worker in gang.workers],
-        what=what,
-        limit_s=limit_s,
-        interrupted=interrupted,
-    )
-    if told := sample_mismatch(workers, found):
-        raise AttemptFailure(Reason.DATA_FAILED, told)
-    if told := tensor_mismatch(workers, found):
-        raise AttemptFailure(Reason.MODEL_BUILD_FAILED, told)
-
-
-class LaunchPhases:
-    """Phases follow each other without a gap; the first one begins now. `ended` is told each with its seconds."""
-
-    def __init__(
-        self, ended: Callable[[str, float], None], *, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._ended, self._now = ended, now
-        self._since = now()
-
-    def ended(self, phase: str) -> None:
-        """The phase that this one names is over, and the next one begins."""
-        since, self._since = self._since, self._now()
-        self._ended(phase, self._since - since)
-
 
 UNTESTED_ON_GPUS = (
     "shared matrices and meshes of unlike sizes on CUDA have been tested without GPUs only: every NCCL connection carries "
@@ -95,7 +47,7 @@ UNTESTED_ON_GPUS = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the control plane says of the attempt (`spec`: JSON of the job), and how long it may wait for what."""
+    """The attempt as the control plane describes it (`spec`: JSON of the job), and the limits of its waits."""
 
     job_id: str
     number: int
@@ -104,11 +56,11 @@ class Attempt:
     limits: Limits
     resume_uri: str | None = None
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of the workers' environment that nothing but their processes and this one may hold."""
+    """Variables of the workers' environment, held by their processes and this one only."""
 
 
 class Trainer:
-    """One attempt's training, from its placement group to its last step; every station takes what those before left."""
+    """One attempt's training, from its placement group to its last step."""
 
     def __init__(
         self,
@@ -124,10 +76,15 @@ class Trainer:
         self._attempt, self._job, self._limits = attempt, job, attempt.limits
         self._control, self._reporter, self._metrics, self._launch = control, reporter, metrics, launch
         self._spans = spans
+        self._interruption = Interruption(
+            cancelled=lambda: reporter.cancelled.is_set() or reporter.fenced.is_set(),
+            stop_requested=reporter.stop_requested.is_set,
+        )
         self._gang = Gang(
             sizes=job.mesh_sizes,
             device=attempt.device,
-            start_timeout_s=self._limits.start_s,
+            limits=self._limits,
+            interruption=self._interruption,
             workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
         )
         self._planner = Planner(
@@ -137,11 +94,11 @@ class Trainer:
             device=attempt.device,
             limits=self._limits,
             job=job,
-            interrupted=self._raise_if_stopping,
         )
 
     def train(self) -> str | None:
-        """Train; why it ended before its last step, if it did. Raises AttemptFailure, Cancelled and AskedToStop."""
+        """Train; why training ended before its last step, None where it did not. Raises AttemptFailure, Cancelled and
+        GracefulStop."""
         try:
             with self._gang:
                 self._place()
@@ -151,7 +108,7 @@ class Trainer:
                 self._load(planned)
                 self._enable_asynchronous_writes(checkpoints, planned)
                 done = checkpoints.restore(self._attempt.resume_uri)
-                self._launch.ended("restore")
+                self._launch.end_phase("restore")
                 self._check()
                 self._warm_up(done + 1)
                 return self._run(done + 1, planned, checkpoints)
@@ -159,33 +116,22 @@ class Trainer:
             self._planner.correct(failure)
             raise
 
-    def _raise_if_cancelled(self) -> None:
-        if self._reporter.cancelled.is_set() or self._reporter.fenced.is_set():
-            raise Cancelled
-
-    def _raise_if_stopping(self) -> None:
-        self._raise_if_cancelled()
-        raise_if_stopping(self._reporter.stop_requested.is_set)
-
     def _place(self) -> None:
-        """Start the gang, and give its processes what only they may hold."""
+        """Start the gang, and give its processes the secrets."""
         gang, job, device = self._gang, self._job, self._attempt.device
         gang.start(
             ray.remote(Worker),
             lambda mesh, worker: {"job": job, "mesh": mesh, "worker": worker, "device": device},
-            self._raise_if_stopping,
         )
         if self._attempt.secrets:
             gang.call(
-                [
-                    worker.__ray_call__.remote(set_environment, self._attempt.secrets)
-                    for worker in gang.workers
-                ],
+                "__ray_call__",
+                set_environment,
+                self._attempt.secrets,
+                phase=Phase.SETUP,
                 what="taking its environment",
-                limit_s=self._limits.start_s,
-                interrupted=self._raise_if_cancelled,
             )
-        self._launch.ended("place")
+        self._launch.end_phase("place")
         for mesh in gang.meshes:
             self._metrics.set_nodes(mesh.name, [a.node for a in gang.addresses if a.mesh == mesh.name])
         nodes = len({a.node for a in gang.addresses})
@@ -201,18 +147,18 @@ class Trainer:
             gang=self._gang,
             reporter=self._reporter,
             limit_s=self._limits.checkpoint_s,
-            interrupted=self._raise_if_cancelled,
             timed=self._checkpointed,
             keeps_best=self._job.evaluation is not None and self._job.evaluation.keep_best,
         )
 
     def _checkpointed(self, operation: str, seconds: float) -> None:
         self._metrics.set_checkpoint(operation, seconds)
-        self._spans.ended(f"checkpoint: {operation}", seconds)
+        self._spans.add_ended(f"checkpoint: {operation}", seconds)
 
     def _plan(self) -> PlannedJob:
         planned = self._planner.plan()
-        self._launch.ended("plan")
+        self._gang.planned_step_s = planned.step_s
+        self._launch.end_phase("plan")
         self._metrics.set_plan(planned.plan, step_s=planned.step_s)
         self._metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
         return planned
@@ -222,60 +168,47 @@ class Trainer:
         evaluation = plan_evaluation(
             self._job.evaluation,
             planned,
-            shares=mesh_parallelisms(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
+            parallelisms=mesh_parallelisms(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
             gang=self._gang,
             control=self._control,
-            limits=self._limits,
-            interrupted=self._raise_if_cancelled,
         )
         # held as long as this trainer: the store ends with its last reference, and the workers' connections with it
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         own_weights = self._job.model.weights is not None
-        notes = self._gang.call(
+        notes = self._gang.wait(
             _load_calls(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
+            phase=Phase.PREPARE,
             what="loading the stages",
-            limit_s=self._limits.prepare_s + self._job.training.compiling_s,
-            timeout_reason=Reason.START_TIMEOUT,
-            interrupted=self._raise_if_stopping,
+            extra_s=self._job.training.compiling_s,
         )
         for address, of_worker in zip(self._gang.addresses, notes, strict=True):
             for note in of_worker or ():
                 self._reporter.event("compiled", f"mesh {address.mesh}, worker {address.worker}: {note}")
-        self._launch.ended("load")
+        self._launch.end_phase("load")
 
     def _enable_asynchronous_writes(self, checkpoints: Checkpoints, planned: PlannedJob) -> None:
         """Have checkpoints written while training goes on, where the job wants that and there is room for it."""
         if self._job.checkpoint is None or not self._job.checkpoint.asynchronous:
             return
-        lack = snapshot_shortfall(
-            planned,
-            gang=self._gang,
-            limits=self._limits,
-            interrupted=self._raise_if_stopping,
-            device=self._attempt.device,
-        )
-        if lack is None:
+        shortfall = snapshot_shortfall(planned, gang=self._gang, device=self._attempt.device)
+        if shortfall is None:
             checkpoints.write_asynchronously()
         else:
-            self._reporter.event("checkpoint", f"training waits while checkpoints are written: {lack}")
+            self._reporter.event("checkpoint", f"training waits while checkpoints are written: {shortfall}")
 
     def _check(self) -> None:
-        check_replicas(
-            self._gang,
-            limit_s=self._limits.prepare_s,
-            interrupted=self._raise_if_stopping,
-            unlike=self._job.unlike,
-        )
-        self._launch.ended("check")
+        check_replicas(self._gang, heterogeneous=self._job.unlike)
+        self._launch.end_phase("check")
 
     def _warm_up(self, step: int) -> None:
         self._gang.call(
-            [worker.warm_up.remote(step) for worker in self._gang.workers],
+            "warm_up",
+            step,
+            phase=Phase.CHECK,
             what="the first run, without transfers",
-            limit_s=self._limits.prepare_s + self._job.data.skip_limit_s + self._job.data.loader.timeout_s,
-            interrupted=self._raise_if_stopping,
+            extra_s=self._job.data.skip_limit_s + self._job.data.loader.timeout_s,
         )
-        self._launch.ended("warm up")
+        self._launch.end_phase("warm up")
 
     def _run(self, first: int, planned: PlannedJob, checkpoints: Checkpoints) -> str | None:
         flops = self._model_flops(planned)
@@ -287,38 +220,28 @@ class Trainer:
             gang=self._gang,
             reporter=self._reporter,
             metrics=self._metrics,
-            limits=self._limits,
-            step_s=planned.step_s,
-            interrupted=self._raise_if_cancelled,
-            course=checkpoints.course,
+            early_stopping=checkpoints.early_stopping,
         )
-        ended_early = run_steps(
-            first,
-            self._job.training.steps,
+        publisher = StepPublisher(
+            self._reporter, self._metrics, profile_every_s=self._limits.profile_every_s, spans=self._spans
+        )
+        loop = StepLoop(
+            planned,
             samples=self._job.training.global_batch,
-            planned=planned,
             gang=self._gang,
-            reporter=self._reporter,
-            metrics=self._metrics,
             checkpoints=checkpoints,
-            limits=self._limits,
-            interrupted=self._raise_if_cancelled,
-            stopping=self._reporter.stop_requested.is_set,
-            spans=self._spans,
             evaluations=evaluations,
-            data_end=DataEnd(
-                self._job,
-                gang=self._gang,
-                limit_s=self._limits.step_s(planned.step_s) + self._job.data.skip_limit_s,
-                interrupted=self._raise_if_cancelled,
-            ),
+            data_end=DataEnd(self._job, gang=self._gang),
+            publisher=publisher,
+            interruption=self._interruption,
         )
-        if ended_early is not None:
-            self._reporter.event("stopped_early", ended_early)
-        return ended_early
+        stop_reason = loop.run(first, self._job.training.steps)
+        if stop_reason is not None:
+            self._reporter.event("stopped_early", stop_reason)
+        return stop_reason
 
     def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:
-        """What a step computes and its accelerators could, as far as either is known."""
+        """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted."""
         gang, profiles = self._gang, self._planner.profiles
         step = step_flops(
             [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],
@@ -328,12 +251,7 @@ class Trainer:
         )
         if step is None or self._attempt.device != "cuda":
             return None if step is None else ModelFlops(step)
-        peaks = gang.call(
-            [worker.gpu_peak_flops.remote() for worker in gang.workers],
-            what="looking up what its GPU could do",
-            limit_s=self._limits.start_s,
-            interrupted=self._raise_if_cancelled,
-        )
+        peaks = gang.call("gpu_peak_flops", phase=Phase.SETUP, what="looking up what its GPU could do")
         return ModelFlops(step, total_peak_flops(peaks, int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))))
 
 
@@ -368,3 +286,39 @@ def _load_calls(
         worker.load.remote(assignment, None if worker is first else weights.get(assignment.mesh))
         for worker, assignment in zip(gang.workers, assignments, strict=True)
     ]
+
+
+def check_replicas(gang: Gang, *, heterogeneous: bool = False) -> None:
+    """Raise AttemptFailure MODEL_BUILD_FAILED, DATA_FAILED or PLAN_INFEASIBLE with the names of tensors that differ, and
+    on which workers.
+
+    Only tensors that several workers hold are compared. Between `heterogeneous` meshes a tied parameter, whose gradients
+    are summed whole there, may be sharded differently: it is compared in pieces.
+    """
+    what = "comparing what the workers start from"
+    shard_specs = gang.call("shard_specs", phase=Phase.CHECK, what=what)
+    workers = [f"{address.mesh}/{address.worker}" for address in gang.addresses]
+    if not heterogeneous and (message := shard_mismatch(workers, shard_specs)):
+        raise AttemptFailure(Reason.PLAN_INFEASIBLE, message)
+    names, cuts = replicated_names(shard_specs), common_cuts(shard_specs)
+    fingerprints = gang.call("fingerprint", names, cuts, phase=Phase.CHECK, what=what)
+    if message := sample_mismatch(workers, fingerprints):
+        raise AttemptFailure(Reason.DATA_FAILED, message)
+    if message := tensor_mismatch(workers, fingerprints):
+        raise AttemptFailure(Reason.MODEL_BUILD_FAILED, message)
+
+
+class LaunchPhases:
+    """The phases between the driver's start and the first step; they follow each other without a gap, the first one
+    begins now. `report` is called with the name and the seconds of each."""
+
+    def __init__(
+        self, report: Callable[[str, float], None], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._report, self._now = report, now
+        self._since = now()
+
+    def end_phase(self, name: str) -> None:
+        """The current phase, called `name`, is over, and the next one begins."""
+        since, self._since = self._since, self._now()
+        self._report(name, self._since - since)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.worker.driver.fake_gang import SimpleGang
 from worker.actor.saver import BackgroundTask, HostSnapshots, ShardSaver, SnapshotMemory
 from worker.actor.telemetry import PeakMemory
 from worker.checkpoint import format as checkpoint_format
@@ -96,7 +97,10 @@ def test_on_cuda_copies_wait_for_the_step_and_the_caller_for_the_copies():
 def test_what_is_written_from_a_copy_is_what_is_written_while_all_wait(tmp_path):
     given, held = state(), []
     saver = ShardSaver(
-        "m0", lambda step: given, {"model": {"parameters": {"unused": torch.ones(2)}}}, held=held.append
+        "m0",
+        lambda step: given,
+        {"model": {"parameters": {"unused": torch.ones(2)}}},
+        report_copied_bytes=held.append,
     )
     assert saver.saved() is not None, "nothing was begun"
     assert saver.save(f"{tmp_path}/waiting", 3) == ["model"]
@@ -163,12 +167,11 @@ def test_a_copy_has_to_fit_beside_the_plan_on_cpu_and_in_the_host_on_cuda(device
 
         return SimpleNamespace(snapshot_memory=SimpleNamespace(remote=remote))
 
-    gang = SimpleNamespace(
+    gang = SimpleGang(
         workers=[worker(room), worker(SnapshotMemory(0, None)), worker(SnapshotMemory(1, 1))],
         addresses=[
             SimpleNamespace(mesh=mesh, node_id=node) for mesh, node in (("m0", 1), ("m0", 1), ("m1", 2))
         ],
-        call=lambda refs, **_: refs,
     )
     planned = SimpleNamespace(
         spec={
@@ -177,7 +180,6 @@ def test_a_copy_has_to_fit_beside_the_plan_on_cpu_and_in_the_host_on_cuda(device
         },
         plan={"meshes": [{"name": name, "peak_memory_bytes": 600} for name in ("m0", "m1")]},
     )
-    limits = SimpleNamespace(prepare_s=1.0)
-    found = snapshot_shortfall(planned, gang=gang, limits=limits, interrupted=lambda: None, device=device)
+    found = snapshot_shortfall(planned, gang=gang, device=device)
     assert asked == [2, 2, 1]
     assert found is None if said is None else said in found

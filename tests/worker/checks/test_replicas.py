@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
 from worker.actor import model_host
@@ -27,14 +28,12 @@ def check(run: Workers) -> None:
     def remote(worker, name):
         return SimpleNamespace(remote=lambda *arguments: getattr(worker, name)(*arguments))
 
-    names = ("held_tensors", "fingerprint")
-    gang = SimpleNamespace(
+    names = ("shard_specs", "fingerprint")
+    gang = SimpleGang(
         workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
         addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
-        call=lambda refs, **_: list(refs),
     )
-    unlike = run.workers[0]._job.unlike
-    check_replicas(gang, limit_s=60.0, interrupted=lambda: None, unlike=unlike)
+    check_replicas(gang, heterogeneous=run.workers[0]._job.unlike)
 
 
 def refusal(spec) -> AttemptFailure:

@@ -32,7 +32,6 @@ class Run:
             gang=self.gang,
             reporter=self.reports,
             limit_s=limit_s,
-            interrupted=lambda: None,
             timed=lambda operation, seconds: self.timed.append((operation, seconds)),
         )
         self.kept.write_asynchronously()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.worker.driver.fake_gang import FakeGang
 from worker.actor.device import WorkerAddress
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
 from worker.driver import benchmarks
@@ -34,7 +35,7 @@ class Control:
         self.profiles[key] = profile
 
 
-class Gang:
+class Gang(FakeGang):
     """Meshes on `nodes`, whose workers find BANDWIDTH; `measured` lists the probes that ran."""
 
     def __init__(self, nodes, prefix="m"):
@@ -66,9 +67,6 @@ class Gang:
         )
         return ProbeResult(found, (ConcurrentTransfers("both ways", (1.0, 1.0), 1.1),))
 
-    def call(self, answers, **_):
-        return list(answers)
-
 
 def costs(gang, control):
     events = []
@@ -78,7 +76,6 @@ def costs(gang, control):
         gang=gang,
         device="cpu",
         limits=Limits(),
-        interrupted=lambda: None,
     )
     return found, events
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.worker.driver.fake_gang import FakeGang
 from worker.actor.saver import ShardSaver
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, attributed_to
@@ -63,10 +64,11 @@ class Worker:
         return step
 
 
-class Gang:
+class Gang(FakeGang):
     """Calls the workers one after the other, as they are asked to."""
 
-    def __init__(self, meshes=2):
+    def __init__(self, meshes=2, interrupted=lambda: None):
+        self.interrupted = interrupted
         self.meshes = [SimpleNamespace(name=f"m{i}") for i in range(meshes)]
         self.plain = [Worker(mesh.name) for mesh in self.meshes]
         self.workers = [
@@ -79,8 +81,8 @@ class Gang:
             for worker in self.plain
         ]
 
-    def call(self, refs, *, what, limit_s, interrupted):
-        interrupted()
+    def wait(self, refs, *, phase, **_):
+        self.raise_if_interrupted(phase)
         return [ref() for ref in refs]
 
     def name(self, index):
@@ -102,8 +104,8 @@ class Reports:
 def make(tmp_path):
     def make(every=2, keep=3, interrupted=lambda: None, policy=True):
         given = CheckpointPolicy(str(tmp_path), every, keep) if policy else None
-        gang, reports = Gang(), Reports()
-        kept = Checkpoints(given, "job", gang=gang, reporter=reports, limit_s=60, interrupted=interrupted)
+        gang, reports = Gang(interrupted=interrupted), Reports()
+        kept = Checkpoints(given, "job", gang=gang, reporter=reports, limit_s=60)
         return kept, gang, reports
 
     return make
@@ -129,7 +131,6 @@ def test_it_is_told_how_long_saving_and_restoring_took(tmp_path):
         gang=gang,
         reporter=Reports(),
         limit_s=60,
-        interrupted=lambda: None,
         timed=lambda operation, seconds: told.append((operation, seconds)),
     )
     assert kept.restore(None) == 0
@@ -234,10 +235,10 @@ def test_a_lost_worker_is_no_damaged_checkpoint(make):
     train(make()[0], 4)
     kept, gang, _ = make()
 
-    def call(refs, **_):
+    def wait(refs, **_):
         raise AttemptFailure(Reason.WORKER_LOST, "worker 0 of mesh m1 is gone")
 
-    gang.call = call
+    gang.wait = wait
     with pytest.raises(AttemptFailure, match="is gone"):
         kept.restore(None)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.worker.actor.test_actor import job
+from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.driver.test_step_loop import HERE, LIMIT_S, Gang, Heard
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
@@ -15,8 +16,9 @@ from worker.contract.job import CheckpointPolicy, Job
 from worker.contract.reasons import Reason
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
-from worker.driver.limits import Limits
-from worker.driver.step_loop import DataEnd
+from worker.driver.evaluation import Evaluations
+from worker.driver.step_loop import DataEnd, StepPublisher
+from worker.driver.stopping import Interruption
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +40,20 @@ def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_
             gang=gang,
             reporter=heard,
             limit_s=LIMIT_S,
-            interrupted=lambda: None,
         )
-        arguments = {
-            "samples": 8,
-            "planned": SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"]),
-            "gang": gang,
-            "reporter": heard,
-            "metrics": heard,
-            "checkpoints": saving,
-            "limits": Limits(),
-            "interrupted": lambda: None,
-            "data_end": DataEnd(Job.from_json(spec), gang=gang, limit_s=LIMIT_S, interrupted=lambda: None),
-        }
+        loop = step_loop.StepLoop(
+            SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"]),
+            samples=8,
+            gang=gang,
+            checkpoints=saving,
+            evaluations=Evaluations(None, gang=gang, reporter=heard, metrics=heard),
+            data_end=DataEnd(Job.from_json(spec), gang=gang),
+            publisher=StepPublisher(heard, heard, profile_every_s=30.0),
+            interruption=Interruption(),
+        )
         try:
-            said = step_loop.run_steps(1, 8, **arguments)
-            again = step_loop.run_steps(3, 8, **arguments)
+            said = loop.run(1, 8)
+            again = loop.run(3, 8)
         finally:
             for actor in gang.workers:
                 actor._queue.shutdown(wait=True, cancel_futures=True)
@@ -66,12 +66,11 @@ def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_
 
 
 def asked(*answers, at_end="stop"):
-    gang = SimpleNamespace(
+    gang = SimpleGang(
         workers=[SimpleNamespace(has_data=SimpleNamespace(remote=lambda step, a=a: a)) for a in answers],
-        call=lambda refs, **_: refs,
         name=lambda at: f"worker {at}",
     )
-    end = DataEnd(Job.from_json(stopping_job(at_end)), gang=gang, limit_s=1.0, interrupted=lambda: None)
+    end = DataEnd(Job.from_json(stopping_job(at_end)), gang=gang)
     return end.end_reason(3)
 
 

@@ -14,13 +14,13 @@ from tests.worker.workers import Workers
 from worker.actor.step_result import EvaluatedBatch
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import CheckpointPolicy, Data, Evaluation
+from worker.contract.job import CheckpointPolicy, Data, Evaluation, Job
 from worker.contract.reasons import Reason
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import EarlyStopping, Evaluations
-from worker.driver.limits import Limits
 from worker.driver.step_record import EvaluationResult, combine_batches
+from worker.driver.stopping import Interruption
 
 DATA = Data(f"{Numbers.__module__}:Numbers")
 
@@ -59,29 +59,29 @@ def train(
     """The loop over all steps, from the newest checkpoint; what was heard and why it ended early."""
     log = [] if log is None else log
     with Workers(spec) as run:
-        gang, heard = Gang(run.workers, log), Listener(log)
+        gang, heard = Gang(run.workers, log, interrupted), Listener(log)
         planned = SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"])
-        shared = {"gang": gang, "reporter": heard, "interrupted": interrupted}
+        shared = {"gang": gang, "reporter": heard}
         checkpoints = Checkpoints(policy, "job", limit_s=LIMIT_S, keeps_best=evaluation.keep_best, **shared)
         try:
             done = checkpoints.restore(None)
             evaluations = Evaluations(
-                evaluation, metrics=heard, limits=Limits(), step_s=0.01, course=checkpoints.course, **shared
+                evaluation, metrics=heard, early_stopping=checkpoints.early_stopping, **shared
             )
             if values is not None:
                 measured = iter(values[done // evaluation.every_steps :])
                 evaluations._run = lambda *_: EvaluationResult(next(measured), {})
-            ended = step_loop.run_steps(
-                done + 1,
-                steps,
+            loop = step_loop.StepLoop(
+                planned,
                 samples=8,
-                planned=planned,
-                metrics=heard,
+                gang=gang,
                 checkpoints=checkpoints,
-                limits=Limits(),
                 evaluations=evaluations,
-                **shared,
+                data_end=step_loop.DataEnd(Job.from_json(spec), gang=gang),
+                publisher=step_loop.StepPublisher(heard, heard, profile_every_s=30.0),
+                interruption=Interruption(),
             )
+            stop_reason = loop.run(done + 1, steps)
         except (
             BaseException
         ):  # as the gang's processes are ended: one may wait for another that was not asked
@@ -91,7 +91,7 @@ def train(
         finally:
             for actor in gang.workers:
                 actor._queue.shutdown(wait=True, cancel_futures=True)
-    heard.ended, heard.course = ended, evaluations.course
+    heard.stop_reason, heard.early_stopping = stop_reason, evaluations.early_stopping
     return heard
 
 
@@ -109,7 +109,7 @@ def test_evaluations_come_before_the_first_step_between_steps_and_after_the_last
     assert log.index(("ask run_step", 4)) < log.index(("report", 3)), "others are asked for ahead"
     assert {one["samples"] for one in heard.evaluations} == {16}
     assert all(math.isfinite(v) for one in heard.evaluations for v in (one["loss"], *one["metrics"].values()))
-    assert heard.ended is None
+    assert heard.stop_reason is None
 
 
 def test_the_curve_is_that_of_the_job_without_evaluations():
@@ -164,11 +164,12 @@ def test_a_job_whose_evaluations_get_no_better_ends_with_a_checkpoint_and_says_w
     heard = train(spec_of(8), 9, evaluation, policy=policy, values=[3.0, 2.0, 2.0, 2.5, 0.0])
     assert [step["step"] for step in heard.steps] == [1, 2, 3, 4]
     assert (
-        heard.ended == "evaluation.patience: loss was no better in 2 evaluations; the best was 2 after step 2"
+        heard.stop_reason
+        == "evaluation.patience: loss was no better in 2 evaluations; the best was 2 after step 2"
     )
     assert saved(tmp_path) == [4]
     again = train(spec_of(8), 9, evaluation, policy=policy, values=[3.0, 2.0, 2.0, 2.5, 0.0])
-    assert (again.ended, again.steps, again.evaluations) == (heard.ended, [], [])
+    assert (again.stop_reason, again.steps, again.evaluations) == (heard.stop_reason, [], [])
 
 
 def test_patience_and_the_best_go_on_behind_a_resume(tmp_path):
@@ -176,11 +177,11 @@ def test_patience_and_the_best_go_on_behind_a_resume(tmp_path):
     evaluation = Evaluation(DATA, every_steps=1, patience=3, keep_best=True)
     policy = CheckpointPolicy(str(tmp_path), every_steps=1, keep=1)
     first = train(spec_of(8), 3, evaluation, policy=policy, values=values)
-    assert (saved(tmp_path), first.ended) == ([2, 3], None)
+    assert (saved(tmp_path), first.stop_reason) == ([2, 3], None)
     second = train(spec_of(8), 9, evaluation, policy=policy, values=values)
     assert [step["step"] for step in second.steps] == [4, 5]
-    assert (second.course, saved(tmp_path)) == (EarlyStopping(2.0, 2, 3), [2, 5])
-    assert second.ended.endswith("the best was 2 after step 2")
+    assert (second.early_stopping, saved(tmp_path)) == (EarlyStopping(2.0, 2, 3), [2, 5])
+    assert second.stop_reason.endswith("the best was 2 after step 2")
 
 
 def test_where_the_best_checkpoint_is_gone_the_next_is_the_best(tmp_path):
@@ -200,7 +201,7 @@ def test_a_checkpoint_of_an_older_version_has_no_course(tmp_path):
     del content["notes"]
     manifest.write_text(json.dumps(content))
     assert checkpoint_format.checkpoint_notes(str(manifest.parent)) == {}
-    assert train(spec_of(8), 1, Evaluation(DATA), policy=policy).course == EarlyStopping()
+    assert train(spec_of(8), 1, Evaluation(DATA), policy=policy).early_stopping == EarlyStopping()
 
 
 @pytest.mark.parametrize(

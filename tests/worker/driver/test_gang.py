@@ -17,7 +17,9 @@ from worker.contract import failures
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.reasons import Reason
 from worker.driver import gang as gang_module
-from worker.driver.gang import Gang
+from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.limits import Limits
+from worker.driver.stopping import Cancelled, GracefulStop, Interruption
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -37,6 +39,10 @@ class Sleeper:
     def sleep(self, seconds: float) -> str:
         time.sleep(seconds)
         return self.mesh
+
+    def wait(self, seconds: float, *, reply: str) -> tuple[float, str]:
+        time.sleep(seconds)
+        return seconds, reply
 
     def count_threads(self) -> int:
         self.threads.add(threading.get_ident())
@@ -82,8 +88,19 @@ def cluster():
     ray.shutdown()
 
 
-def make_gang(meshes: int = 2, workers_per_mesh: int = 1, start_timeout_s: float = 60.0) -> Gang:
-    return Gang(sizes=[workers_per_mesh] * meshes, device="cpu", start_timeout_s=start_timeout_s)
+def make_gang(
+    meshes: int = 2,
+    workers_per_mesh: int = 1,
+    start_s: float = 60.0,
+    interruption: Interruption | None = None,
+    **limits: float,
+) -> Gang:
+    return Gang(
+        sizes=[workers_per_mesh] * meshes,
+        device="cpu",
+        limits=Limits(start_s=start_s, **limits),
+        interruption=interruption or Interruption(),
+    )
 
 
 def start(gang: Gang) -> None:
@@ -118,7 +135,7 @@ def test_workers_stand_in_mesh_order_and_leave_nothing_behind(cluster):
         addresses = gang.addresses
         assert [(a.mesh, a.worker) for a in addresses] == [("m0", 0), ("m0", 1), ("m1", 0), ("m1", 1)]
         assert len({a.process_id for a in addresses}) == 4
-        names = gang.call([w.sleep.remote(0) for w in gang.workers], what="sleep", limit_s=60)
+        names = gang.call("sleep", 0, phase=Phase.STEP, what="sleep")
         assert names == ["m0", "m0", "m1", "m1"]
     assert_nothing_left(addresses)
 
@@ -132,14 +149,9 @@ def test_all_calls_of_a_worker_run_on_the_thread_that_made_it(cluster):
 
 
 def test_a_cancelled_attempt_does_not_wait_for_a_cluster_that_is_too_small(cluster):
-    class Cancelled(Exception):
-        pass
-
-    def interrupted():
-        raise Cancelled
-
-    with pytest.raises(Cancelled), make_gang(5, 1, 3600.0) as gang:
-        gang.start(ray.remote(Sleeper), lambda mesh, worker: {}, interrupted)
+    cancelled = Interruption(cancelled=lambda: True)
+    with pytest.raises(Cancelled), make_gang(5, 1, 3600.0, cancelled) as gang:
+        gang.start(ray.remote(Sleeper), lambda mesh, worker: {})
     assert_nothing_left([])
 
 
@@ -147,7 +159,7 @@ def test_a_worker_that_ends_itself_is_lost(cluster):
     with make_gang(1) as gang:
         start(gang)
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 is gone") as caught:
-            gang.call([gang.workers[0].leave.remote()], what="step 3", limit_s=60)
+            gang.call("leave", phase=Phase.STEP, what="step 3")
     assert caught.value.reason == Reason.WORKER_LOST
 
 
@@ -157,7 +169,7 @@ def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action(clust
         ray.get([w.begin.remote() for w in gang.workers])
         second = gang.workers[1]  # the only one that is called: its place among the calls is not its own
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
-            gang.call([second.crash.remote("1W0 of step 3")], what="step 3", limit_s=60)
+            gang.call("crash", "1W0 of step 3", workers=[second], phase=Phase.STEP, what="step 3")
         addresses = gang.addresses
         assert failures.read_crash_report(addresses[1].process_id).action == "1W0 of step 3"
     assert caught.value.reason == Reason.WORKER_LOST
@@ -175,7 +187,7 @@ def test_a_worker_that_is_killed_in_an_action_did_not_die_in_native_code(cluster
             time.sleep(0.05)
         os.kill(gang.addresses[0].process_id, signal.SIGKILL)
         with pytest.raises(AttemptFailure, match="it was in 0F1 of step 3") as caught:
-            gang.call([ref], what="step 3", limit_s=60)
+            gang.wait([ref], phase=Phase.STEP, what="step 3")
     assert "native" not in caught.value.message
 
 
@@ -196,20 +208,20 @@ def test_a_killed_worker_is_named_at_once(cluster):
         refs = [w.sleep.remote(60) for w in gang.workers]
         os.kill(addresses[1].process_id, signal.SIGKILL)
         with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
-            gang.call(refs, what="step 3", limit_s=55)  # the other workers sleep for 60 s
+            gang.wait(refs, phase=Phase.STEP, what="step 3")  # the other workers sleep for 60 s
         assert caught.value.reason == Reason.WORKER_LOST
     assert_nothing_left(addresses)
 
 
 def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
-    with make_gang() as gang:
+    with make_gang(checkpoint_s=1.0) as gang:
         start(gang)
         addresses = gang.addresses
         os.kill(addresses[0].process_id, signal.SIGSTOP)
         refs = [w.sleep.remote(0) for w in gang.workers]
         ray.get(refs[1])  # however slow this machine is, only the stopped one has not answered
         with pytest.raises(AttemptFailure, match="no answer from worker 0 of mesh m0 within 1 s") as caught:
-            gang.call(refs, what="step 3", limit_s=1.0)
+            gang.wait(refs, phase=Phase.CHECKPOINT, what="step 3")
         assert caught.value.reason == Reason.SLOT_STALLED
     assert_nothing_left(addresses)
 
@@ -220,7 +232,7 @@ def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monk
         start(gang)
         stalled, raised = gang.workers
         with pytest.raises(AttemptFailure, match="forward divided by zero") as caught:
-            gang.call([stalled.stall.remote(), raised.fail.remote()], what="step 1", limit_s=60)
+            gang.wait([stalled.stall.remote(), raised.fail.remote()], phase=Phase.STEP, what="step 1")
         assert caught.value.reason == Reason.USER_CODE_RAISED
         assert "ZeroDivisionError" in caught.value.details
     said = [record.message for record in caplog.records if "who waited for whom" in record.message]
@@ -230,30 +242,45 @@ def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monk
 
 
 def test_an_interruption_ends_the_wait(cluster):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with make_gang() as gang:
+    asked = []
+    interruption = Interruption(cancelled=lambda: bool(asked))
+    with make_gang(interruption=interruption) as gang:
         start(gang)
         addresses = gang.addresses
-        with pytest.raises(KeyboardInterrupt):
-            gang.call([gang.workers[0].sleep.remote(60)], what="step", limit_s=60, interrupted=interrupted)
+        asked.append("cancel")
+        with pytest.raises(Cancelled):
+            gang.call("sleep", 60, workers=gang.workers[:1], phase=Phase.STEP, what="step")
     assert_nothing_left(addresses)
 
 
 def test_workers_that_share_a_gpu_are_hosts_of_their_own_to_nccl(cluster):
-    with Gang(sizes=[2, 2], device="cuda", start_timeout_s=60, workers_per_gpu=4) as gang:
+    common = {"device": "cuda", "limits": Limits(start_s=60), "interruption": Interruption()}
+    with Gang(sizes=[2, 2], workers_per_gpu=4, **common) as gang:
         start(gang)
         found = ray.get([w.gpu.remote() for w in gang.workers], timeout=60)
         assert [ids for ids, _ in found] == [[0]] * 4
         assert len({host for _, host in found} - {None}) == 4
     with pytest.raises(ValueError, match="workers_per_gpu is 0"):
-        Gang(sizes=[1], device="cuda", start_timeout_s=60, workers_per_gpu=0)
+        Gang(sizes=[1], workers_per_gpu=0, **common)
 
 
 @pytest.mark.parametrize(("device", "sharing"), [("cpu", [2, 1, 2]), ("cuda", [3, 3, 3])])
 def test_workers_share_the_memory_of_their_node_or_of_their_gpu(device, sharing):
-    gang = Gang(sizes=[1, 1, 1], device=device, start_timeout_s=1.0, workers_per_gpu=3)
+    gang = Gang(
+        sizes=[1, 1, 1], device=device, limits=Limits(), interruption=Interruption(), workers_per_gpu=3
+    )
     gang.addresses = tuple(WorkerAddress(f"m{i}", 0, n, n, i, device) for i, n in enumerate("aba"))
     assert [gang.workers_sharing_memory(address) for address in gang.addresses] == sharing
     gang.addresses = ()
+
+
+def test_each_worker_gets_its_own_value_of_an_argument_and_a_stop_interrupts_only_before_the_steps(cluster):
+    asked = []
+    with make_gang(interruption=Interruption(stop_requested=lambda: bool(asked))) as gang:
+        start(gang)
+        took = gang.call("wait", PerWorker([0.0, 0.5]), reply=PerWorker("ab"), phase=Phase.STEP, what="wait")
+        assert took == [(0.0, "a"), (0.5, "b")]
+        asked.append("stop")
+        assert gang.call("sleep", 0.5, workers=gang.workers[1:], phase=Phase.STEP, what="step") == ["m1"]
+        with pytest.raises(GracefulStop, match="before a step of its own"):
+            gang.call("sleep", 60, phase=Phase.CHECK, what="warm up")

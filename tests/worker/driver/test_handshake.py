@@ -18,8 +18,8 @@ from worker.contract.versions import (
 # A version of the driver that needs a number that no control plane has yet.
 NEWER_DRIVER = """
 import sys
-from worker import protocol
-protocol.OLDEST_CONTROL_PLANE = 9
+from worker.contract import versions
+versions.OLDEST_CONTROL_PLANE_PROTOCOL = 9
 from worker.driver.__main__ import main
 sys.exit(main())
 """

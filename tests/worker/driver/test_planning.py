@@ -8,6 +8,7 @@ import pytest
 
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
+from tests.worker.driver.fake_gang import FakeGang
 from worker.actor.device import WorkerAddress
 from worker.contract.costs import MeshUpdate
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
@@ -92,13 +93,10 @@ class Worker:
         return LayerProfile(layers, (), "cpu", "[1]", {}).to_json()
 
 
-class Gang:
+class Gang(FakeGang):
     def __init__(self, *workers):
         self.workers = list(workers)
         self.addresses = [WorkerAddress(f"m{i}", 0, f"n{i}", f"n{i}", i, "cpu") for i in range(len(workers))]
-
-    def call(self, answers, **_):
-        return list(answers)
 
 
 class Control:
@@ -130,7 +128,6 @@ def planner_of(gang, control, device):
         device=device,
         limits=Limits(),
         job=job,
-        interrupted=lambda: None,
     )
 
 
@@ -183,12 +180,11 @@ def test_larger_microbatches_than_fit_are_not_even_tried():
 
 def test_a_number_whose_profile_runs_out_of_memory_is_left_out_and_other_failures_end_the_attempt():
     class Full(Gang):
-        def call(self, answers, **_):
-            found = list(answers)
-            for one in found:
-                if isinstance(one, Exception):
-                    raise one
-            return found
+        def wait(self, answers, **_):
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return list(answers)
 
     def planner_with(failure, at):
         planner, _ = open_planner(lambda count: failure if count <= at else profile_json(1))

@@ -13,17 +13,19 @@ import pytest
 import torch
 
 from tests.worker.actor.test_actor import job
+from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, first_cause
-from worker.contract.job import CheckpointPolicy
+from worker.contract.job import CheckpointPolicy, Job
 from worker.contract.reasons import Reason
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
+from worker.driver.evaluation import Evaluations
 from worker.driver.gang import Mesh
 from worker.driver.limits import Limits
-from worker.driver.step_loop import run_steps
-from worker.driver.stopping import GracefulStop
+from worker.driver.step_loop import DataEnd, StepLoop, StepPublisher
+from worker.driver.stopping import GracefulStop, Interruption
 
 LIMIT_S = 60.0
 HERE = "127.0.0.1"
@@ -57,22 +59,22 @@ class Actor:
         return self._queue.submit(run)
 
 
-class Gang:
+class Gang(FakeGang):
     """As worker/driver/gang.py, of workers in this process."""
 
-    def __init__(self, workers, log):
+    def __init__(self, workers, log, interrupted=lambda: None):
+        self.interrupted = interrupted
         actors = [Actor(worker, log if i == 0 else []) for i, worker in enumerate(workers)]
         self.meshes = tuple(Mesh(f"m{i}", (actor,)) for i, actor in enumerate(actors))
         self.addresses = [SimpleNamespace(node=HERE) for _ in actors]
         self.workers = actors
 
-    def call(self, refs, *, what, limit_s, interrupted=None, timeout_reason=None):
+    def wait(self, refs, *, phase, what, extra_s=0.0):
         failures, deadline = [], time.monotonic() + LIMIT_S
         for ref in refs:
             while True:
                 assert time.monotonic() < deadline, what
-                if interrupted is not None:
-                    interrupted()
+                self.raise_if_interrupted(phase)
                 try:
                     ref.result(0.01)
                     break
@@ -122,33 +124,28 @@ def train(
     interrupted=lambda: None,
     stopping=lambda: False,
     log=None,
-    limits=Limits(),
+    profile_every_s=Limits().profile_every_s,
     beside=False,
 ):
     """Run the loop over all steps; what was heard. `beside`: checkpoints are written while training goes on."""
     log = [] if log is None else log
     with Workers(spec) as run:
-        gang, heard = Gang(run.workers, log), Heard(log)
+        gang, heard = Gang(run.workers, log, interrupted), Heard(log)
         planned = SimpleNamespace(plan={"makespan_s": 0.01}, step_s=0.01, stage_names=["s0", "s1"])
-        checkpoints = Checkpoints(
-            policy, "job", gang=gang, reporter=heard, limit_s=LIMIT_S, interrupted=interrupted
-        )
+        checkpoints = Checkpoints(policy, "job", gang=gang, reporter=heard, limit_s=LIMIT_S)
         if beside:
             checkpoints.write_asynchronously()
         try:
-            run_steps(
-                1,
-                steps,
+            StepLoop(
+                planned,
                 samples=8,
-                planned=planned,
                 gang=gang,
-                reporter=heard,
-                metrics=heard,
                 checkpoints=checkpoints,
-                limits=limits,
-                interrupted=interrupted,
-                stopping=stopping,
-            )
+                evaluations=Evaluations(None, gang=gang, reporter=heard, metrics=heard),
+                data_end=DataEnd(Job.from_json(spec), gang=gang),
+                publisher=StepPublisher(heard, heard, profile_every_s=profile_every_s),
+                interruption=Interruption(stop_requested=stopping),
+            ).run(1, steps)
         except BaseException:
             for (
                 worker
@@ -332,5 +329,5 @@ def test_times_and_slots_of_a_step_are_its_own():
 
 @pytest.mark.parametrize(("every_s", "kept"), [(3600.0, [1, 2, 6]), (0.0, [1, 2, 3, 4, 5, 6])])
 def test_the_cold_step_a_warm_one_and_the_last_are_profiled_and_else_one_in_so_many_seconds(every_s, kept):
-    heard = train(job(), 6, limits=Limits(profile_every_s=every_s))
+    heard = train(job(), 6, profile_every_s=every_s)
     assert [timeline["step"] for timeline in heard.timelines] == kept

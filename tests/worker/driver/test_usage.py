@@ -60,6 +60,6 @@ def test_a_step_that_was_told_shorter_than_its_slots_has_no_negative_time():
 def test_phases_of_a_start_follow_each_other_without_a_gap():
     times, told = iter([10.0, 11.5, 15.0]), []
     launch = LaunchPhases(lambda phase, seconds: told.append((phase, seconds)), now=lambda: next(times))
-    launch.ended("place")
-    launch.ended("plan")
+    launch.end_phase("place")
+    launch.end_phase("plan")
     assert told == [("place", 1.5), ("plan", 3.5)]

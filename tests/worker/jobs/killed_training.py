@@ -18,6 +18,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
+from tests.worker.driver.fake_gang import FakeGang
 from worker.actor.saver import ShardSaver
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
@@ -52,7 +53,6 @@ def train(folder: str, curve: str, kill_at: int, how: str) -> None:
         gang=_Gang(workers),
         reporter=SimpleNamespace(event=lambda *_: None, checkpoint=lambda *_: None),
         limit_s=60,
-        interrupted=lambda: None,
     )
     if how == "beside":
         saving.write_asynchronously()
@@ -99,7 +99,7 @@ class _Worker:
         return step
 
 
-class _Gang:
+class _Gang(FakeGang):
     def __init__(self, workers: list[_Worker]):
         self.meshes = [SimpleNamespace(name=worker.mesh) for worker in workers]
         self.workers = [
@@ -112,7 +112,7 @@ class _Gang:
             for worker in workers
         ]
 
-    def call(self, refs, **_):
+    def wait(self, refs, **_):
         return [ref() for ref in refs]
 
 

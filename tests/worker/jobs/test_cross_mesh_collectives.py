@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.worker.actor.test_actor import job
+from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.jobs.test_tensor_parallel_zero1 import BOTH, on
 from worker.contract.costs import LinearCost, UpdateCosts
 from worker.contract.job import Job
@@ -70,13 +71,11 @@ def test_a_plan_takes_gradients_from_one_and_matrices_from_the_other(monkeypatch
         CollectiveCost(REDUCE, SCATTER, GATHER), CollectiveCost((9e-3, 9e9), (1.0, 1.0), (8e-3, 8e9))
     )
     worker = SimpleNamespace(measure_collectives=SimpleNamespace(remote=lambda **_: answer))
-    gang = SimpleNamespace(
-        meshes=meshes, addresses=addresses, workers=[worker] * 8, call=lambda calls, **_: list(calls)
-    )
+    gang = SimpleGang(meshes=meshes, addresses=addresses, workers=[worker] * 8)
     events = []
     reporter = SimpleNamespace(event=lambda *said: events.append(said))
     limits = SimpleNamespace(connect_s=1.0)
-    sums = measure_collective_costs(read, gang, reporter=reporter, limits=limits, interrupted=lambda: None)
+    sums = measure_collective_costs(read, gang, reporter=reporter, limits=limits)
     assert sums == GangCollectiveCosts(answer.data, answer.tensor, ())
     costs = sums.added_to(UpdateCosts(step=LinearCost(0.0, 0.0, 1e-6)), read, gang)
     assert costs.shared == {"m0": 2, "m1": 2}, "two of four have the same part of a matrix"
