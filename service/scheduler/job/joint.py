@@ -16,17 +16,15 @@ from typing import Literal
 
 import numpy as np
 
-from service.scheduler.auto.auto import constructive_makespan
+from service.scheduler.auto.auto import constructive_makespan, makespan_lower_bound_s
 from service.scheduler.auto.backward_split import faster_whole_stages
-from service.scheduler.auto.bounds import makespan_lower_bound_s
 from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.auto.recomputation import may_recompute, with_recomputation
 from service.scheduler.job.cores import SharedCores, core_bound_step_s, processor_seconds, with_slower_actions
 from service.scheduler.job.cut import balanced_cut, equal_layers_cut, layer_ranges, neighbour_cuts
 from service.scheduler.job.heterogeneous import profile_of_mesh
 from service.scheduler.job.network import CrossMeshAllReduce
-from service.scheduler.job.partition import PartitionResult, partition
-from service.scheduler.job.recompute import Recompute
+from service.scheduler.job.partition import PartitionResult, Recompute, partition
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError

@@ -13,7 +13,7 @@ from service.scheduler.job.cores import SharedCores, nodes_with_shared_cores
 from service.scheduler.job.heterogeneous import MeshParallelism, heterogeneous_profile, uniform_profile
 from service.scheduler.job.joint import JobPlan, longest_update_s, plan_jointly
 from service.scheduler.job.network import CrossMeshAllReduce, network_per_worker_pair
-from service.scheduler.job.recompute import Recompute
+from service.scheduler.job.partition import Recompute
 from service.scheduler.job.reduces import plan_gradient_reduces
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.programs.messages import check_messages

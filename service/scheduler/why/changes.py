@@ -17,8 +17,7 @@ from service.scheduler.auto.auto import constructive_makespan
 from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.auto.recomputation import may_recompute, with_recomputation
 from service.scheduler.job.cut import balanced_cut, neighbour_cuts
-from service.scheduler.job.partition import partition
-from service.scheduler.job.recompute import Recompute
+from service.scheduler.job.partition import Recompute, partition
 from service.scheduler.planner import find_timeline
 from service.scheduler.problem.memory import peak_memory
 from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, check_spec
