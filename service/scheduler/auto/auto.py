@@ -344,7 +344,10 @@ def _search_tighter_limits(
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
     microbatch = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
     slack = TransferSlack(best)
-    least, most = 0, max((-(-peak // size) for peak, size in zip(peaks, microbatch, strict=True) if size), default=0)
+    least, most = (
+        0,
+        max((-(-peak // size) for peak, size in zip(peaks, microbatch, strict=True) if size), default=0),
+    )
     while budget_s > 0 and most - least > 1:
         count = (least + most) // 2
         limits = [

@@ -150,9 +150,7 @@ def candidate_choices(
     """
     if len(names) <= _MAX_EXHAUSTIVE_STAGES:
         choices = [
-            frozenset(stages)
-            for count in range(len(names) + 1)
-            for stages in combinations(names, count)
+            frozenset(stages) for count in range(len(names) + 1) for stages in combinations(names, count)
         ]
         return sorted(choices, key=estimate)
     seen: dict[StageChoice, float] = {}
