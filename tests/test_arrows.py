@@ -64,21 +64,11 @@ SPLINTERS: set[str] = {
     "service/cli/reshard.py",
     "service/orchestrator/decisions/availability.py",
     "service/orchestrator/retention.py",
-    "service/scheduler/auto/estimator.py",
-    "service/scheduler/problem/metrics.py",
-    "service/scheduler/schedules/actions.py",
-    "service/scheduler/search/transfer_order.py",
     "worker/data/checksum.py",
     "worker/engine/buffers.py",
 }
-REPEATED_BASE_NAMES: set[str] = {
-    "actions",
-    "bounds",
-}
+REPEATED_BASE_NAMES: set[str] = set()
 LONG_FUNCTIONS: set[str] = {
-    "service/scheduler/job/joint.py:__init__",
-    "service/scheduler/job/joint.py:plan_jointly",
-    "service/scheduler/job/partition.py:partition",
     "worker/actor/actor.py:load",
     "worker/benchmark/layer_costs.py:measure_layers",
     "worker/driver/metrics.py:__init__",
@@ -86,9 +76,7 @@ LONG_FUNCTIONS: set[str] = {
     "worker/engine/engine.py:__init__",
 }
 WRONG_ARROWS: set[str] = set()
-RIDDLES: set[str] = {
-    "service/scheduler/resharding/hops.py",
-}
+RIDDLES: set[str] = set()
 BANNED: dict[str, int] = {
     "service/api/middleware.py:told": 3,
     "service/api/routers/artifacts.py:theirs": 3,
@@ -103,19 +91,6 @@ BANNED: dict[str, int] = {
     "service/client/client.py:told": 3,
     "service/orchestrator/tasks/artifacts.py:told": 4,
     "service/orchestrator/tasks/runner.py:mine": 4,
-    "service/scheduler/job/forwards.py:told": 11,
-    "service/scheduler/job/forwards.py:unlike": 5,
-    "service/scheduler/job/network.py:alike": 9,
-    "service/scheduler/job/network.py:ways": 3,
-    "service/scheduler/job/plan_job.py:alike": 1,
-    "service/scheduler/job/plan_job.py:unlike": 4,
-    "service/scheduler/job/saved_plan.py:unlike": 1,
-    "service/scheduler/problem/spec.py:both_ways": 2,
-    "service/scheduler/programs/messages.py:mine": 3,
-    "service/scheduler/programs/messages.py:theirs": 3,
-    "service/scheduler/resharding/hops.py:ways": 7,
-    "service/scheduler/resharding/show.py:told": 2,
-    "service/scheduler/why/changes.py:told": 6,
     "service/spec/resources.py:unlike": 5,
     "service/store/leases.py:mine": 3,
     "service/store/leases.py:told": 5,
