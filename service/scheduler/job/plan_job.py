@@ -118,8 +118,10 @@ def _plan_with_microbatches(
     profiles = {count: measured_profile(job, costs, count) for count in counts}
     names = [f"m{index}" for index in range(job.meshes)]
     sizes, parallelism = dict(zip(names, job.mesh_sizes, strict=True)), _mesh_parallelism(job, costs)
-    between = costs.network if job.unlike else network_per_worker_pair(costs.network, parallelism, sums=True)
-    across = CrossMeshAllReduce(between, sizes, uniform=not job.unlike)
+    between = (
+        costs.network if job.heterogeneous else network_per_worker_pair(costs.network, parallelism, sums=True)
+    )
+    across = CrossMeshAllReduce(between, sizes, uniform=not job.heterogeneous)
     request = PlanRequest(
         profiles,
         PipelineSetup(
@@ -139,7 +141,7 @@ def _plan_with_microbatches(
     )
     planned = plan_jointly(request, budget_s=budget_s, expired=expired)
     reshardings = planned.partition.reshardings
-    if job.unlike or reshardings:  # no message of a worker may wait for another in a circle
+    if job.heterogeneous or reshardings:  # no message of a worker may wait for another in a circle
         programs = {name: planned.plan.program(name) for name in planned.plan.programs}
         forward_only = {
             index
@@ -161,7 +163,7 @@ def job_memory_bytes(job: Job, costs: JobCosts, mesh: str) -> int | None:
 def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     """The profile of `count` microbatches; with that of each mesh and its parallelism, where tensors do not go in pairs of
     workers."""
-    if not job.unlike:
+    if not job.heterogeneous:
         return uniform_profile(costs.profiles[count], _mesh_parallelism(job, costs))
     kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
     if missing := sorted(kind for kind in {*kinds} if (count, *kind) not in costs.mesh_profiles):

@@ -1,4 +1,4 @@
-"""Routes every element of a resharding: a part of a tile, its sender, and its hops through the target's hosts.
+"""Routes every element of a resharding: splits tiles over senders, and leads each piece through the target's hosts.
 
 Decides no times; these are order.py's.
 """
