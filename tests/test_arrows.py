@@ -68,24 +68,22 @@ SPLINTERS: set[str] = {
     "service/scheduler/problem/metrics.py",
     "service/scheduler/schedules/actions.py",
     "service/scheduler/search/transfer_order.py",
+    "service/orchestrator/decisions/availability.py",
+    "service/orchestrator/retention.py",
     "worker/data/checksum.py",
 }
-REPEATED_BASE_NAMES: set[str] = {
-    "actions",
-    "bounds",
-}
+REPEATED_BASE_NAMES: set[str] = set()
 LONG_FUNCTIONS: set[str] = {
     "service/scheduler/job/joint.py:__init__",
     "service/scheduler/job/joint.py:plan_jointly",
     "service/scheduler/job/partition.py:partition",
+    "worker/actor/actor.py:load",
     "worker/benchmark/layer_costs.py:measure_layers",
     "worker/driver/metrics.py:__init__",
     "worker/driver/step_loop.py:run_steps",
 }
 WRONG_ARROWS: set[str] = set()
-RIDDLES: set[str] = {
-    "service/scheduler/resharding/hops.py",
-}
+RIDDLES: set[str] = set()
 BANNED: dict[str, int] = {
     "service/api/middleware.py:told": 3,
     "service/api/routers/artifacts.py:theirs": 3,
@@ -111,6 +109,9 @@ BANNED: dict[str, int] = {
     "service/scheduler/resharding/hops.py:ways": 7,
     "service/scheduler/resharding/show.py:told": 2,
     "service/scheduler/why/changes.py:told": 6,
+    "service/orchestrator/tasks/artifacts.py:told": 4,
+    "service/orchestrator/tasks/runner.py:mine": 4,
+    "service/spec/resources.py:unlike": 5,
     "service/store/leases.py:mine": 3,
     "service/store/leases.py:told": 5,
     "service/store/notifications.py:told": 2,
@@ -136,14 +137,11 @@ BANNED: dict[str, int] = {
     "worker/checks/sharding.py:theirs": 3,
     "worker/contract/checkpoint_files.py:told": 5,
     "worker/contract/failures.py:told": 4,
-    "worker/contract/job.py:unlike": 2,
     "worker/contract/model_signature.py:mine": 9,
     "worker/contract/profile.py:ways": 2,
     "worker/data/stream.py:told": 3,
     "worker/driver/benchmarks.py:ways": 3,
     "worker/driver/checkpoints.py:told": 4,
-    "worker/driver/evaluation.py:unlike": 1,
-    "worker/driver/planning.py:unlike": 1,
     "worker/driver/reporter.py:told": 2,
     "worker/driver/step_record.py:told": 16,
     "worker/driver/trainer.py:told": 6,
@@ -151,6 +149,21 @@ BANNED: dict[str, int] = {
     "worker/model/eval_mode.py:alike": 2,
     "worker/model/factory.py:told": 2,
     "worker/tasks/profile.py:unlike": 1,
+    "worker/driver/trainer.py:unlike": 3,
+    "worker/engine/collective_log.py:mine": 3,
+    "worker/engine/collective_log.py:theirs": 2,
+    "worker/engine/collective_log.py:told": 7,
+    "worker/engine/optim/grad_scaler.py:alike": 2,
+    "worker/engine/optim/state_dict.py:mine": 4,
+    "worker/engine/optim/state_dict.py:theirs": 4,
+    "worker/engine/optim/step.py:mine": 2,
+    "worker/engine/reshardings.py:mine": 5,
+    "worker/engine/watchdog.py:mine": 4,
+    "worker/parallel/resharding.py:mine": 8,
+    "worker/parallel/shard_spec.py:told": 4,
+    "worker/parallel/shard_spec.py:ways": 5,
+    "worker/parallel/tensor/placement.py:told": 3,
+    "worker/parallel/tensor/shards.py:alike": 4,
     "worker/tasks/profile.py:ways": 2,
     "worker/tasks/remove.py:told": 2,
     "worker/tasks/verify.py:told": 1,

@@ -411,7 +411,7 @@ def _plan_resharding(data: dict, form: str, messages: int) -> str:
         plan_send_and_receive,
     )
     from service.scheduler.resharding.resharding_spec import load_resharding
-    from service.scheduler.resharding.show import resharding_summary, resharding_svg
+    from service.scheduler.views.resharding_views import resharding_summary, resharding_svg
 
     spec = load_resharding(data)
     values = (spec.tensor, spec.source, spec.target, spec.links)

@@ -39,8 +39,8 @@ def planning(sizes: list[tuple[int, int]], budget_s: float, *, as_jobs: bool) ->
 
 def cuts(budget_s: float) -> None:
     """The chosen cut beside others, each planned with the same budget: makespans in units of the chosen one."""
-    from service.scheduler.job.cut import balanced_cut, equal_layers_cut
-    from service.scheduler.job.joint import plan_jointly
+    from service.scheduler.job.cut import PipelineSetup, balanced_cut, equal_layers_cut
+    from service.scheduler.job.joint import PlanRequest, plan_jointly
     from service.scheduler.job.partition import partition
     from service.scheduler.planner import make_plan
     from tests.service.scheduler.job.test_joint import measured, meshes, network
@@ -57,14 +57,15 @@ def cuts(budget_s: float) -> None:
         for speed in SPEEDS:
             started = time.monotonic()
             found = plan_jointly(
-                {8: profile}, stages=[4], meshes=meshes(4), network=network(speed), budget_s=budget_s
+                PlanRequest({8: profile}, PipelineSetup(meshes(4), network(speed)), stages=[4]),
+                budget_s=budget_s,
             )
             seconds = time.monotonic() - started
             ratios = []
             for begins in (equal_layers_cut(24, 4), balanced_cut(profile, 4), None):
                 cut = "auto" if begins is None else [f"l{i}" for i in begins]
                 other = partition(
-                    profile, stages=4, meshes=meshes(4), cut=cut, microbatches=8, network=network(speed)
+                    profile, PipelineSetup(meshes(4), network(speed)), stages=4, cut=cut, microbatches=8
                 )
                 ratios.append(make_plan(other.spec, budget_s=budget_s).makespan_s / found.plan.makespan_s)
             print(

@@ -258,7 +258,7 @@ class Job:
         return tuple(size // tensor for size, tensor in zip(self.mesh_sizes, self.tensors, strict=True))
 
     @property
-    def unlike(self) -> bool:
+    def heterogeneous(self) -> bool:
         """Whether worker w of one mesh may have something else than worker w of another."""
         return self.resources.workers is not None or self.resources.tensors is not None
 
@@ -348,7 +348,7 @@ def microbatch_counts(job: Job) -> tuple[int, ...]:
     shares, rest = divmod(training.global_batch, workers)
     if rest:
         sizes = list(job.dp_sizes)
-        whom = f"meshes of {sizes} workers" if job.unlike else f"resources.workers_per_mesh {workers}"
+        whom = f"meshes of {sizes} workers" if job.heterogeneous else f"resources.workers_per_mesh {workers}"
         raise ValueError(
             f"training.global_batch {training.global_batch} cannot be shared by {whom}, "
             f"whatever training.microbatches is: set global_batch to a multiple of {workers}"

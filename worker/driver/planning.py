@@ -173,7 +173,7 @@ class Planner:
 
     def _check_batch_sharding(self, planned: PlannedJob) -> None:
         """Check that parts of a batch-sharded tensor mean the same in heterogeneous meshes."""
-        if not self._job.unlike:
+        if not self._job.heterogeneous:
             return
         workers_of_stage = [self._job.dp_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
         self._call_first(

@@ -137,7 +137,7 @@ class Trainer:
         nodes = len({a.node for a in gang.addresses})
         self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
         self._reporter.event("versions", installed_versions())
-        if device == "cuda" and (job.resources.tensor > 1 or job.unlike):
+        if device == "cuda" and (job.resources.tensor > 1 or job.heterogeneous):
             self._reporter.event("not_yet_run_on_gpus", UNTESTED_ON_GPUS)
 
     def _checkpoints(self) -> Checkpoints:
@@ -197,7 +197,7 @@ class Trainer:
             self._reporter.event("checkpoint", f"training waits while checkpoints are written: {shortfall}")
 
     def _check(self) -> None:
-        check_replicas(self._gang, heterogeneous=self._job.unlike)
+        check_replicas(self._gang, heterogeneous=self._job.heterogeneous)
         self._launch.end_phase("check")
 
     def _warm_up(self, step: int) -> None:

@@ -8,6 +8,7 @@ than a fitting named schedule. Pure: no clock, the budget is counted in work.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,8 +20,6 @@ from service.scheduler.auto.backward_split import (
     faster_whole_stages,
     problem_with_whole_backwards,
 )
-from service.scheduler.auto.bounds import makespan_lower_bound_s, with_valid_bound
-from service.scheduler.auto.estimator import MakespanEstimator, constructive_cost_s
 from service.scheduler.auto.fixed_schedule import named_timeline, prefer_shorter_named
 from service.scheduler.auto.recomputation import (
     StageChoice,
@@ -41,23 +40,34 @@ from service.scheduler.problem.timeline import Timeline, needed_receive_buffers
 from service.scheduler.schedules.registry import fitting_names
 from service.scheduler.search.bounds import lower_bound
 from service.scheduler.search.memory_saving import TransferSlack, save_memory
+from service.scheduler.search.priority_rules import (
+    COMPARED_RULES,
+    LARGE_PROBLEM_TASKS,
+    ConstructivePlanner,
+    RuleVariant,
+    rule_run_s,
+    rule_variants,
+    standard_rules,
+)
 from service.scheduler.search.search import SEARCHED, SearchResult, reaches_bound, search
+from service.scheduler.search.steady_state import shorten_problem
 
-# What a proven plan may spend of the budget on each try to hold fewer microbatches.
-_MEMORY_SEARCH_SHARE = 0.05
-# and on judging choices by constructive plans.
-_ESTIMATE_SHARE = 0.25
-# With fewer seconds none and all stages are the only choices of whole backwards.
-_WHOLE_BACKWARDS_MIN_BUDGET_S = 0.3
-# What a search needs to find more than constructive plans, and what of these may be made beside the budget where it has
-# been spent.
-_MIN_SEARCH_S = 0.5
+_MEMORY_SEARCH_SHARE = 0.05  # of the budget, for each search under a tighter memory limit
+_ESTIMATE_SHARE = 0.25  # of the budget, for estimates of choices by constructive plans
+_WHOLE_BACKWARDS_MIN_BUDGET_S = 0.3  # with less, none and all stages are the only choices of whole backwards
+_MIN_SEARCH_S = 0.5  # that a search needs to find more than constructive plans
+# constructive plans that may be made beyond a spent budget: share of it, and at least these seconds
 _OVERRUN_SHARE = 0.1
 _OVERRUN_S = 0.5
+_COMPILE_S_PER_TASK = 3.5e-5  # for programs, their proof and the slots of a plan
+_UNCOUNTED_COMPILE_S = 1.0  # part of it that the budget does not count
 
-# What programs, their proof and the slots of a plan take for each task, and how much of it the budget does not count.
-_COMPILE_S_PER_TASK = 3.5e-5
-_UNCOUNTED_COMPILE_S = 1.0
+_MIN_ESTIMATOR_S = 0.5  # of work that an estimator may always do
+_THOROUGH_SHARE = 0.5  # of an estimator's work, for the first choices, with many rules
+_THOROUGH_PROBLEMS = 4  # problems that share this part of the work
+_RUNS_WITHIN_MEMORY = 2.5  # mean number of runs of a rule until it keeps the memory limits
+_LATER_RULES = 3  # rules for each later choice
+_LONG_STEP_ERROR = 0.03  # relative error of the makespan estimated for a long step
 
 Expired = Callable[[], bool] | None
 
@@ -80,10 +90,10 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         )
         return _with_less_memory(found, budget_s, expired)
     names = tightest_memory_first(names, problem)
-    judge = MakespanEstimator(_ESTIMATE_SHARE * budget_s)
+    estimator = MakespanEstimator(_ESTIMATE_SHARE * budget_s)
     estimates: dict[StageChoice, float] = {}
 
-    def judged(choice: StageChoice) -> float:
+    def estimate(choice: StageChoice) -> float:
         decided = with_recomputation(spec, choice)
         if _is_ruled_out(decided):
             return math.inf
@@ -91,23 +101,25 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         forms = {"split": frozenset[str](), **({"whole": whole} if whole else {})}
         thorough = len(choice) in (0, len(names))
         estimates[choice] = min(
-            judge.makespan(
-                fuse_costly_splits(problem_with_whole_backwards(decided, some)), form, thorough=thorough
+            estimator.makespan(
+                fuse_costly_splits(problem_with_whole_backwards(decided, stages)), form, thorough=thorough
             )
-            for form, some in forms.items()
+            for form, stages in forms.items()
         )
         return estimates[choice]
 
-    choices = candidate_choices(names, judged, lambda: judge.exhausted, doubt=judge.doubt(problem))
+    choices = candidate_choices(
+        names, estimate, lambda: estimator.exhausted, relative_error=estimator.relative_error(problem)
+    )
     every = len(choices) == 2 ** len(names)
-    # what the spec itself rules out needs no search, and is no plan
+    # check_spec alone rules a choice out: it needs no search
     choices = [choice for choice in choices if not _is_ruled_out(with_recomputation(spec, choice))] or choices
-    budget_s = max(0.0, budget_s - judge.spent_s)
+    budget_s = max(0.0, budget_s - estimator.spent_s)
     best = _best_of(
         plan,
         choices,
         budget_s=budget_s,
-        estimate=estimates.get(choices[0], math.inf),
+        estimate_s=estimates.get(choices[0], math.inf),
         bound=makespan_lower_bound_s(spec),
         bound_of=lambda choice: lower_bound(backward_relaxation(with_recomputation(spec, choice))),
         every=every,
@@ -141,32 +153,34 @@ def _best_backward_split(spec: PipelineSpec, budget_s: float, expired: Expired) 
         return _search_with_whole_backwards(spec, choice, seconds, expired)
 
     choices = [frozenset(), frozenset(names)]
-    judged_s, estimate = 0.0, math.inf
+    estimating_s, best_estimate_s = 0.0, math.inf
     if budget_s >= _WHOLE_BACKWARDS_MIN_BUDGET_S:
-        judge = MakespanEstimator(_ESTIMATE_SHARE * budget_s)
+        estimator = MakespanEstimator(_ESTIMATE_SHARE * budget_s)
         estimates: dict[StageChoice, float] = {}
 
-        def judged(choice: StageChoice) -> float:
+        def estimate(choice: StageChoice) -> float:
             form = "whole" if 2 * len(choice) > len(names) else "split"
             thorough = len(choice) in (0, len(names))
             decided = fuse_costly_splits(problem_with_whole_backwards(spec, choice))
-            estimates[choice] = judge.makespan(decided, form, thorough=thorough)
+            estimates[choice] = estimator.makespan(decided, form, thorough=thorough)
             return estimates[choice]
 
         problem = problem_with_whole_backwards(spec)
         names = busiest_meshes_first(names, problem)
-        choices = candidate_choices(names, judged, lambda: judge.exhausted, doubt=judge.doubt(problem))
-        judged_s, estimate = min(budget_s, judge.spent_s), estimates[choices[0]]
+        choices = candidate_choices(
+            names, estimate, lambda: estimator.exhausted, relative_error=estimator.relative_error(problem)
+        )
+        estimating_s, best_estimate_s = min(budget_s, estimator.spent_s), estimates[choices[0]]
     best = _best_of(
         plan,
         choices,
-        budget_s=budget_s - judged_s,
-        estimate=estimate,
+        budget_s=budget_s - estimating_s,
+        estimate_s=best_estimate_s,
         bound=lower_bound(backward_relaxation(spec)),
         bound_of=lambda choice: lower_bound(fuse_costly_splits(problem_with_whole_backwards(spec, choice))),
         every=False,  # microbatches of one stage may differ in form, too
     )
-    return replace(best, spent_s=best.spent_s + judged_s)
+    return replace(best, spent_s=best.spent_s + estimating_s)
 
 
 def _is_ruled_out(spec: PipelineSpec) -> bool:
@@ -182,7 +196,7 @@ def _best_of(
     choices: Sequence[StageChoice],
     *,
     budget_s: float,
-    estimate: float,
+    estimate_s: float,
     bound: float,
     bound_of: Callable[[StageChoice], float],
     every: bool,
@@ -190,19 +204,19 @@ def _best_of(
     """The shortest plan of the choices, best first; ends when one attains `bound`.
 
     Each has a share of what is left of the budget, the first most. A choice is left out where its own bound says that
-    it is no shorter, and has no share where that is likely: the first was judged to take `estimate` seconds. Where too
+    it is no shorter, and has no share where that is likely: the first is estimated to take `estimate_s`. Where too
     little is left for another search, the rest have their constructive plans, as many as are cheap. `every` says that
     there are no other choices: then the least of their own bounds holds too, unless one was not searched, or no order
-    was found for it: that is no proof that there is none.
+    was found for it, which does not prove that there is none.
     """
     least = [bound_of(choice) for choice in choices]
     weights = np.arange(1, len(choices) + 1) ** -1.5
-    weights[1:][np.array(least[1:]) >= estimate] = 0.0
+    weights[1:][np.array(least[1:]) >= estimate_s] = 0.0
     best: SearchResult | None = None
-    refused: SpecError | None = None
+    first_error: SpecError | None = None
     bounds: list[float] = []
     truncated = False
-    left_s, spent_s, beside_s = budget_s, 0.0, max(_OVERRUN_SHARE * budget_s, _OVERRUN_S)
+    left_s, spent_s, overrun_s = budget_s, 0.0, max(_OVERRUN_SHARE * budget_s, _OVERRUN_S)
     for index, choice in enumerate(choices):
         if best is not None and reaches_bound(best.timeline.makespan, bound):
             every = False
@@ -213,27 +227,27 @@ def _best_of(
         share = max(
             left_s * weights[index] / max(weights[index:].sum(), TOLERANCE), min(left_s, _MIN_SEARCH_S)
         )
-        begins_s = 0.0 if best is None else constructive_cost_s(best.timeline.problem)
-        if best is not None and share < max(_MIN_SEARCH_S / 2, begins_s):
-            if beside_s < begins_s:
+        constructive_s = 0.0 if best is None else constructive_cost_s(best.timeline.problem)
+        if best is not None and share < max(_MIN_SEARCH_S / 2, constructive_s):
+            if overrun_s < constructive_s:
                 every = False
                 break
             share = 0.0
         try:
             found = plan(choice, float(share))
         except SpecError as error:
-            refused, every = refused or error, False
+            first_error, every = first_error or error, False
             continue
         spent_s += found.spent_s
         left_s = max(0.0, budget_s - spent_s)
-        beside_s -= found.spent_s if share == 0 else 0.0
+        overrun_s -= found.spent_s if share == 0 else 0.0
         truncated = truncated or found.truncated
         bounds.append(found.lower_bound_s)
         if best is None or found.timeline.makespan < best.timeline.makespan * (1 - TOLERANCE):
             best = found
     if best is None:
-        assert refused is not None
-        raise refused
+        assert first_error is not None
+        raise first_error
     if every:
         bound = max(bound, min(bounds))
     bound = min(bound, best.timeline.makespan)
@@ -290,7 +304,7 @@ def _search_with_whole_backwards(
 
 
 def _is_plan_of(timeline: Timeline, problem: Problem, priced: bool) -> bool:
-    """Whether the bounds of a problem hold for a timeline whose backwards may be split elsewhere.
+    """True where the bounds of a problem hold for a timeline whose backwards may be split elsewhere.
 
     Not where B and its parts differ in length (`priced`), nor where it splits what must stay whole.
     """
@@ -301,7 +315,7 @@ def _is_plan_of(timeline: Timeline, problem: Problem, priced: bool) -> bool:
 
 
 def _with_less_memory(found: SearchResult, budget_s: float, expired: Expired) -> SearchResult:
-    """The same makespan in less memory, where that is to be had."""
+    """The same makespan in less memory, where an order of less memory is found."""
     try:
         return _reduce_memory(found, budget_s, expired)
     except Exception as error:
@@ -321,20 +335,25 @@ def _reduce_memory(found: SearchResult, budget_s: float, expired: Expired) -> Se
 def _search_tighter_limits(
     best: Timeline, searched: Problem, budget_s: float, expired: Expired
 ) -> tuple[Timeline, bool]:
-    """An equally long timeline under tighter limits, and whether the deadline cut the search for it short.
+    """(an equally long timeline under tighter limits, True where the deadline cut the search for it short).
 
     Bisects how many microbatches a mesh holds, each time with a search of `budget_s` where the bounds leave
-    room. Other limits than these are kept.
+    room. All other limits stay.
     """
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
-    whole = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
-    again = problem.workspace.tolist()
+    microbatch = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
     slack = TransferSlack(best)
-    least, most = 0, max((-(-peak // one) for peak, one in zip(peaks, whole, strict=True) if one), default=0)
+    least, most = (
+        0,
+        max((-(-peak // size) for peak, size in zip(peaks, microbatch, strict=True) if size), default=0),
+    )
     while budget_s > 0 and most - least > 1:
         count = (least + most) // 2
-        limits = [min(p, count * one + more) for p, one, more in zip(peaks, whole, again, strict=True)]
+        limits = [
+            min(peak, count * size + workspace)
+            for peak, size, workspace in zip(peaks, microbatch, problem.workspace.tolist(), strict=True)
+        ]
         meshes = [
             mesh.model_copy(update={"activation_limit_bytes": limit})
             for mesh, limit in zip(searched.spec.meshes, limits, strict=True)
@@ -380,3 +399,88 @@ def _no_plan_message(problem: Problem) -> str:
             if limit < needed:
                 changes.append(f"raise receive_buffer_limit of mesh {mesh.name!r} from {limit} to {needed}")
     return f"no order was found within the limits: {', '.join(changes) or 'raise the memory limits'}"
+
+
+class MakespanEstimator:
+    """Estimates makespans of problems of one shape; `exhausted` once `budget_s` (of work, not of time) is spent.
+
+    Choices (which stages recompute, which run whole backwards) make problems that differ in costs and memory, not
+    in shape: rules that do well on the first problems are enough for the later ones. A long step is estimated by a
+    shortened one: filling and draining lose as much in both, and the lower bounds say what the middle takes.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._allowed_s = max(budget_s, _MIN_ESTIMATOR_S)
+        self._score: defaultdict[str, dict[RuleVariant, float]] = defaultdict(dict)
+        self.spent_s = 0.0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.spent_s >= self._allowed_s
+
+    @staticmethod
+    def relative_error(problem: Problem) -> float:
+        """Relative error of an estimate: two that are nearer to each other say nothing."""
+        return _LONG_STEP_ERROR if problem.tasks > LARGE_PROBLEM_TASKS else 0.0
+
+    def makespan(self, problem: Problem, form: str, *, thorough: bool = False) -> float:
+        """Estimated makespan in seconds; infinite where no rule fits the problem's limits.
+
+        Problems of one `form` have good rules in common. With `thorough` many are tried, and the good ones
+        remembered.
+        """
+        shortened = problem
+        if problem.tasks > LARGE_PROBLEM_TASKS:
+            shortened = shorten_problem(problem) or problem
+        runs = ConstructivePlanner(shortened)
+        score = self._score[form]
+        if thorough or not score:
+            share_s = self._allowed_s * _THOROUGH_SHARE / _THOROUGH_PROBLEMS
+            every = list(rule_variants(shortened))
+            count = max(
+                _LATER_RULES,
+                int(share_s / (rule_run_s(shortened) * (_RUNS_WITHIN_MEMORY if runs.limited else 1))),
+            )
+            wanted = every[:: max(1, math.ceil(len(every) / count))]
+        else:
+            wanted = sorted(score, key=score.__getitem__)[:_LATER_RULES]
+        rules = list(standard_rules(shortened))
+        makespans: dict[RuleVariant, float] = {}
+        for variant in wanted:
+            timeline = runs.follow(rules[variant.number], late=variant.late)
+            if timeline is not None:
+                makespans[variant] = timeline.makespan
+        self.spent_s += runs.spent_s
+        best = min(makespans.values(), default=math.inf)
+        for variant, makespan in makespans.items():
+            score[variant] = min(score.get(variant, math.inf), makespan / best if best else 1.0)
+        if shortened is not problem and math.isfinite(best):
+            best += lower_bound(problem) - lower_bound(shortened)
+        return best
+
+
+def constructive_cost_s(problem: Problem) -> float:
+    """Seconds of a budget that the constructive plans cost with which a search begins."""
+    limited, tried = bool((problem.memory_limit >= 0).any()), len(list(rule_variants(problem)))
+    if problem.tasks > LARGE_PROBLEM_TASKS:
+        rules = len(list(standard_rules(problem)))
+        tried = rules if shorten_problem(problem) is None else COMPARED_RULES
+    return tried * (_RUNS_WITHIN_MEMORY if limited else 1) * rule_run_s(problem)
+
+
+def makespan_lower_bound_s(spec: PipelineSpec) -> float:
+    """A lower bound for every choice of stages that recompute, and of backwards that run whole."""
+    return lower_bound(backward_relaxation(recompute_relaxation(spec)))
+
+
+def with_valid_bound(found: SearchResult, decided: PipelineSpec) -> SearchResult:
+    """Withdraws a bound, and a proof of optimality, that rests on assumptions of the search about stages that recompute.
+
+    It assumes that the memory for their backwards is always reserved, though several stages of one mesh need it at
+    different times, and that they do not split.
+    """
+    problem = problem_with_whole_backwards(decided)
+    if problem.activation_limit_is_exact and fuse_costly_splits(problem) is problem:
+        return found
+    bound = min(makespan_lower_bound_s(decided), found.timeline.makespan)
+    return replace(found, lower_bound_s=bound, proven_optimal=reaches_bound(found.timeline.makespan, bound))

@@ -18,8 +18,8 @@ from service.scheduler.problem.spec import PipelineSpec
 
 
 def may_split_backward(spec: PipelineSpec) -> bool:
-    """Whether `auto` may split backwards at all: as the spec says, else where there is a W to move, or I is all of it and
-    shorter than B."""
+    """True where `auto` may split backwards: as the spec says, else where there is a W to move, or I alone is shorter
+    than B."""
     if spec.split_backward is not None:
         return spec.split_backward
     return any(
@@ -29,7 +29,7 @@ def may_split_backward(spec: PipelineSpec) -> bool:
 
 
 def faster_whole_stages(spec: PipelineSpec) -> list[str]:
-    """The stages whose B is shorter than I and W together; the others lose nothing by being split."""
+    """The stages whose B is shorter than I and W together; all others lose nothing by a split."""
     if spec.split_backward is not None or not may_split_backward(spec):
         return []
     return [
@@ -49,14 +49,14 @@ def problem_with_whole_backwards(spec: PipelineSpec, whole: StageChoice = frozen
 
 
 def backward_relaxation(spec: PipelineSpec) -> Problem:
-    """A problem that no choice of whole backwards beats: all are split, and together as short as the shorter way."""
+    """A problem that no choice of whole backwards beats: all are split, I and W no longer than a shorter B."""
     names = frozenset(faster_whole_stages(spec))
     problem = problem_with_whole_backwards(spec, names)
     return problem.all_split() if names else problem
 
 
 def busiest_meshes_first(names: Sequence[str], problem: Problem) -> list[str]:
-    """The stages in the order in which whole backwards are likely to pay: those of the busiest meshes first."""
+    """The stages in the order in which whole backwards are likely to pay: stages of the busiest meshes first."""
     work = np.zeros(problem.meshes)
     np.add.at(
         work, np.repeat(problem.mesh_of_stage, OPS), problem.duration[: problem.compute_kinds].sum(axis=1)

@@ -1,4 +1,9 @@
-"""Plans a schedule by name: its compute orders, a computed order of transfers, and a check of the limits."""
+"""Plans a schedule by name: its compute orders, a computed order of transfers, and a check of the limits.
+
+The dispatcher serves the most urgent transfer that is ready; where transfers share ports or lanes, waiting for a
+better one may pay. Tabu search moves transfers only, then the exact solver rearranges them. The result is never
+longer than the order by urgency.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,29 @@ import numpy as np
 
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import failed
-from service.scheduler.problem.memory import in_flight_violation, over_memory, peak_activation
+from service.scheduler.problem.memory import (
+    in_flight_violation,
+    keeps_memory_limits,
+    keeps_receive_limits,
+    over_memory,
+    peak_activation,
+)
 from service.scheduler.problem.problem import Problem, build_problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError
-from service.scheduler.problem.timeline import Timeline, simulate
+from service.scheduler.problem.timeline import Timeline, earliest_times, lane_edges, simulate
 from service.scheduler.schedules.csv import fused_of_orders
 from service.scheduler.schedules.registry import find_schedule, fitting_names
+from service.scheduler.search import exact
 from service.scheduler.search.bounds import drop_refuted_bounds, lower_bounds
 from service.scheduler.search.search import SearchResult, reaches_bound
-from service.scheduler.search.transfer_order import improve_transfers, makespan_bound_of_orders
+from service.scheduler.search.tabu import tabu_search
 
-# The share of the budget that a named schedule may spend on the order of its transfers.
-_TRANSFER_ORDER_SHARE = 0.1
+_TRANSFER_ORDER_SHARE = 0.1  # of the budget, for the order of the transfers of a named schedule
+_MAX_TABU_TASK_ITERATIONS = 25_000_000  # tasks times iterations of one tabu search
+_MAX_ITERATIONS = 30_000  # of one tabu search
+_SEEDS = (1, 2, 3)
+_MAX_SOLVER_TIME = 0.5  # deterministic time of the exact solver
+_LARGEST_MODEL = 3_000  # size of the largest model that the exact solver rearranges
 
 
 def plan_named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> SearchResult:
@@ -49,8 +65,8 @@ def plan_named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] 
 def prefer_shorter_named(
     found: SearchResult, spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None
 ) -> SearchResult:
-    """What `auto` found, or a named plan of `spec` that is shorter: with its transfers ordered well, or with backwards
-    split that the search keeps whole. What is found must have a bound that holds for these too."""
+    """The result of `auto`, or a shorter named plan of `spec`: with its transfers ordered well, or with backwards
+    split that the search keeps whole. The bound of `found` must hold for named plans too."""
     if found.proven_optimal or found.truncated:
         return found
     named: list[tuple[str, Timeline]] = []
@@ -62,7 +78,7 @@ def prefer_shorter_named(
             continue
         except Exception as error:
             notes.append(failed(f"schedule {name}", error))
-    named.sort(key=lambda one: one[1].makespan)
+    named.sort(key=lambda plan: plan[1].makespan)
     for name, greedy in named[:1]:
         timeline = greedy
         if makespan_bound_of_orders(greedy) < found.timeline.makespan:
@@ -107,21 +123,58 @@ def _check_memory(timeline: Timeline, name: str) -> None:
 def check_order_limits(problem: Problem, lanes: list[np.ndarray], name: str) -> None:
     """Raise SpecError where the compute orders of a schedule break a memory limit or max_in_flight."""
     for mesh, lane in enumerate(lanes):
-        given = problem.spec.meshes[mesh]
-        limit, room = given.activation_limit_bytes, int(problem.activation_capacity[mesh])
+        spec = problem.spec.meshes[mesh]
+        limit, room = spec.activation_limit_bytes, int(problem.activation_capacity[mesh])
         peak, _ = peak_activation(problem, lane)
         if limit is not None and limit < peak:
             raise SpecError(
-                f"schedule {name!r} holds {peak} bytes of activations on mesh {given.name!r}, over "
+                f"schedule {name!r} holds {peak} bytes of activations on mesh {spec.name!r}, over "
                 f"its activation_limit_bytes {limit}: raise the limit to {peak}, or use schedule 'auto'"
             )
         if (
             0 <= room < peak
         ):  # by the order alone: an action that takes no time by the plan takes some when it runs
             raise SpecError(
-                f"schedule {name!r} holds {peak} bytes of activations on mesh {given.name!r}, over the {room} that its "
-                f"memory_bytes {given.memory_bytes} leave: raise it by {peak - room}, or use schedule 'auto'"
+                f"schedule {name!r} holds {peak} bytes of activations on mesh {spec.name!r}, over the {room} that its "
+                f"memory_bytes {spec.memory_bytes} leave: raise it by {peak - room}, or use schedule 'auto'"
             )
         broken = in_flight_violation(problem, lane)
         if broken is not None:
             raise SpecError(f"schedule {name!r}: {broken}: raise max_in_flight, or use schedule 'auto'")
+
+
+def improve_transfers(timeline: Timeline, *, effort: float, stop: Callable[[], bool]) -> Timeline:
+    """A timeline with the same compute orders that is no longer; `effort` scales the work, 1 is about a second."""
+    problem = timeline.problem
+    if not problem.contended or effort <= 0:
+        return timeline
+    goal_s = makespan_bound_of_orders(timeline) * (1 + TOLERANCE)
+    best = timeline
+    iterations = int(effort * min(_MAX_ITERATIONS, _MAX_TABU_TASK_ITERATIONS / len(timeline.sequence)))
+    for seed in _SEEDS:
+        if best.makespan <= goal_s or stop():
+            break
+        found = tabu_search(
+            problem, best, goal_s=goal_s, iterations=iterations, seed=seed, stop=stop, keep_compute=True
+        )
+        best = _shorter(best, found)
+    if best.makespan > goal_s and not stop() and exact.exact_model_size(problem) <= _LARGEST_MODEL:
+        compute = np.arange(problem.tasks) < problem.compute_tasks
+        found, _ = exact.rearrange(
+            problem, best, compute, lower_bound_s=0.0, deterministic_limit=effort * _MAX_SOLVER_TIME
+        )
+        if found is not None:
+            best = _shorter(best, found)
+    return best
+
+
+def makespan_bound_of_orders(timeline: Timeline) -> float:
+    """No order of transfers is shorter than the compute orders with transfers that occupy nothing."""
+    problem = timeline.problem
+    times = earliest_times(problem, problem.dependency_edges, lane_edges(timeline.lanes))
+    return float((times.start + problem.duration.reshape(-1))[times.topological].max())
+
+
+def _shorter(best: Timeline, found: Timeline) -> Timeline:
+    shorter = found.makespan < best.makespan * (1 - TOLERANCE)
+    return found if shorter and keeps_receive_limits(found) and keeps_memory_limits(found) else best

@@ -17,14 +17,14 @@ from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
 
 _MAX_EXHAUSTIVE_STAGES = 4  # stages up to which all choices are searched
-_MAX_ESTIMATES = 200  # choices that may be judged,
-_MAX_ESTIMATED_TASKS = 300_000  # and tasks of all of them together, where each plan is a named one
+_MAX_ESTIMATES = 200  # choices that are estimated at most
+_MAX_ESTIMATED_TASKS = 300_000  # tasks of all estimated plans together, where each plan is a named one
 
 StageChoice = frozenset[str]
 
 
 def may_recompute(spec: PipelineSpec) -> list[str]:
-    """The stages for which the choice is open and can matter: those on meshes whose limit some plan could reach."""
+    """The stages whose choice is open and can matter: on meshes whose limit some plan could reach."""
     activations, everything = _max_bytes_in_flight(spec)
     limited = {
         mesh.name
@@ -44,7 +44,7 @@ def _limit_is_below(limit: int | None, most: int) -> bool:
 
 
 def _max_bytes_in_flight(spec: PipelineSpec) -> tuple[dict[str, int], dict[str, int]]:
-    """What each mesh holds at the very most with all microbatches in flight: activations, and everything."""
+    """Upper bounds by mesh, with all microbatches in flight: (bytes of activations, all bytes)."""
     activations = dict.fromkeys((mesh.name for mesh in spec.meshes), 0)
     everything = dict(activations)
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
@@ -63,14 +63,14 @@ def _max_bytes_in_flight(spec: PipelineSpec) -> tuple[dict[str, int], dict[str, 
 def tightest_memory_first(names: Sequence[str], problem: Problem) -> list[str]:
     """The stages in the order in which recomputing is likely to pay.
 
-    First those whose mesh holds the fewest microbatches beside what a full pipeline has in flight there: one for each
-    stage from there to the end of the path.
+    Ranked by the microbatches that fit into the memory of their mesh, over those that a full pipeline has in flight
+    there: one for each stage from there to the end of the path.
     """
     whole = np.zeros(problem.meshes)
     np.add.at(whole, problem.mesh_of_stage, problem.activation)
     room = np.where(problem.activation_capacity < 0, np.inf, problem.activation_capacity)
-    held = (room / np.maximum(whole, 1))[problem.mesh_of_stage] / problem.depth
-    rank = {stage.name: float(ratio) for stage, ratio in zip(problem.spec.stages, held, strict=True)}
+    in_flight = (room / np.maximum(whole, 1))[problem.mesh_of_stage] / problem.depth
+    rank = {stage.name: float(ratio) for stage, ratio in zip(problem.spec.stages, in_flight, strict=True)}
     return sorted(names, key=rank.__getitem__)
 
 
@@ -82,7 +82,7 @@ def must_recompute(spec: PipelineSpec) -> frozenset[str]:
 
 
 def with_recomputation(spec: PipelineSpec, recomputed: Iterable[str]) -> PipelineSpec:
-    """The spec in which these stages recompute, and those that must, and no other: costs and memory as they are then."""
+    """The spec in which `recomputed` and the required stages recompute, with the costs and memory of that choice."""
     chosen = must_recompute(spec).union(recomputed)
     return spec.model_copy(
         update={"stages": [_decide_stage(stage, stage.name in chosen) for stage in spec.stages]}
@@ -136,30 +136,32 @@ def fuse_costly_splits(problem: Problem) -> Problem:
 
 def candidate_choices(
     names: Sequence[str],
-    judge: Callable[[StageChoice], float],
+    estimate: Callable[[StageChoice], float],
     exhausted: Callable[[], bool] = lambda: False,
     *,
-    doubt: float = 0.0,
+    relative_error: float = 0.0,
 ) -> list[StageChoice]:
-    """Choices worth a search, best first by `judge` (seconds, infinite where no plan fits).
+    """Choices worth a search, best first by `estimate` (seconds, infinite where no plan fits).
 
-    All of them where they are few; else the best that was judged, none, and all. Judged are the first so many of
-    `names`, which come in the order in which choosing them is likely to pay, and then single changes of the best,
-    until none is better, all allowed are judged, or the work for it is `exhausted`. A judgement is right to this
-    share of it, the `doubt`: another choice has to be better by more.
+    All of them where they are few; else the best estimated one, none, and all. Prefixes of `names`, which come in the
+    order in which choosing them is likely to pay, are estimated first, then single changes of the best, until none is
+    better, the largest number of estimates is reached, or the work for them is `exhausted`. Another choice has to be
+    better by more than the `relative_error` of an estimate.
     """
     if len(names) <= _MAX_EXHAUSTIVE_STAGES:
-        choices = [frozenset(some) for count in range(len(names) + 1) for some in combinations(names, count)]
-        return sorted(choices, key=judge)
+        choices = [
+            frozenset(stages) for count in range(len(names) + 1) for stages in combinations(names, count)
+        ]
+        return sorted(choices, key=estimate)
     seen: dict[StageChoice, float] = {}
 
     def better(choice: StageChoice, than: StageChoice) -> bool:
         if choice not in seen and not exhausted() and len(seen) < _MAX_ESTIMATES:
-            seen[choice] = judge(choice)
-        return seen.get(choice, math.inf) < seen[than] * (1 - doubt)
+            seen[choice] = estimate(choice)
+        return seen.get(choice, math.inf) < seen[than] * (1 - relative_error)
 
     nothing: StageChoice = frozenset()
-    seen[nothing] = judge(nothing)
+    seen[nothing] = estimate(nothing)
     count = len(names) if better(frozenset(names), nothing) else 0
     step = 2 ** (len(names) - 1).bit_length() // 2
     while step:
@@ -183,21 +185,21 @@ def candidate_choices(
 def cheapest_choice(
     names: Sequence[str], makespan: Callable[[StageChoice], float], tasks: int
 ) -> StageChoice:
-    """None where that fits (nothing is faster than keeping all), else the best of `candidates`.
+    """No stage where that fits (nothing is faster than keeping all), else the best of `candidate_choices`.
 
-    `makespan` raises SpecError for a choice that does not fit; its plan has so many `tasks`.
+    `makespan` raises SpecError for a choice that does not fit; each of its plans has `tasks` tasks.
     """
-    judged = 0
+    estimated_tasks = 0
 
-    def judge(choice: StageChoice) -> float:
-        nonlocal judged
-        judged += tasks
+    def estimate(choice: StageChoice) -> float:
+        nonlocal estimated_tasks
+        estimated_tasks += tasks
         try:
             return makespan(choice)
         except SpecError:
             return math.inf
 
     nothing: StageChoice = frozenset()
-    if not names or math.isfinite(judge(nothing)):
+    if not names or math.isfinite(estimate(nothing)):
         return nothing
-    return candidate_choices(names, judge, lambda: judged >= _MAX_ESTIMATED_TASKS)[0]
+    return candidate_choices(names, estimate, lambda: estimated_tasks >= _MAX_ESTIMATED_TASKS)[0]

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 from service.scheduler.problem.spec import PipelineSpec, StageSpec
 
-_OVERCOMMIT_TOLERANCE = 1.05  # what is missing to a core for each worker and makes no difference
+_OVERCOMMIT_TOLERANCE = 1.05  # workers over cores up to which sharing makes no difference
 
 
 @dataclass(frozen=True)
 class SharedCores:
-    """One node: how many workers of each mesh it runs, on how many processor cores."""
+    """A node: its number of workers of each mesh, and of processor cores."""
 
     workers: Mapping[str, int]
     cores: float
 
 
 def nodes_with_shared_cores(workers: Iterable[tuple[str, str | None, float | None]]) -> list[SharedCores]:
-    """What is shared by workers given as (mesh, node, the node's cores): nodes with more workers than cores."""
+    """The nodes with more workers than cores; `workers` are (mesh, node, cores of the node)."""
     cores_of: dict[str, float] = {}
     meshes_on: dict[str, Counter[str]] = {}
     for mesh, node, cores in workers:
@@ -40,17 +40,17 @@ def nodes_with_shared_cores(workers: Iterable[tuple[str, str | None, float | Non
 
 
 def processor_seconds(spec: PipelineSpec) -> dict[str, float]:
-    """Least processor seconds of one step on a worker of each mesh: each backward in the way that takes less."""
+    """Least processor seconds of one step on a worker of each mesh, with the cheaper form of each backward."""
     seconds = dict.fromkeys((mesh.name for mesh in spec.meshes), 0.0)
     for stage in spec.stages:
         split_s = stage.backward_input_s + stage.backward_weight_s
-        one_s = stage.forward_s + min(split_s, stage.whole_backward_s)
-        seconds[stage.mesh] += spec.microbatches * one_s
+        microbatch_s = stage.forward_s + min(split_s, stage.whole_backward_s)
+        seconds[stage.mesh] += spec.microbatches * microbatch_s
     return seconds
 
 
 def core_bound_step_s(processor_s: Mapping[str, float], shared: Sequence[SharedCores]) -> float:
-    """Seconds that the node with most to do needs for the processor seconds of a step; 0 where nothing is shared."""
+    """Seconds that the busiest node needs for the processor seconds of a step; 0 where no cores are shared."""
     return max(
         (sum(processor_s[mesh] * n for mesh, n in node.workers.items()) / node.cores for node in shared),
         default=0.0,
@@ -70,6 +70,6 @@ def _slower_stage(stage: StageSpec, factor: float) -> StageSpec:
         "backward_s": None if stage.backward_s is None else stage.backward_s * factor,
     }
     if stage.recompute is not None:
-        longer = stage.recompute.extra_s * factor
-        costs["recompute"] = stage.recompute.model_copy(update={"extra_s": longer})
+        extra_s = stage.recompute.extra_s * factor
+        costs["recompute"] = stage.recompute.model_copy(update={"extra_s": extra_s})
     return stage.model_copy(update=costs)

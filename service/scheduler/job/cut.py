@@ -8,62 +8,87 @@ joint search. Knows layer costs and the tensors between layers; simulates no sch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from service.scheduler.job.heterogeneous import HeterogeneousProfile
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
-from worker.contract.profile import LayerProfile
+from service.scheduler.schedules.registry import AUTO
+from worker.contract.profile import LayerProfile, OptimizerState
+
+Recompute = Literal["auto", "none", "all"] | Sequence[str]
+"""Stages that recompute: the schedule's choice, none, all, or the names of stages and modules."""
+
+
+@dataclass(frozen=True)
+class PipelineSetup:
+    """Everything of a pipeline that is the same for all cuts of its layers.
+
+    `optimizer` gives the bytes that its state adds to a stage, `action_s` the seconds that the engine takes for every
+    action besides its layers.
+    """
+
+    meshes: Sequence[MeshSpec]
+    network: NetworkSpec = field(default_factory=NetworkSpec)
+    schedule: str = AUTO
+    overlap: bool = True
+    split_backward: bool | None = None
+    max_in_flight: int | None = None
+    recompute: Recompute = "none"
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    action_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class CutProblem:
+    """The layers, the meshes of the stages, and all that a cut is priced by."""
+
     profile: LayerProfile
+    setup: PipelineSetup
     mesh_of_stage: list[int]
-    meshes: list[MeshSpec]
     microbatches: int
-    network: NetworkSpec
-    schedule: str
-    overlap: bool
 
     @property
     def stages(self) -> int:
         return len(self.mesh_of_stage)
 
     def on(self, stage: int) -> CutProblem:
-        """The same with the costs of the mesh of a stage, where each mesh has its own."""
+        """The problem with the costs of the mesh of a stage, where each mesh has its own."""
         return (
-            self._of_mesh[self.mesh_of_stage[stage]]
+            self._by_mesh[self.mesh_of_stage[stage]]
             if isinstance(self.profile, HeterogeneousProfile)
             else self
         )
 
     @cached_property
-    def _of_mesh(self) -> list[CutProblem]:
-        found = {id(profile): replace(self, profile=profile) for profile in self.profile.mesh_profiles}
-        return [found[id(profile)] for profile in self.profile.mesh_profiles]
+    def _by_mesh(self) -> list[CutProblem]:
+        problems = {id(profile): replace(self, profile=profile) for profile in self.profile.mesh_profiles}
+        return [problems[id(profile)] for profile in self.profile.mesh_profiles]
 
     def transfer_s(self, size: int) -> float:
-        """Time of one transfer; without a bandwidth only its latency."""
-        bandwidth = self.network.bandwidth_bytes_per_s
-        return self.network.latency_s + (size / bandwidth if bandwidth else 0.0)
+        """Seconds of one transfer of `size` bytes; without a bandwidth only its latency."""
+        network = self.setup.network
+        bandwidth = network.bandwidth_bytes_per_s
+        return network.latency_s + (size / bandwidth if bandwidth else 0.0)
 
     def in_flight(self, stage: int) -> float:
         """Microbatches whose activations a stage of a chain holds at most, under the schedule."""
-        if self.schedule == "inference":
+        schedule, width = self.setup.schedule, len(self.setup.meshes)
+        if schedule == "inference":
             return 0
         depth, count = self.stages - stage, self.microbatches
-        if self.schedule in ("gpipe", "csv"):
+        if schedule in ("gpipe", "csv"):
             return count
-        if self.schedule == "eager-1f1b":
+        if schedule == "eager-1f1b":
             return min(count, 2 * depth - 1)
-        if self.stages == len(self.meshes):
+        if self.stages == width:
             return min(count, depth)
-        # several stages a mesh: what the mesh keeps in flight, spread over its stages
-        rounds, width = self.stages / len(self.meshes), len(self.meshes)
-        if self.schedule == "interleaved-1f1b":
+        # several stages a mesh: the microbatches that the mesh keeps in flight, spread over its stages
+        rounds = self.stages / width
+        if schedule == "interleaved-1f1b":
             return min(
                 count, (2 * (width - self.mesh_of_stage[stage] - 1) + (rounds - 1) * width + 1) / rounds
             )
@@ -75,18 +100,18 @@ class CutProblem:
         return _find_tensors(self)
 
     def kept_bytes(self, first: int) -> list[int]:
-        """What layers first..end-1 keep together, for every end from first + 1 on.
+        """Bytes that layers first..end-1 keep together, for every end from first + 1 on.
 
-        A tensor that several of them save is kept once.
+        A tensor that several layers save is kept once.
         """
-        kept, total, saved = [], 0, set()
+        sizes, total, saved = [], 0, set()
         for layer in range(first, len(self.profile.layers)):
             total += self.profile.layers[layer].activation_bytes
             for index in self._saved_by_layer[layer]:
                 total -= self.tensors[index].size if index in saved else 0
                 saved.add(index)
-            kept.append(max(0, total))
-        return kept
+            sizes.append(max(0, total))
+        return sizes
 
     @cached_property
     def _saved_by_layer(self) -> list[list[int]]:
@@ -99,7 +124,7 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """A tensor between layers: where it is made and used, and what sending it and its gradient takes."""
+    """A tensor between layers: its source and targets, and the seconds of its transfer and of its gradient's."""
 
     source: int
     targets: tuple[int, ...]
@@ -113,40 +138,41 @@ def _find_tensors(problem: CutProblem) -> list[LayerTensor]:
     by_name: dict[str, list] = {}
     for edge in problem.profile.edges:
         by_name.setdefault(edge.tensor, []).append(edge)
-    found = []
+    tensors = []
     for edges in by_name.values():
         first = edges[0]
         saved = {edge.target for edge in edges if edge.saved_by_target}
         if first.saved_by_source:
             saved.add(first.source)
         seconds = problem.transfer_s(first.bytes)
-        found.append(
+        tensors.append(
             LayerTensor(
                 source=first.source,
                 targets=tuple(sorted(edge.target for edge in edges)),
                 forward_s=seconds,
-                backward_s=seconds if first.differentiable and problem.schedule != "inference" else 0.0,
+                backward_s=seconds if first.differentiable and problem.setup.schedule != "inference" else 0.0,
                 size=first.bytes,
                 saved_at=frozenset(saved),
             )
         )
-    return found
+    return tensors
 
 
-def layer_ranges(begins: Sequence[int], layers: int) -> Iterator[tuple[int, int]]:
+def layer_ranges(stage_starts: Sequence[int], layers: int) -> Iterator[tuple[int, int]]:
     """(first layer, layer after the last) of every stage."""
-    return zip(begins, [*begins[1:], layers], strict=True)
+    return zip(stage_starts, [*stage_starts[1:], layers], strict=True)
 
 
-def stage_of_layer(begins: Sequence[int], layers: int) -> list[int]:
+def stage_of_layer(stage_starts: Sequence[int], layers: int) -> list[int]:
     """The stage of every layer."""
     return [
-        stage for stage, (first, end) in enumerate(layer_ranges(begins, layers)) for _ in range(first, end)
+        stage
+        for stage, (first, end) in enumerate(layer_ranges(stage_starts, layers))
+        for _ in range(first, end)
     ]
 
 
-# At most so many bottlenecks between the smallest and the one that is no longer worth it are tried.
-_MAX_BOTTLENECKS = 100
+_MAX_BOTTLENECKS = 100  # tried between the smallest one and the largest that could still pay
 
 
 def best_cut(problem: CutProblem) -> list[int]:
@@ -157,13 +183,13 @@ def best_cut(problem: CutProblem) -> list[int]:
         allowed = [tables.allowed(problem, stage, limited(stage)) for stage in range(problem.stages)]
         bottleneck = _smallest_bottleneck(tables.load, allowed)
         if np.isfinite(bottleneck):
-            begins = _best_bottleneck_cut(problem, tables, allowed, bottleneck)
-            return _move_borders(problem, tables, allowed, begins)
+            stage_starts = _best_bottleneck_cut(problem, tables, allowed, bottleneck)
+            return _move_borders(problem, tables, allowed, stage_starts)
     least = min(
         (problem.profile.layers[layer].activation_bytes, problem.profile.layers[layer].name)
         for layer in range(layers)
     )
-    limits = ", ".join(f"{mesh.name}: {mesh.activation_limit_bytes}" for mesh in problem.meshes)
+    limits = ", ".join(f"{mesh.name}: {mesh.activation_limit_bytes}" for mesh in problem.setup.meshes)
     raise SpecError(
         f"no cut into {problem.stages} stages keeps one microbatch of every stage within activation_limit_bytes "
         f"({limits}); the smallest layer {least[1]!r} keeps {least[0]}: raise the limits, use more stages, "
@@ -211,9 +237,9 @@ class _StageTables:
         return cls(load=load, transfers=transfers, activation=activation)
 
     def allowed(self, problem: CutProblem, stage: int, in_flight: float) -> np.ndarray:
-        """Where a stage may lie so that its part of its mesh's memory is enough."""
+        """bool[layers + 1, layers + 1]: True at [first, end] where the stage fits into its part of its mesh's memory."""
         mesh = problem.mesh_of_stage[stage]
-        limit = problem.meshes[mesh].activation_limit_bytes
+        limit = problem.setup.meshes[mesh].activation_limit_bytes
         if limit is None:
             return np.isfinite(self.load)
         share = limit / problem.mesh_of_stage.count(mesh)
@@ -221,17 +247,17 @@ class _StageTables:
 
 
 def _resource_load_s(problem: CutProblem, compute: float, arriving: np.ndarray, leaving: np.ndarray) -> float:
-    """Time for which one microbatch keeps the busiest resource of a mesh busy.
+    """Seconds for which one microbatch keeps the busiest resource of a mesh busy.
 
-    `arriving` and `leaving` are (forward, backward) seconds of the tensors that come in and go out;
+    `arriving` and `leaving` are float[2], the (forward, backward) seconds of the tensors that come in and go out;
     gradients travel the other way.
     """
     received, sent = arriving[0] + leaving[1], arriving[1] + leaving[0]
-    if not problem.overlap:
+    if not problem.setup.overlap:
         return float(compute + received + sent)
-    if problem.network.contention == "half-duplex":
+    if problem.setup.network.contention == "half-duplex":
         return float(max(compute, received + sent))
-    if problem.network.contention == "full-duplex":
+    if problem.setup.network.contention == "full-duplex":
         return float(max(compute, received, sent))
     return float(max(compute, *arriving, *leaving))
 
@@ -248,7 +274,7 @@ def _smallest_bottleneck(load: np.ndarray, allowed: Sequence[np.ndarray]) -> flo
 def _least_transfers_cut(
     transfers: np.ndarray, load: np.ndarray, allowed: Sequence[np.ndarray], bottleneck: float
 ) -> list[int]:
-    """The cut with the least transfers of which no stage has more load than `bottleneck`, which is possible."""
+    """The cut with the least transfers among all whose stages have at most the load `bottleneck`; there is one."""
     best = np.full(len(load), np.inf)
     best[0] = 0.0
     choices = []
@@ -256,26 +282,26 @@ def _least_transfers_cut(
         costs = best[:, None] + np.where(stage & (load <= bottleneck), transfers, np.inf)
         choices.append(costs.argmin(axis=0))
         best = costs.min(axis=0)
-    begins, end = [], len(load) - 1
+    stage_starts, end = [], len(load) - 1
     for choice in reversed(choices):
         end = int(choice[end])
-        begins.append(end)
-    return begins[::-1]
+        stage_starts.append(end)
+    return stage_starts[::-1]
 
 
 def _best_bottleneck_cut(
     problem: CutProblem, tables: _StageTables, allowed: Sequence[np.ndarray], bottleneck: float
 ) -> list[int]:
-    def total(begins: Sequence[int]) -> tuple[float, float]:
-        ranges = list(layer_ranges(begins, len(problem.profile.layers)))
+    def total(stage_starts: Sequence[int]) -> tuple[float, float]:
+        ranges = list(layer_ranges(stage_starts, len(problem.profile.layers)))
         busiest = max(tables.load[place] for place in ranges)
         moved = sum(tables.transfers[place] for place in ranges)
         return (problem.microbatches - 1) * busiest + moved, busiest
 
     best = _least_transfers_cut(tables.transfers, tables.load, allowed, bottleneck)
-    found, _ = total(best)
+    step_s, _ = total(best)
     # no bottleneck above this can be better
-    worth = found / (problem.microbatches - 1) if problem.microbatches > 1 else np.inf
+    worth = step_s / (problem.microbatches - 1) if problem.microbatches > 1 else np.inf
     possible = np.unique(tables.load[np.isfinite(tables.load)])
     possible = possible[(possible > bottleneck) & (possible <= worth)]
     if len(possible) > _MAX_BOTTLENECKS:
@@ -288,11 +314,11 @@ def _best_bottleneck_cut(
 
 
 def _move_borders(
-    problem: CutProblem, tables: _StageTables, allowed: Sequence[np.ndarray], begins: list[int]
+    problem: CutProblem, tables: _StageTables, allowed: Sequence[np.ndarray], stage_starts: list[int]
 ) -> list[int]:
     """Move single borders by one layer as long as the whole pipeline's estimate gets better."""
     count = len(problem.profile.layers)
-    best, cost = begins, _estimated_step_s(problem, problem.tensors, begins)
+    best, cost = stage_starts, _estimated_step_s(problem, problem.tensors, stage_starts)
     improved = True
     while improved:
         improved = False
@@ -310,15 +336,17 @@ def _move_borders(
     return best
 
 
-def _estimated_step_s(problem: CutProblem, tensors: Sequence[LayerTensor], begins: Sequence[int]) -> float:
-    """Estimated step time of a cut, with all that stages of one mesh share."""
+def _estimated_step_s(
+    problem: CutProblem, tensors: Sequence[LayerTensor], stage_starts: Sequence[int]
+) -> float:
+    """Estimated seconds of a step: stages of one mesh share its resources, and a tensor goes to a mesh once."""
     layers = problem.profile.layers
-    stage_of = stage_of_layer(begins, len(layers))
+    stage_of = stage_of_layer(stage_starts, len(layers))
     mesh_of_layer = [problem.mesh_of_stage[stage] for stage in stage_of]
-    compute = np.zeros(len(problem.meshes))
+    compute = np.zeros(len(problem.setup.meshes))
     for mesh, layer in zip(mesh_of_layer, layers, strict=True):
         compute[mesh] += layer.compute_s
-    arriving, leaving = np.zeros((len(problem.meshes), 2)), np.zeros((len(problem.meshes), 2))
+    arriving, leaving = np.zeros((len(problem.setup.meshes), 2)), np.zeros((len(problem.setup.meshes), 2))
     for tensor in tensors:
         source = mesh_of_layer[tensor.source]
         for target in {mesh_of_layer[layer] for layer in tensor.targets} - {source}:
@@ -330,10 +358,10 @@ def _estimated_step_s(problem: CutProblem, tensors: Sequence[LayerTensor], begin
 
 
 def equal_layers_cut(layers: int, stages: int) -> tuple[int, ...]:
-    """The cut into stages of as many layers each, the larger ones first."""
+    """The cut into stages of equal numbers of layers; where these differ by one, the larger stages come first."""
     size, larger = divmod(layers, stages)
     sizes = [size + (stage < larger) for stage in range(stages)]
-    return tuple(int(begin) for begin in np.cumsum([0, *sizes[:-1]]))
+    return tuple(int(start) for start in np.cumsum([0, *sizes[:-1]]))
 
 
 def balanced_cut(profile: LayerProfile, stages: int) -> tuple[int, ...]:
@@ -349,17 +377,17 @@ def balanced_cut(profile: LayerProfile, stages: int) -> tuple[int, ...]:
         costs = np.maximum(best[:, None], load)
         choices.append(costs.argmin(axis=0))
         best = costs.min(axis=0)
-    begins, end = [], layers
+    stage_starts, end = [], layers
     for choice in reversed(choices):
         end = int(choice[end])
-        begins.append(end)
-    return tuple(begins[::-1])
+        stage_starts.append(end)
+    return tuple(stage_starts[::-1])
 
 
-def neighbour_cuts(begins: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
+def neighbour_cuts(stage_starts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
     """The cuts with one border moved by one layer, or by two."""
     for step in (1, -1, 2, -2):
-        for border in range(1, len(begins)):
-            other = (*begins[:border], begins[border] + step, *begins[border + 1 :])
+        for border in range(1, len(stage_starts)):
+            other = (*stage_starts[:border], stage_starts[border] + step, *stage_starts[border + 1 :])
             if all(a < b for a, b in zip(other, (*other[1:], layers), strict=True)):
                 yield other

@@ -30,7 +30,7 @@ class _RequestModel(BaseModel):
 
 
 class MeshRequest(_RequestModel):
-    """A mesh whose workers share a microbatch in `data` parts, each on `tensor` workers; one node a worker."""
+    """A mesh with `data` parts of a microbatch, each on `tensor` workers; `nodes` holds the node of every worker."""
 
     name: str
     data: WorkerCount
@@ -39,7 +39,7 @@ class MeshRequest(_RequestModel):
 
 
 class PartShape(_RequestModel):
-    """The shape that each worker has of a tensor where `data` of them share a microbatch."""
+    """The shape of each worker's part of a tensor on a mesh with `data` parts of a microbatch."""
 
     data: WorkerCount
     shape: Annotated[list[DimensionLength], Field(max_length=64)]
@@ -51,8 +51,7 @@ class TensorRequest(_RequestModel):
 
 
 class HeterogeneousRequest(_RequestModel):
-    """What a driver tells of meshes of unlike sizes, or that share matrices; `tensors` are those of the edges, in their
-    order."""
+    """The sizes of heterogeneous or tensor-parallel meshes, from a driver; `tensors` are those of the edges, in order."""
 
     meshes: Annotated[list[MeshRequest], Field(max_length=_MAX_WORKERS)]
     tensors: Annotated[list[TensorRequest], Field(max_length=100_000)]
@@ -68,60 +67,65 @@ class ForwardPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan's JSON, with the reshardings where there are some."""
-        found = [
-            {"edge": edge, "backward": backward, "plan": one.to_json()}
-            for (edge, backward), one in self.reshardings.items()
+        reshardings = [
+            {"edge": edge, "backward": backward, "plan": plan.to_json()}
+            for (edge, backward), plan in self.reshardings.items()
         ]
-        return {**self.plan.model_dump(mode="json"), **({"reshardings": found} if found else {})}
+        return {**self.plan.model_dump(mode="json"), **({"reshardings": reshardings} if reshardings else {})}
 
 
 def plan_forwards(
     request: Mapping[str, Any], *, budget_s: float = 10.0, expired: Callable[[], bool] | None = None
 ) -> ForwardPlan:
-    """The plan of a PipelineSpec (JSON), which `request` is; besides it may say how meshes that are `unlike`, or share
-    matrices, share a microbatch. SpecError where there is none."""
-    given = dict(request)
-    unlike = given.pop("unlike", None)
-    spec = load_spec({**given, "schedule": "inference"})
-    if unlike is None:
+    """The forwards-only plan of `request`, a PipelineSpec (JSON); its key `unlike` describes heterogeneous or
+    tensor-parallel meshes. SpecError where there is no plan."""
+    spec_json = dict(request)
+    heterogeneous = spec_json.pop("unlike", None)
+    spec = load_spec({**spec_json, "schedule": "inference"})
+    if heterogeneous is None:
         return ForwardPlan(spec, make_plan(spec, budget_s=budget_s, expired=expired))
-    told = _checked_request(unlike, spec)
-    shares = {
-        one.name: MeshParallelism(one.name, one.data, one.tensor, tuple(one.nodes)) for one in told.meshes
+    checked = _checked_request(heterogeneous, spec)
+    parallelism = {
+        mesh.name: MeshParallelism(mesh.name, mesh.data, mesh.tensor, tuple(mesh.nodes))
+        for mesh in checked.meshes
     }
-    spec, reshardings = _with_reshardings(spec, told, shares)
+    spec, reshardings = _with_reshardings(spec, checked, parallelism)
     plan = make_plan(spec, budget_s=budget_s, expired=expired)
     programs = {name: plan.program(name) for name in plan.programs}
-    check_messages(programs, reshardings, {name: len(one.nodes) for name, one in shares.items()})
+    check_messages(programs, reshardings, {name: len(mesh.nodes) for name, mesh in parallelism.items()})
     return ForwardPlan(spec, plan, reshardings)
 
 
-def _checked_request(unlike: Any, spec: PipelineSpec) -> HeterogeneousRequest:
+def _checked_request(data: Any, spec: PipelineSpec) -> HeterogeneousRequest:
     try:
-        told = HeterogeneousRequest.model_validate(unlike)
+        request = HeterogeneousRequest.model_validate(data)
     except ValidationError as error:
-        raise SpecError(f"what is said of unlike meshes cannot be read: {error}") from None
-    if sorted(one.name for one in told.meshes) != sorted(mesh.name for mesh in spec.meshes):
-        raise SpecError("what is said of unlike meshes is of other meshes than those of the pipeline")
-    if len(told.tensors) != len(spec.edges):
-        raise SpecError(f"{len(told.tensors)} tensors are told, and the pipeline has {len(spec.edges)} edges")
-    for one in told.meshes:
-        if one.data * one.tensor != len(one.nodes):
+        raise SpecError(f"the description of heterogeneous meshes (unlike) cannot be read: {error}") from None
+    if sorted(mesh.name for mesh in request.meshes) != sorted(mesh.name for mesh in spec.meshes):
+        raise SpecError(
+            "the description of heterogeneous meshes (unlike) is of other meshes than the pipeline's"
+        )
+    if len(request.tensors) != len(spec.edges):
+        raise SpecError(
+            f"{len(request.tensors)} tensors are described, and the pipeline has {len(spec.edges)} edges"
+        )
+    for mesh in request.meshes:
+        if mesh.data * mesh.tensor != len(mesh.nodes):
             raise SpecError(
-                f"mesh {one.name} has {len(one.nodes)} workers, which are not data {one.data} x tensor {one.tensor}"
+                f"mesh {mesh.name} has {len(mesh.nodes)} workers, which are not data {mesh.data} x tensor {mesh.tensor}"
             )
-    return told
+    return request
 
 
 def _with_reshardings(
-    spec: PipelineSpec, told: HeterogeneousRequest, shares: Mapping[str, MeshParallelism]
+    spec: PipelineSpec, request: HeterogeneousRequest, parallelism: Mapping[str, MeshParallelism]
 ) -> tuple[PipelineSpec, Reshardings]:
-    """The spec whose transfers last as long as their reshardings, where there are some, and these."""
+    """(the spec whose resharded transfers last as long as their plans, these plans)."""
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
     edges: list[EdgeSpec] = []
     reshardings: Reshardings = {}
-    for index, (edge, tensor) in enumerate(zip(spec.edges, told.tensors, strict=True)):
-        sides = shares[mesh_of[edge.source]], shares[mesh_of[edge.target]]
+    for index, (edge, tensor) in enumerate(zip(spec.edges, request.tensors, strict=True)):
+        sides = parallelism[mesh_of[edge.source]], parallelism[mesh_of[edge.target]]
         if sides[0].transfers_in_pairs(sides[1]) or not sides[0].needs_resharding(
             sides[1], _part_shape(tensor, sides[0])
         ):
@@ -149,9 +153,7 @@ def _with_reshardings(
 
 
 def _part_shape(tensor: TensorRequest, mesh: MeshParallelism) -> tuple[int, ...]:
-    for one in tensor.shapes:
-        if one.data == mesh.data:
-            return tuple(one.shape)
-    raise SpecError(
-        f"no shape is told of a tensor where {mesh.data} workers share a microbatch, as on {mesh.name}"
-    )
+    for part in tensor.shapes:
+        if part.data == mesh.data:
+            return tuple(part.shape)
+    raise SpecError(f"a tensor has no shape for {mesh.data} parts of a microbatch, as on mesh {mesh.name}")

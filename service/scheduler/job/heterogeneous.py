@@ -21,15 +21,17 @@ from worker.contract.costs import Shape, batch_dimension, global_shape
 from worker.contract.profile import CutError, LayerEdge, LayerProfile
 
 MAX_RESHARDING_MESSAGES = 64
-"""Of one resharding at most: each has its own word between two workers, which links measured by large tensors hide."""
+"""The most messages of one resharding: each has a fixed cost that links measured with large tensors do not show."""
 _ASSUMED_BYTES_PER_S = 1e10
 _PLAN_CACHE_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MeshParallelism:
-    """How the workers of a mesh share its work: `data` parts of a microbatch, each on `tensor` workers that share matrices;
-    `nodes` are where they run, one a worker."""
+    """Sizes of the data- and tensor-parallel groups of a mesh: `data` parts of a microbatch, each on `tensor` workers.
+
+    `nodes` holds the node of every worker.
+    """
 
     name: str
     data: int
@@ -37,17 +39,20 @@ class MeshParallelism:
     nodes: tuple[str, ...]
 
     def same_parallelism(self, other: MeshParallelism) -> bool:
-        """Whether worker w of one has what worker w of the other has."""
+        """True where worker w of one mesh has the same part of a tensor as worker w of the other."""
         return (self.data, self.tensor) == (other.data, other.tensor)
 
     def transfers_in_pairs(self, other: MeshParallelism) -> bool:
-        """Whether worker w of one sends all tensors to worker w of the other: they have the same, and what they have nobody
-        else has, or it need not leave its node."""
+        """True where worker w of one mesh sends all tensors to worker w of the other: both have the same part, which no
+        other worker has or which need not leave its node."""
         return self.same_parallelism(other) and (self.tensor == 1 or self.nodes == other.nodes)
 
     def needs_resharding(self, other: MeshParallelism, shape: Shape | None) -> bool:
-        """Whether a tensor, of which each worker has `shape`, is resharded between them. It is not where a plan could not
-        tell parts from wholes, and meshes that are alike can do without: of a single number of each part, or nothing."""
+        """True where a tensor, of which each worker has `shape`, is resharded between the meshes.
+
+        Uniform meshes send it in pairs where a plan could not tell parts from wholes: an empty tensor, or a scalar of each
+        part.
+        """
         if self.transfers_in_pairs(other):
             return False
         return not self.same_parallelism(other) or (
@@ -57,59 +62,59 @@ class MeshParallelism:
 
 @dataclass(frozen=True, slots=True)
 class HeterogeneousProfile(LayerProfile):
-    """The profile of the slowest mesh, and with it that of each mesh, and how its workers share its work. Of meshes that
-    share alike, all have one."""
+    """The profile of the slowest mesh, with the profile and the parallelism of each mesh; uniform meshes share one."""
 
     mesh_profiles: tuple[LayerProfile, ...] = ()
     parallelism: tuple[MeshParallelism, ...] = ()
 
     def corrected(self) -> HeterogeneousProfile:
-        """Each by its own factor."""
-        own = LayerProfile.corrected(self)
-        found = {id(one): one.corrected() for one in self.mesh_profiles}
-        return replace(own, mesh_profiles=tuple(found[id(one)] for one in self.mesh_profiles))
+        """Every profile corrected by its own factor."""
+        slowest = LayerProfile.corrected(self)
+        corrected = {id(profile): profile.corrected() for profile in self.mesh_profiles}
+        return replace(slowest, mesh_profiles=tuple(corrected[id(profile)] for profile in self.mesh_profiles))
 
 
 def profile_of_mesh(profile: LayerProfile, mesh: int) -> LayerProfile:
-    """That of a mesh, by its number."""
+    """The profile of a mesh, by its number."""
     return profile.mesh_profiles[mesh] if isinstance(profile, HeterogeneousProfile) else profile
 
 
 def heterogeneous_profile(
-    of_mesh: Sequence[LayerProfile], shares: Sequence[MeshParallelism]
+    mesh_profiles: Sequence[LayerProfile], parallelism: Sequence[MeshParallelism]
 ) -> HeterogeneousProfile:
-    """One value of the profiles of meshes that share so; SpecError where they are not of one model."""
-    slowest = max(of_mesh, key=lambda profile: sum(layer.compute_s for layer in profile.layers))
-    for profile in of_mesh:
+    """The profiles of all meshes as one; SpecError where they are not of one model."""
+    slowest = max(mesh_profiles, key=lambda profile: sum(layer.compute_s for layer in profile.layers))
+    for profile in mesh_profiles:
         if [_edge_key(edge) for edge in profile.edges] != [_edge_key(edge) for edge in slowest.edges] or any(
             edge.shape is None for edge in profile.edges
         ):
             raise SpecError(
-                "the profiles of meshes of unlike sizes are of different tensors: does the model ask how many rows it is "
-                "given? Give all meshes the same number of workers"
+                "the profiles of heterogeneous meshes are of different tensors: the model may depend on the "
+                "number of rows of its inputs. Give all meshes the same number of workers"
             )
-    return _profile_with_meshes(slowest, of_mesh, shares)
+    return _profile_with_meshes(slowest, mesh_profiles, parallelism)
 
 
-def uniform_profile(profile: LayerProfile, shares: Sequence[MeshParallelism]) -> LayerProfile:
-    """The profile of meshes that share alike; with their shares where a tensor would not go in pairs between all."""
-    if all(one.transfers_in_pairs(shares[0]) for one in shares):
+def uniform_profile(profile: LayerProfile, parallelism: Sequence[MeshParallelism]) -> LayerProfile:
+    """The profile of uniform meshes; with their parallelism where a tensor would not go in pairs between all of them."""
+    if all(mesh.transfers_in_pairs(parallelism[0]) for mesh in parallelism):
         return profile
-    return _profile_with_meshes(profile, [profile] * len(shares), shares)
+    return _profile_with_meshes(profile, [profile] * len(parallelism), parallelism)
 
 
 def _profile_with_meshes(
-    slowest: LayerProfile, of_mesh: Sequence[LayerProfile], shares: Sequence[MeshParallelism]
+    slowest: LayerProfile, mesh_profiles: Sequence[LayerProfile], parallelism: Sequence[MeshParallelism]
 ) -> HeterogeneousProfile:
     own = {name: getattr(slowest, name) for name in LayerProfile.__dataclass_fields__}
-    return HeterogeneousProfile(**own, mesh_profiles=tuple(of_mesh), parallelism=tuple(shares))
+    return HeterogeneousProfile(**own, mesh_profiles=tuple(mesh_profiles), parallelism=tuple(parallelism))
 
 
 def card_bandwidth(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> float | None:
     """Bytes a second over the network cards between two meshes, by the link that was measured between their first workers.
 
-    Where these are on one node and others are not, that says nothing of cards: they are then taken to be as slow as the
-    slowest link that was measured."""
+    A link within one node says nothing of the cards that other workers of the meshes use: these are then taken to be as
+    slow as the slowest link that was measured.
+    """
     bandwidth, _ = link_costs(network)(one.name, other.name)
     if one.nodes[0] != other.nodes[0] or len({*one.nodes, *other.nodes}) == 1:
         return bandwidth
@@ -122,7 +127,7 @@ def reshard_edge(
     profile: HeterogeneousProfile, edge: int, meshes: tuple[int, int], network: NetworkSpec
 ) -> ReshardingPlan:
     """The plan by which the tensor of the profile's edge goes from the first of two meshes to the second; SpecError where
-    its shapes do not tell how it is shared."""
+    its shapes do not show how it is sharded."""
     here, there = (profile.mesh_profiles[mesh].edges[edge] for mesh in meshes)
     return reshard_tensor(
         here.tensor,
@@ -143,8 +148,8 @@ def reshard_tensor(
     *,
     differentiable: bool,
 ) -> ReshardingPlan:
-    """The plan by which tensor `name`, of which each worker of the two meshes has one of `shapes`, goes from the first to
-    the second; SpecError where the shapes do not tell how it is shared."""
+    """The plan by which tensor `name` goes from the first mesh of `sides` to the second; `shapes` are those of a worker's
+    part on each. SpecError where the shapes do not show how it is sharded."""
     one, other = sides
     along = _batch_dimension(name, shapes, (one.data, other.data), differentiable)
     tensor = Tensor(global_shape(shapes[0], along, one.data), element_bytes)
@@ -159,7 +164,7 @@ def _edge_key(edge: LayerEdge) -> tuple[int, int, int, str]:
 def _batch_dimension(
     name: str, shapes: tuple[Shape, Shape], data: tuple[int, int], differentiable: bool
 ) -> int | None:
-    """The dimension of the whole along which the parts lie; None where each worker has the whole."""
+    """The dimension along which the tensor is sharded; None where each worker has all of it."""
     if data[0] != data[1]:
         try:
             return batch_dimension(name, shapes, data, differentiable=differentiable)
@@ -169,17 +174,17 @@ def _batch_dimension(
         return None
     if not shapes[0]:
         raise SpecError(
-            f"tensor {name!r} is a single number of each of {data[0]} parts of a microbatch: between meshes that share "
-            "their matrices unlike it cannot be dealt; keep the stages that make and use it on one mesh (pipeline.cut)"
+            f"tensor {name!r} is a single number of each of {data[0]} parts of a microbatch: it cannot be sharded "
+            "between meshes of different tensor parallelism; keep the stages that make and use it on one mesh (pipeline.cut)"
         )
-    return 0  # no part is cut: any dimension tells them apart
+    return 0  # parts go whole, so any dimension tells them apart
 
 
-def _layout_on_mesh(share: MeshParallelism, along: int | None) -> Layout:
-    """Its parts lie on neighbours; workers that share matrices see the same samples, and have the whole of a part."""
-    if share.tensor == 1:
-        return mesh_layout(share.name, mesh=(share.data,), split=(along,), hosts=share.nodes)
-    return mesh_layout(share.name, mesh=(share.data, share.tensor), split=(along, None), hosts=share.nodes)
+def _layout_on_mesh(mesh: MeshParallelism, along: int | None) -> Layout:
+    """The layout whose parts lie on neighbours; a tensor-parallel group has the same samples, each worker a whole part."""
+    if mesh.tensor == 1:
+        return mesh_layout(mesh.name, mesh=(mesh.data,), split=(along,), hosts=mesh.nodes)
+    return mesh_layout(mesh.name, mesh=(mesh.data, mesh.tensor), split=(along, None), hosts=mesh.nodes)
 
 
 def _resharding_links(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> Links:

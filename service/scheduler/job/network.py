@@ -27,11 +27,14 @@ from worker.contract.profile import LayerProfile
 
 @dataclass(frozen=True)
 class CrossMeshAllReduce:
-    """Where meshes are `alike` equal workers of all of them sum, over the network of a pair; else all `workers` of each."""
+    """Prices all-reduces that span meshes.
+
+    Worker w of all `uniform` meshes form a group, over the network of a pair; else all `workers` of each mesh form one.
+    """
 
     network: NetworkSpec
     workers: Mapping[str, int]
-    alike: bool
+    uniform: bool
     _links: dict[tuple[str, ...], tuple[float | None, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -39,50 +42,57 @@ class CrossMeshAllReduce:
     def with_all_reduces(
         self, update: Sequence[MeshUpdate], profile: LayerProfile, layers: Sequence[Collection[int]]
     ) -> tuple[MeshUpdate, ...]:
-        """`update` of all meshes, each of which holds `layers`, with what they sum together in their REDUCE."""
-        names = [one.mesh for one in update]
+        """`update` of all meshes, each of which holds `layers`, with the all-reduces across meshes in their REDUCE."""
+        names = [mesh.mesh for mesh in update]
         if len(names) < 2:
             return tuple(update)
-        more = dict.fromkeys(names, self._all_reduce_s(names, 0))
+        across_s = dict.fromkeys(names, self._all_reduce_s(names, 0))
         for holders, size_bytes in self._tied_parameters(profile, layers):
             tied_s = self._all_reduce_s([names[index] for index in holders], size_bytes)
             for index in holders:
-                more[names[index]] += tied_s
-        return tuple(replace(one, reduce_s=one.reduce_s + more[one.mesh]) for one in update)
+                across_s[names[index]] += tied_s
+        return tuple(replace(mesh, reduce_s=mesh.reduce_s + across_s[mesh.mesh]) for mesh in update)
 
     def _all_reduce_s(self, meshes: Sequence[str], size_bytes: int) -> float:
-        if (key := tuple(meshes)) not in self._links:  # the same for every cut that is judged
+        if (key := tuple(meshes)) not in self._links:  # the same for every cut
             self._links[key] = _worst_link(self.network, key)
-        return _link_all_reduce_s(self._links[key], key, size_bytes, self.workers, alike=self.alike)
+        return _link_all_reduce_s(self._links[key], key, size_bytes, self.workers, uniform=self.uniform)
 
     def _tied_parameters(
         self, profile: LayerProfile, layers: Sequence[Collection[int]]
     ) -> list[tuple[tuple[int, ...], int]]:
-        """Of each trained parameter that several meshes hold these, by number, and the bytes that a worker sums: what it
-        has, or the whole where meshes are unlike."""
+        """(numbers of the meshes, bytes that a worker sums) of every trained parameter that several meshes hold.
+
+        A worker sums its part of the parameter, or all of it where meshes are heterogeneous.
+        """
         holders: dict[str, list[int]] = {}
-        for mesh, held in enumerate(layers):
-            for name in {name for index in held for name in profile.layers[index].parameters}:
+        for mesh, mesh_layers in enumerate(layers):
+            for name in {name for index in mesh_layers for name in profile.layers[index].parameters}:
                 holders.setdefault(name, []).append(mesh)
         return [
             (
-                tuple(held),
-                max(_parameter_bytes_on(profile, mesh, name, whole=not self.alike) for mesh in held),
+                tuple(meshes),
+                max(_parameter_bytes_on(profile, mesh, name, whole=not self.uniform) for mesh in meshes),
             )
-            for name, held in sorted(holders.items())
-            if len(held) > 1 and name not in profile.frozen_parameters
+            for name, meshes in sorted(holders.items())
+            if len(meshes) > 1 and name not in profile.frozen_parameters
         ]
 
 
 def cross_mesh_all_reduce_s(
-    network: NetworkSpec, meshes: Collection[str], size_bytes: int, workers: Mapping[str, int], *, alike: bool
+    network: NetworkSpec,
+    meshes: Collection[str],
+    size_bytes: int,
+    workers: Mapping[str, int],
+    *,
+    uniform: bool,
 ) -> float:
-    """Seconds of one sum of so many bytes over these meshes; a link of unknown bandwidth takes its latency alone."""
-    return _link_all_reduce_s(_worst_link(network, meshes), meshes, size_bytes, workers, alike=alike)
+    """Seconds of one all-reduce of `size_bytes` over `meshes`; a link of unknown bandwidth takes its latency alone."""
+    return _link_all_reduce_s(_worst_link(network, meshes), meshes, size_bytes, workers, uniform=uniform)
 
 
 def _worst_link(network: NetworkSpec, meshes: Collection[str]) -> tuple[float | None, float]:
-    """The least bandwidth that is known, and the most latency, of all links between these."""
+    """(least known bandwidth, largest latency) of all links between `meshes`."""
     of_pair = link_costs(network)
     costs = [of_pair(*pair) for pair in itertools.permutations(meshes, 2)]
     slowest = min((bandwidth for bandwidth, _ in costs if bandwidth is not None), default=None)
@@ -95,36 +105,44 @@ def _link_all_reduce_s(
     size_bytes: int,
     workers: Mapping[str, int],
     *,
-    alike: bool,
+    uniform: bool,
 ) -> float:
     slowest, latency_s = link
-    count = len(meshes) if alike else sum(workers[mesh] for mesh in meshes)
+    count = len(meshes) if uniform else sum(workers[mesh] for mesh in meshes)
     moving_s = 0.0 if slowest is None else 2 * (count - 1) / count * size_bytes / slowest
     return 2 * math.ceil(math.log2(count)) * latency_s + moving_s
 
 
 def _parameter_bytes_on(profile: LayerProfile, mesh: int, parameter: str, *, whole: bool) -> int:
-    own = profile_of_mesh(profile, mesh)
+    mesh_profile = profile_of_mesh(profile, mesh)
     parts = 1
-    if whole and isinstance(profile, HeterogeneousProfile) and parameter in own.split_parameters:
+    if whole and isinstance(profile, HeterogeneousProfile) and parameter in mesh_profile.split_parameters:
         parts = profile.parallelism[mesh].tensor
-    return own.parameter_sizes[parameter] * parts
+    return mesh_profile.parameter_sizes[parameter] * parts
 
 
 def network_per_worker_pair(
-    network: NetworkSpec, shares: Sequence[MeshParallelism], *, sums: bool = False
+    network: NetworkSpec, parallelism: Sequence[MeshParallelism], *, sums: bool = False
 ) -> NetworkSpec:
-    """The network in which the bandwidth between two meshes is that of one pair of workers, where their tensors go in pairs;
-    for `sums`, in which workers go in pairs too, between all. What is resharded shares the cards by its own plan."""
-    ways = list(itertools.permutations(shares, 2))
-    resharded = [not sums and not one.transfers_in_pairs(other) for one, other in ways]
+    """The network in which the bandwidth between two meshes is that of one pair of workers, where tensors go in pairs.
+
+    With `sums` between all meshes, since all-reduces go in pairs of workers too. Resharded tensors share the cards by
+    their own plans.
+    """
+    mesh_pairs = list(itertools.permutations(parallelism, 2))
+    resharded = [not sums and not source.transfers_in_pairs(target) for source, target in mesh_pairs]
     of_pair, links, same = link_costs(network), [], True
-    for (one, other), by_plan in zip(ways, resharded, strict=True):
-        before, latency_s = of_pair(one.name, other.name)
-        bandwidth = before if by_plan else _pair_bandwidth(network, one, other)
+    for (source, target), by_plan in zip(mesh_pairs, resharded, strict=True):
+        before, latency_s = of_pair(source.name, target.name)
+        bandwidth = before if by_plan else _pair_bandwidth(network, source, target)
         same = same and bandwidth == before
         links.append(
-            LinkSpec(source=one.name, target=other.name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+            LinkSpec(
+                source=source.name,
+                target=target.name,
+                bandwidth_bytes_per_s=bandwidth,
+                latency_s=latency_s,
+            )
         )
     if same:
         return network
@@ -135,7 +153,7 @@ def network_per_worker_pair(
 
 
 def _pair_bandwidth(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> float | None:
-    """Bytes a second of the worst pair: of those on two nodes, most begin or end on the fullest."""
+    """Bytes a second of the slowest pair of workers: the card of the node with most pairs is shared by all of them."""
     away = [(here, there) for here, there in zip(one.nodes, other.nodes, strict=False) if here != there]
     if not away:
         return link_costs(network)(one.name, other.name)[0]

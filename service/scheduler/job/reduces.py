@@ -27,90 +27,94 @@ from worker.contract.profile import LayerProfile
 from worker.contract.program import COMPUTE_LANE, Instruction, Program
 
 ReduceSeconds = Callable[[int, int], float]
-"""Of the sum of so many tensors of so many bytes in all."""
+"""Seconds of the sum of a number of tensors with a number of bytes in all."""
 
 
 @dataclass(frozen=True)
 class MeshReduces:
-    """What a mesh sums as soon as it can: the gradients, and how long it takes."""
+    """The gradients that a mesh sums before the makespan ends, and the seconds of their sums."""
 
     gradients: Sequence[Gradient]
     seconds: ReduceSeconds
 
 
-def place_reduces(spec: PipelineSpec, plan: Plan, sums: Mapping[str, MeshReduces]) -> Plan:
-    """`plan` with the slots and instructions of the buckets of the meshes of `sums`; checked."""
+def place_reduces(spec: PipelineSpec, plan: Plan, reduces: Mapping[str, MeshReduces]) -> Plan:
+    """`plan` with the slots and instructions of the buckets of the meshes in `reduces`; checked."""
     slots: list[Slot] = []
     programs = dict(plan.programs)
     for mesh in spec.meshes:
         here = [slot for slot in plan.slots if slot.mesh == mesh.name]
         slots += here
-        if mesh.name in sums:
-            found, program = _place_buckets(spec, plan.program(mesh.name), here, sums[mesh.name])
-            slots += found
-            programs[mesh.name] = [one.to_json() for one in program]
-    made = plan.model_copy(update={"slots": slots, "programs": programs})
-    check_reduces(spec, made)
-    return made
+        if mesh.name in reduces:
+            bucket_slots, program = _place_buckets(spec, plan.program(mesh.name), here, reduces[mesh.name])
+            slots += bucket_slots
+            programs[mesh.name] = [instruction.to_json() for instruction in program]
+    with_buckets_placed = plan.model_copy(update={"slots": slots, "programs": programs})
+    check_reduces(spec, with_buckets_placed)
+    return with_buckets_placed
 
 
 def reduces_end_s(plan: Plan) -> float:
-    """When the last bucket is summed; 0 without any."""
+    """Seconds from the start of the step to the end of the last bucket; 0 without any."""
     return max((slot.end_s for slot in plan.slots if slot.lane == REDUCE_LANE), default=0.0)
 
 
 def _place_buckets(
-    spec: PipelineSpec, program: Program, here: Sequence[Slot], sums: MeshReduces
+    spec: PipelineSpec, program: Program, here: Sequence[Slot], reduces: MeshReduces
 ) -> tuple[list[Slot], list[Instruction]]:
-    bucketed = with_buckets(program, sums.gradients)
-    of = {gradient.name: gradient for gradient in sums.gradients}
+    bucketed = with_buckets(program, reduces.gradients)
+    gradient_of = {gradient.name: gradient for gradient in reduces.gradients}
     slot_of = _slot_by_instruction(spec, bucketed.program, here)
     out = list(bucketed.program)
-    free = 1 + max((one.record for one in out if one.record is not None), default=-1)
+    free_event = 1 + max((item.record for item in out if item.record is not None), default=-1)
     busy = sorted((slot.start_s, slot.end_s) for slot in here if _excludes_reduce(spec, slot))
-    made: list[Slot] = []
-    lane_s, recorder = 0.0, {one.record: k for k, one in enumerate(out) if one.record is not None}
+    bucket_slots: list[Slot] = []
+    lane_s, recorder = 0.0, {item.record: k for k, item in enumerate(out) if item.record is not None}
     behind: dict[int, int] = {}
     for index, names in sorted(bucketed.buckets.items()):
         ready_s = max(lane_s, *(slot_of[recorder[event]].end_s for event in out[index].wait))
-        length_s = sums.seconds(len(names), sum(of[name].size_bytes for name in names))
+        length_s = reduces.seconds(len(names), sum(gradient_of[name].size_bytes for name in names))
         start_s = _earliest_start_s(busy, ready_s, length_s)
         stage = spec.stages[out[index].stage].name
-        made.append(Slot(here[0].mesh, REDUCE_LANE, "REDUCE", stage, None, start_s, start_s + length_s))
+        bucket_slots.append(
+            Slot(here[0].mesh, REDUCE_LANE, "REDUCE", stage, None, start_s, start_s + length_s)
+        )
         delaying = _delaying_instructions(spec, out, slot_of, ready_s, start_s) if start_s > ready_s else []
         for before in delaying:
             if out[before].record is None:
-                out[before], free = replace(out[before], record=free), free + 1
+                out[before], free_event = replace(out[before], record=free_event), free_event + 1
             out[index] = replace(out[index], wait=tuple(sorted({*out[index].wait, out[before].record})))
         behind[index] = max([index, *delaying, *behind.values()])
         lane_s = start_s + length_s
-    return made, _enqueue_behind(out, behind)
+    return bucket_slots, _enqueue_behind(out, behind)
 
 
 def _enqueue_behind(program: Sequence[Instruction], behind: Mapping[int, int]) -> list[Instruction]:
-    """Every bucket enqueued behind what it waits for: a stream does not wait for an event that nobody has recorded."""
+    """The program with every bucket behind the instructions it waits for: a stream does not wait for an event that is not
+    recorded yet."""
     moved: dict[int, list[Instruction]] = {}
     for index, at in behind.items():
         moved.setdefault(at, []).append(program[index])
-    found: list[Instruction] = []
-    for index, one in enumerate(program):
+    ordered: list[Instruction] = []
+    for index, instruction in enumerate(program):
         if index not in behind:
-            found.append(one)
-        found += moved.get(index, [])
-    return found
+            ordered.append(instruction)
+        ordered += moved.get(index, [])
+    return ordered
 
 
 def _slot_by_instruction(spec: PipelineSpec, program: Program, here: Sequence[Slot]) -> dict[int, Slot]:
     number = {stage.name: index for index, stage in enumerate(spec.stages)}
     planned = {(s.action, number[s.stage], s.microbatch, s.edge): s for s in here}
-    found = {
-        index: planned.get((one.op, one.stage, one.microbatch, one.edge)) for index, one in enumerate(program)
+    slots = {
+        index: planned.get((item.op, item.stage, item.microbatch, item.edge))
+        for index, item in enumerate(program)
     }
-    return {index: slot for index, slot in found.items() if slot is not None}
+    return {index: slot for index, slot in slots.items() if slot is not None}
 
 
 def _excludes_reduce(spec: PipelineSpec, slot: Slot) -> bool:
-    """Whether a slot of the pipeline takes what a sum on its mesh needs."""
+    """True where a slot of the pipeline occupies a resource that a sum on its mesh needs."""
     if slot.lane == COMPUTE_LANE:
         return not spec.overlap
     return slot.lane != REDUCE_LANE and (
@@ -119,7 +123,7 @@ def _excludes_reduce(spec: PipelineSpec, slot: Slot) -> bool:
 
 
 def _earliest_start_s(busy: Sequence[tuple[float, float]], ready_s: float, length_s: float) -> float:
-    """The first instant from `ready_s` on from which nothing is busy for so long."""
+    """The first instant at or after `ready_s` from which nothing is busy for `length_s`."""
     start_s = ready_s
     for begin_s, end_s in busy:
         if begin_s < start_s + length_s and end_s > start_s:
@@ -134,7 +138,7 @@ def _delaying_instructions(
     ready_s: float,
     start_s: float,
 ) -> list[int]:
-    """Of every lane the last that was in the way between the two instants."""
+    """The last instruction of every lane that occupied a needed resource between `ready_s` and `start_s`."""
     last: dict[str, int] = {}
     for index, slot in slot_of.items():
         if _excludes_reduce(spec, slot) and slot.end_s > ready_s and slot.end_s <= start_s:
@@ -143,26 +147,25 @@ def _delaying_instructions(
 
 
 def check_reduces(spec: PipelineSpec, plan: Plan) -> None:
-    """Raise PlanError unless the buckets of a plan are what they are meant to be, by its programs and slots alone.
+    """Raise PlanError unless the buckets of a plan are correct, by its programs and slots alone.
 
     Proves: a bucket comes behind the last W or B of its stage; all collectives of a mesh are in one order (its buckets on
     one lane, the REDUCE of the rest behind the last of them, STEP behind that), which all its workers run; nothing else
-    waits for a bucket, so that no worker is kept from coming to its own; slots are where the programs and what is
-    exclusive allow.
+    waits for a bucket, so that no worker is kept from coming to its own; slots are where the programs and the
+    exclusive resources allow.
     """
-    for mesh, instructions in plan.programs.items():
+    for mesh in plan.programs:
         program = plan.program(mesh)
-        if not any(is_bucket(one) for one in program):
+        if not any(is_bucket(item) for item in program):
             continue
-        del instructions
         _check_reduce_program(mesh, program)
         _check_reduce_slots(spec, mesh, program, [slot for slot in plan.slots if slot.mesh == mesh])
 
 
 def _check_reduce_program(mesh: str, program: Program) -> None:
-    buckets = [k for k, one in enumerate(program) if is_bucket(one)]
-    compute = [k for k, one in enumerate(program) if one.lane == COMPUTE_LANE]
-    recorder = {one.record: k for k, one in enumerate(program) if one.record is not None}
+    buckets = [k for k, item in enumerate(program) if is_bucket(item)]
+    compute = [k for k, item in enumerate(program) if item.lane == COMPUTE_LANE]
+    recorder = {item.record: k for k, item in enumerate(program) if item.record is not None}
     final = next((k for k in compute if program[k].op == "REDUCE"), None)
     for k in buckets:
         behind = [j for j in compute if program[j].op in ("B", "W") and program[j].stage == program[k].stage]
@@ -179,18 +182,18 @@ def _check_reduce_program(mesh: str, program: Program) -> None:
     if not any(program[k].op == "STEP" and k > final for k in compute):
         raise PlanError(f"mesh {mesh!r}: STEP does not come behind REDUCE")
     events = {program[k].record for k in buckets} - {None}
-    for k, one in enumerate(program):
-        if k != final and not is_bucket(one) and events & {*one.wait}:
+    for k, item in enumerate(program):
+        if k != final and not is_bucket(item) and events & {*item.wait}:
             raise PlanError(
-                f"mesh {mesh!r}: {one} waits for a bucket, which waits for other workers: only REDUCE may"
+                f"mesh {mesh!r}: {item} waits for a bucket, which waits for other workers: only REDUCE may"
             )
-        if is_bucket(one) and any(recorder.get(event, k) > k for event in one.wait):
-            raise PlanError(f"mesh {mesh!r}: {one} waits for what its program enqueues later")
+        if is_bucket(item) and any(recorder.get(event, k) > k for event in item.wait):
+            raise PlanError(f"mesh {mesh!r}: {item} waits for what its program enqueues later")
 
 
 def _check_reduce_slots(spec: PipelineSpec, mesh: str, program: Program, here: Sequence[Slot]) -> None:
     slots = [slot for slot in here if slot.lane == REDUCE_LANE]
-    buckets = [spec.stages[one.stage].name for one in program if is_bucket(one)]
+    buckets = [spec.stages[item.stage].name for item in program if is_bucket(item)]
     if [slot.stage for slot in slots] != buckets:
         raise PlanError(f"mesh {mesh!r}: its buckets have other slots than its program has instructions")
     slack = TOLERANCE * max((slot.end_s for slot in here), default=0.0)
@@ -212,29 +215,30 @@ def _check_reduce_slots(spec: PipelineSpec, mesh: str, program: Program, here: S
                 and other.end_s > slot.start_s + slack
             ):
                 raise PlanError(
-                    f"mesh {mesh!r}: a sum of stage {slot.stage} and {other.action} of {other.stage} are planned at one "
+                    f"mesh {mesh!r}: a sum of stage {slot.stage} and {other.action} of {other.stage} are planned at item "
                     f"time, and contention {spec.network.contention!r}, overlap {spec.overlap} lets only one of them run"
                 )
 
 
 def plan_gradient_reduces(
-    found: JobPlan,
+    planned: JobPlan,
     profile: LayerProfile,
     costs: UpdateCosts,
     workers: Mapping[str, int],
     across: CrossMeshAllReduce | None = None,
 ) -> JobPlan:
-    """`found` with the sums over the `workers` of each mesh as slots of its plan; as it is where nobody measured sums.
+    """`planned` with the all-reduces over the `workers` of each mesh as slots of its plan; unchanged where no costs of
+    all-reduces were measured.
 
-    What several meshes hold is summed over them first, as `across` tells, and stays behind the last backward.
+    Parameters that several meshes hold are summed over these first, priced by `across`, behind the last backward.
     """
-    spec = found.partition.spec
+    spec = planned.partition.spec
     names = [layer.name for layer in profile.layers]
-    begins = [names.index(begin) for begin in found.partition.stage_starts]
+    stage_starts = [names.index(name) for name in planned.partition.stage_starts]
     layers: dict[str, list[int]] = {mesh.name: [] for mesh in spec.meshes}
     users: dict[str, list[int]] = {}
     for index, (stage, (first, end)) in enumerate(
-        zip(spec.stages, layer_ranges(begins, len(names)), strict=True)
+        zip(spec.stages, layer_ranges(stage_starts, len(names)), strict=True)
     ):
         layers[stage.mesh].extend(range(first, end))
         for layer in profile.layers[first:end]:
@@ -242,7 +246,7 @@ def plan_gradient_reduces(
                 if index not in users.setdefault(name, []):
                     users[name].append(index)
     number = {mesh.name: index for index, mesh in enumerate(spec.meshes)}
-    sums: dict[str, MeshReduces] = {}
+    reduces: dict[str, MeshReduces] = {}
     for mesh, count in workers.items():
         cost = costs.collective_cost(mesh)
         if count < 2 or cost is None:
@@ -253,21 +257,21 @@ def plan_gradient_reduces(
             if name not in profile.frozen_parameters and {spec.stages[k].mesh for k in stages} == {mesh}
         ]
         if gradients:
-            sums[mesh] = MeshReduces(gradients, cost.seconds)
-    if not sums:
-        return found
-    plan = place_reduces(spec, found.plan, sums)
+            reduces[mesh] = MeshReduces(gradients, cost.seconds)
+    if not reduces:
+        return planned
+    plan = place_reduces(spec, planned.plan, reduces)
     update = tuple(
         mesh_update(
             mesh,
-            of_mesh,
+            mesh_layers,
             profile_of_mesh(profile, number[mesh]),
             costs,
-            early={g.name for g in sums[mesh].gradients} if mesh in sums else (),
+            early={g.name for g in reduces[mesh].gradients} if mesh in reduces else (),
         )
-        for mesh, of_mesh in layers.items()
+        for mesh, mesh_layers in layers.items()
     )
     if across is not None:
         update = across.with_all_reduces(update, profile, list(layers.values()))
     tail_s = max(0.0, reduces_end_s(plan) - plan.makespan_s)
-    return replace(found, plan=plan, update=update, update_s=tail_s + longest_update_s(update))
+    return replace(planned, plan=plan, update=update, update_s=tail_s + longest_update_s(update))

@@ -1,7 +1,7 @@
 """Checks that a saved plan still fits a job as measured now (PlanKey), and proves it again with today's memory.
 
-Pure. Nothing is chosen anew: cut, orders, programs, times and recomputation stay. Only the bytes that stages
-hold are counted again from the new measurements.
+Pure. Nothing is chosen again: cut, orders, programs, times and recomputation stay. Only the bytes that stages
+hold are counted again, from the new measurements.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from service.scheduler.auto.recomputation import with_recomputation
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
-from service.scheduler.job.plan_job import JobCosts, job_optimizer_state, job_recompute, measured_profile
+from service.scheduler.job.plan_job import (
+    JobCosts,
+    job_memory_bytes,
+    job_optimizer_state,
+    job_recompute,
+    measured_profile,
+)
 from service.scheduler.problem.memory import peak_activation, peak_memory
 from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, StageSpec
 from service.scheduler.programs.decode import PlanError
@@ -28,8 +33,10 @@ from worker.contract.program import program_from_json
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan was made for: the job (JSON of a JobSpec), the form of its model on a mesh of so many workers, and
-    the device (None: nobody said)."""
+    """The job (JSON of a JobSpec), the model signatures by workers of a mesh, and the device that a plan is valid for.
+
+    `device` is None where it is not known.
+    """
 
     job: Mapping[str, Any]
     signatures: Mapping[int, ModelSignature] = field(default_factory=dict)
@@ -37,9 +44,9 @@ class PlanKey:
 
     @classmethod
     def of(cls, job: Mapping[str, Any], costs: Mapping[str, Any], microbatches: int) -> PlanKey:
-        """By the costs (JSON of a driver's request) with which the plan of so many microbatches was made."""
+        """The key of a plan with `microbatches`, made with `costs` (JSON of a driver's request)."""
         read = Job.from_json(job)
-        devices = {one.get("device") for one in costs.get("workers") or ()} - {None}
+        devices = {worker.get("device") for worker in costs.get("workers") or ()} - {None}
         return cls(
             job,
             _model_signatures(read, JobCosts.from_json(costs, read), microbatches),
@@ -48,23 +55,23 @@ class PlanKey:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        forms = {str(workers): form.to_json() for workers, form in self.signatures.items()}
-        return {"job": self.job, "forms": forms, "device": self.device}
+        signatures = {str(workers): signature.to_json() for workers, signature in self.signatures.items()}
+        return {"job": self.job, "forms": signatures, "device": self.device}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanKey:
         """Inverse of `to_json`."""
-        forms = {int(workers): ModelSignature.from_json(form) for workers, form in data["forms"].items()}
-        return cls(data["job"], forms, data["device"])
+        signatures = {int(workers): ModelSignature.from_json(item) for workers, item in data["forms"].items()}
+        return cls(data["job"], signatures, data["device"])
 
 
 def saved_plan_answer(
     name: str, body: str, made_for: PlanKey, job: Job, costs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The plan `name` (JSON as `answer_json` makes it) for a job with these costs, its memory as it is now.
+    """The saved plan `name` (JSON of `job_plan_json`) for a job with these costs, its memory as measured now.
 
-    Raises SpecError, which says what differs, where the layers or the device are not those that it was made for, and
-    where it does not fit into memory.
+    Raises SpecError, which says what differs, where the layers or the device are not those of its key, and where it
+    does not fit into memory.
     """
     answer = json.loads(body)
     count = answer["spec"]["microbatches"]
@@ -73,43 +80,44 @@ def saved_plan_answer(
         raise SpecError(
             _refusal_message(name, f"it was made for {made_for.device}, and the workers are on {now.device}")
         )
-    for workers, form in made_for.signatures.items():
+    for workers, signature in made_for.signatures.items():
         if workers not in now.signatures:
             raise SpecError(_refusal_message(name, f"nothing was measured with its {count} microbatches"))
-        if (different := now.signatures[workers].difference(form)) is not None:
+        if (different := now.signatures[workers].difference(signature)) is not None:
             raise SpecError(_refusal_message(name, f"it was made for other layers: {different}"))
     return {**answer, **_proven_again(name, answer, made_for, job, JobCosts.from_json(costs, job))}
 
 
 def _model_signatures(job: Job, costs: JobCosts, count: int) -> dict[int, ModelSignature]:
-    """Of what was measured, by how many workers a microbatch is dealt among; of whole layers where there are some."""
+    """Signatures of the measured profiles by data-parallel workers; of whole layers where a mesh without tensor parallelism
+    was measured."""
     kinds = sorted({*zip(job.mesh_sizes, job.tensors, strict=True)}, key=lambda kind: kind[1], reverse=True)
-    found = {}
+    signatures = {}
     for workers, tensor in kinds:
         profile = (
-            costs.mesh_profiles.get((count, workers, tensor)) if job.unlike else costs.profiles.get(count)
+            costs.mesh_profiles.get((count, workers, tensor))
+            if job.heterogeneous
+            else costs.profiles.get(count)
         )
         if profile is not None:
-            found[workers // tensor] = ModelSignature.of_profile(profile, whole=tensor == 1)
-    return dict(sorted(found.items()))
+            signatures[workers // tensor] = ModelSignature.of_profile(profile, whole=tensor == 1)
+    return dict(sorted(signatures.items()))
 
 
 def _proven_again(
     name: str, answer: Mapping[str, Any], made_for: PlanKey, job: Job, costs: JobCosts
 ) -> dict[str, Any]:
-    """The spec with what stages and meshes hold now, and the plan with the peaks that this makes."""
+    """The spec with the bytes of stages and meshes as measured now, and the plan with the peaks that follow."""
     before, plan = PipelineSpec.model_validate(answer["spec"]), dict(answer["plan"])
     names = [mesh.name for mesh in before.meshes]
-    given = job.resources.memory_per_worker
-    limit = given if isinstance(given, int) else None
     meshes = [
-        mesh.model_copy(update={"memory_bytes": costs.memory_bytes.get(mesh.name, limit)})
+        mesh.model_copy(update={"memory_bytes": job_memory_bytes(job, costs, mesh.name)})
         for mesh in before.meshes
     ]
     stages = _stages_with_measured_bytes(before, answer["begins"], made_for, job, costs, meshes)
     spec = before.model_copy(update={"meshes": meshes, "stages": stages})
     programs = {mesh: with_buckets(program_from_json(p), ()).program for mesh, p in plan["programs"].items()}
-    recomputed = [one["name"] for one in plan["stages"] if one["recomputed"]]
+    recomputed = [stage["name"] for stage in plan["stages"] if stage["recomputed"]]
     try:
         played = verify(with_recomputation(spec, recomputed), programs)
     except PlanError as error:
@@ -120,20 +128,16 @@ def _proven_again(
         {
             **mesh,
             "peak_memory_bytes": memory[mesh["name"]],
-            "peak_activation_bytes": _peak_activation_bytes(played.timeline.problem, lanes[mesh["name"]]),
+            "peak_activation_bytes": peak_activation(played.timeline.problem, lanes[mesh["name"]])[0],
         }
         for mesh in plan["meshes"]
     ]
     return {"spec": spec.model_dump(mode="json"), "plan": plan}
 
 
-def _peak_activation_bytes(problem: Any, lane: np.ndarray) -> int:
-    return peak_activation(problem, lane)[0]
-
-
 def _stages_with_measured_bytes(
     before: PipelineSpec,
-    begins: list[str],
+    stage_starts: list[str],
     made_for: PlanKey,
     job: Job,
     costs: JobCosts,
@@ -143,17 +147,19 @@ def _stages_with_measured_bytes(
     place = {mesh.name: index for index, mesh in enumerate(before.meshes)}
     now = partition(
         measured_profile(job, costs, before.microbatches),
+        PipelineSetup(
+            meshes,
+            costs.network,
+            schedule=before.schedule,
+            overlap=before.overlap,
+            recompute=job_recompute(Job.from_json(made_for.job)),
+            optimizer=job_optimizer_state(job, costs),
+            action_s=costs.action_s,
+        ),
         stages=len(before.stages),
-        meshes=meshes,
-        cut=begins,
         microbatches=before.microbatches,
-        network=costs.network,
-        schedule=before.schedule,
-        overlap=before.overlap,
+        cut=stage_starts,
         placement=[place[stage.mesh] for stage in before.stages],
-        optimizer=job_optimizer_state(job, costs),
-        recompute=job_recompute(Job.from_json(made_for.job)),
-        action_s=costs.action_s,
     ).spec.stages
     sizes = ("activation_bytes", "weight_stash_bytes", "static_bytes")
     return [

@@ -341,7 +341,8 @@ def _check_totals(spec: PipelineSpec) -> None:
     )
     if held > _MAX_TOTAL_BYTES:
         raise SpecError(
-            f"all microbatches together hold {held} bytes, more than {_MAX_TOTAL_BYTES}, to which is counted: give smaller sizes"
+            f"all microbatches together hold {held} bytes, more than {_MAX_TOTAL_BYTES}, the most that can be "
+            "counted: give smaller sizes"
         )
 
 
@@ -395,11 +396,11 @@ def edge_costs(spec: PipelineSpec) -> Callable[[int], tuple[float, float]]:
             )
         return float(seconds)
 
-    def both_ways(index: int) -> tuple[float, float]:
+    def transfer_seconds(index: int) -> tuple[float, float]:
         here, there = mesh_of[spec.edges[index].source], mesh_of[spec.edges[index].target]
         return one_way(index, "forward", here, there), one_way(index, "backward", there, here)
 
-    return both_ways
+    return transfer_seconds
 
 
 def topological_order(spec: PipelineSpec) -> list[int]:

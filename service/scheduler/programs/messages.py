@@ -1,8 +1,8 @@
 """Proves message order and deadlock freedom worker by worker, for meshes with several workers and reshardings.
 
 `verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a resharded transfer
-is the messages of its plan. Shown are: on each lane both ends of each ordered pair of workers have their messages
-in one order (other lanes have tags of their own); and no instruction, message or all-reduce waits for another in
+is the messages of its plan. Proven are two things: on each lane both ends of each ordered pair of workers have their
+messages in one order (other lanes have tags of their own); and no instruction, message or all-reduce waits for another in
 a circle. Every wait is taken as stricter than it is: an instruction begins when the one before it on its lane has
 ended, and a worker sends one message at a time and receives one, in the plan's order.
 Tensor-parallel collectives add no circle: `verify` takes a computation as one event of a mesh that begins when
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ReshardingPlans = Mapping[tuple[int, bool], "ReshardingPlan"]
 _TransferKey = tuple[int, bool, int]
-"""Edge, whether it goes back, microbatch."""
+"""(edge, True for the gradient, microbatch)."""
 
 
 def check_messages(
@@ -34,10 +34,10 @@ def check_messages(
     sizes: Mapping[str, int],
     forward_only: Collection[int] = (),
 ) -> None:
-    """Raise PlanError, naming worker and instruction, unless the workers of all meshes (`sizes`) come to an end.
+    """Raise PlanError, naming worker and instruction, unless the workers of all meshes (`sizes`) finish.
 
-    `plans` are the transfers that are resharded; the others go worker by worker. The tensors of the edges
-    `forward_only` have no gradient, as a mask: of their ways back programs have a slot and workers send nothing.
+    `plans` are the resharded transfers; all others go worker by worker. The tensors of the edges `forward_only` have no
+    gradient, as a mask: programs have a slot for it, in which workers send nothing.
     """
     parties = [
         _Worker(f"{mesh}/{w}", mesh, w, program, forward_only)
@@ -50,7 +50,7 @@ def check_messages(
 
 @dataclass(frozen=True)
 class _Worker:
-    """One worker; it runs the program of its mesh."""
+    """A worker, which runs the program of its mesh."""
 
     name: str
     mesh: str
@@ -59,26 +59,31 @@ class _Worker:
     forward_only: Collection[int]
 
     def transfers(self) -> Iterable[tuple[int, Instruction, _TransferKey]]:
-        """Its transfers in order, with their places in the program."""
-        for index, one in enumerate(self.program):
-            backward = one.op.endswith("B")
-            if one.op in TRANSFER_OPS and not (backward and one.edge in self.forward_only):
-                yield index, one, (one.edge, backward, one.microbatch)
+        """Its transfers in program order: (index in the program, instruction, key)."""
+        for index, instruction in enumerate(self.program):
+            op, edge = instruction.op, instruction.edge
+            backward = op.endswith("B")
+            if op in TRANSFER_OPS and not (backward and edge in self.forward_only):
+                yield index, instruction, (edge, backward, instruction.microbatch)
 
 
 def _messages_of_worker(
-    party: _Worker, one: Instruction, transfer: _TransferKey, plans: ReshardingPlans, sizes: Mapping[str, int]
+    party: _Worker,
+    instruction: Instruction,
+    transfer: _TransferKey,
+    plans: ReshardingPlans,
+    sizes: Mapping[str, int],
 ) -> list[tuple[int, str, str]]:
     """(number, sender, receiver) of this worker's messages of a transfer."""
     plan = plans.get(transfer[:2])
     if plan is None:
-        if sizes[party.mesh] != sizes[one.peer]:
+        if sizes[party.mesh] != sizes[instruction.peer]:
             raise PlanError(
-                f"worker {party.name}: {one} goes between meshes of {sizes[party.mesh]} and {sizes[one.peer]} workers, and "
-                "has no resharding"
+                f"worker {party.name}: {instruction} goes between meshes of {sizes[party.mesh]} and "
+                f"{sizes[instruction.peer]} workers, and has no resharding"
             )
-        ends = party.name, f"{one.peer}/{party.number}"
-        return [(0, *(ends if one.op in SEND_OPS else reversed(ends)))]
+        ends = party.name, f"{instruction.peer}/{party.number}"
+        return [(0, *(ends if instruction.op in SEND_OPS else reversed(ends)))]
     return [
         (number, message.sender, message.receiver)
         for number, message in enumerate(plan.messages)
@@ -89,13 +94,17 @@ def _messages_of_worker(
 def _check_message_order(
     parties: Sequence[_Worker], plans: ReshardingPlans, sizes: Mapping[str, int]
 ) -> None:
-    """Of each lane and ordered pair of workers, what the one sends and the other receives, in their orders."""
+    """Raise PlanError unless the sender and the receiver of each lane and pair of workers order their messages alike."""
     sent: dict[tuple[str, ...], list[tuple[_TransferKey, int]]] = defaultdict(list)
     received: dict[tuple[str, ...], list[tuple[_TransferKey, int]]] = defaultdict(list)
     for party in parties:
-        for _, one, transfer in party.transfers():
-            lane = (party.mesh, one.peer) if one.op in SEND_OPS else (one.peer, party.mesh)
-            for number, sender, receiver in _messages_of_worker(party, one, transfer, plans, sizes):
+        for _, instruction, transfer in party.transfers():
+            lane = (
+                (party.mesh, instruction.peer)
+                if instruction.op in SEND_OPS
+                else (instruction.peer, party.mesh)
+            )
+            for number, sender, receiver in _messages_of_worker(party, instruction, transfer, plans, sizes):
                 (sent if sender == party.name else received)[*lane, sender, receiver].append(
                     (transfer, number)
                 )
@@ -104,10 +113,12 @@ def _check_message_order(
             continue
         both = zip(sent[pair], received[pair], strict=False)
         at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(sent[pair]), len(received[pair])))
-        one, other = (_describe_message(side[at : at + 1]) for side in (sent[pair], received[pair]))
+        sent_text, received_text = (
+            _describe_message(side[at : at + 1]) for side in (sent[pair], received[pair])
+        )
         raise PlanError(
-            f"message {at} from worker {pair[2]} to worker {pair[3]} is sent as {one} but received as {other}: both ends "
-            "must use one order"
+            f"message {at} from worker {pair[2]} to worker {pair[3]} is sent as {sent_text} but received as "
+            f"{received_text}: both ends must use one order"
         )
 
 
@@ -115,12 +126,12 @@ def _describe_message(message: Sequence[tuple[_TransferKey, int]]) -> str:
     if not message:
         return "nothing"
     ((edge, backward, microbatch), number), *_ = message
-    what = "gradient" if backward else "tensor"
-    return f"part {number} of the {what} of edge {edge}, microbatch {microbatch}"
+    tensor = "gradient" if backward else "tensor"
+    return f"part {number} of the {tensor} of edge {edge}, microbatch {microbatch}"
 
 
 class _WaitGraph:
-    """What waits for what: nodes by number, each with a text of its own."""
+    """A graph of waits between starts and ends of instructions; each node has a number and a text."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -138,7 +149,7 @@ class _WaitGraph:
         self._missing[node] += 1
 
     def stuck(self) -> list[int]:
-        """The nodes that never come."""
+        """The nodes that never happen."""
         missing = list(self._missing)
         ready = deque(node for node, count in enumerate(missing) if not count)
         while ready:
@@ -157,29 +168,29 @@ def _check_no_deadlock(parties: Sequence[_Worker], plans: ReshardingPlans, sizes
     sums: list[tuple[int, int]] = []
     for party in parties:
         starts[party.name], ends[party.name] = _add_program(waits, party)
-        for index, one in enumerate(party.program):
-            if one.op == "REDUCE":
+        for index, instruction in enumerate(party.program):
+            if instruction.op == "REDUCE":
                 sums.append((starts[party.name][index], ends[party.name][index]))
-        for index, one, transfer in party.transfers():
-            place[party.name, transfer, one.op in SEND_OPS] = index
-    everybody = waits.node("the sum over all workers")
+        for index, instruction, transfer in party.transfers():
+            place[party.name, transfer, instruction.op in SEND_OPS] = index
+    all_reduce = waits.node("the sum over all workers")
     for start, end in sums:
-        waits.wait(everybody, start)
-        waits.wait(end, everybody)
+        waits.wait(all_reduce, start)
+        waits.wait(end, all_reduce)
 
     def of(worker: str, transfer: _TransferKey, sends: bool) -> tuple[int, int]:
         index = place[worker, transfer, sends]
         return starts[worker][index], ends[worker][index]
 
     for party in parties:
-        for index, one, transfer in party.transfers():
+        for index, instruction, transfer in party.transfers():
             plan = plans.get(transfer[:2])
-            if plan is None and one.op in SEND_OPS:
-                mine = starts[party.name][index], ends[party.name][index]
-                theirs = of(f"{one.peer}/{party.number}", transfer, False)
-                waits.wait(mine[1], theirs[0])
-                waits.wait(theirs[1], mine[0])
-            elif plan is not None and one.op in SEND_OPS and party.number == 0:
+            if plan is None and instruction.op in SEND_OPS:
+                send_start, send_end = starts[party.name][index], ends[party.name][index]
+                receive_start, receive_end = of(f"{instruction.peer}/{party.number}", transfer, False)
+                waits.wait(send_end, receive_start)
+                waits.wait(receive_end, send_start)
+            elif plan is not None and instruction.op in SEND_OPS and party.number == 0:
                 sides = {worker.name: worker.source for worker in plan.workers}
                 _add_resharding(
                     waits, plan.messages, {w: of(w, transfer, source) for w, source in sides.items()}
@@ -193,22 +204,22 @@ def _add_program(waits: _WaitGraph, party: _Worker) -> tuple[list[int], list[int
     starts, ends = [], []
     last: dict[str, int] = {}
     recorder: dict[int, int] = {}
-    for one in party.program:
+    for instruction in party.program:
         start, end = (
-            waits.node(f"{what} of {one} on worker {party.name}") for what in ("the start", "the end")
+            waits.node(f"{end} of {instruction} on worker {party.name}") for end in ("the start", "the end")
         )
         waits.wait(end, start)
-        if one.lane in last:
-            waits.wait(start, last[one.lane])
-        for event in one.wait:
+        if instruction.lane in last:
+            waits.wait(start, last[instruction.lane])
+        for event in instruction.wait:
             if event not in recorder:
                 raise PlanError(
-                    f"worker {party.name}: {one} waits for event {event}, which nothing before it records"
+                    f"worker {party.name}: {instruction} waits for event {event}, which nothing before it records"
                 )
             waits.wait(start, recorder[event])
-        last[one.lane] = end
-        if one.record is not None:
-            recorder[one.record] = end
+        last[instruction.lane] = end
+        if instruction.record is not None:
+            recorder[instruction.record] = end
         starts.append(start)
         ends.append(end)
     return starts, ends
@@ -219,7 +230,10 @@ def _add_resharding(
 ) -> None:
     """The messages of one transfer; `part_of`: start and end of each worker's instruction."""
     last: dict[tuple[str, bool, bool], int] = {}
-    nodes = [waits.node(f"a message from worker {one.sender} to worker {one.receiver}") for one in messages]
+    nodes = [
+        waits.node(f"a message from worker {message.sender} to worker {message.receiver}")
+        for message in messages
+    ]
     for message, node in zip(messages, nodes, strict=True):
         for before in message.after:
             waits.wait(node, nodes[before])

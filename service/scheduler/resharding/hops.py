@@ -1,11 +1,10 @@
-"""Routes every element of a resharding: a part of a tile, its sender, and its hops through the target's hosts.
+"""Routes every element of a resharding: splits tiles over senders, and leads each piece through the target's hosts.
 
-No times here; order.py gives them.
+Decides no times; these are order.py's.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from service.scheduler.resharding.layout import ReshardingProblem, Tile
 
 @dataclass(frozen=True)
 class Hop:
-    """One worker to another; `after` is the hop of the same part that brings it to the sender, -1 where it has it."""
+    """From one worker to another; `after` is the hop of the same part that brings it to the sender, -1 for a holder."""
 
     sender: int
     receiver: int
@@ -27,7 +26,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class TilePart:
-    """Elements `begin` to `end` of a tile (in row order of its box) and their way, a tree of hops."""
+    """Elements `begin` to `end` of a tile (in row order of its box) and their route, a tree of hops."""
 
     tile: int
     begin: int
@@ -36,7 +35,7 @@ class TilePart:
 
     @property
     def depth(self) -> int:
-        """Hops on the longest way of an element."""
+        """Hops on the longest route of an element."""
         depths = []
         for hop in self.hops:
             depths.append(1 if hop.after < 0 else depths[hop.after] + 1)
@@ -45,13 +44,13 @@ class TilePart:
 
 @dataclass(frozen=True)
 class RouteStyle:
-    """How routes are made.
+    """The rules by which routes are made.
 
-    `divided`: tiles may be shared out among several senders, to the least largest load. `chains`: a tile that
-    several hosts need is sent to so many of them, which pass it on from host to host (with 1, Alpa's pipelined
-    broadcast); None: to each of them. `gathered`: each worker of a host that needs a tile receives a part of it and they
-    pass the parts round (all-gather); else one receives it and it is passed on (broadcast). `apart`: no copies inside a
-    host, every worker gets its own over a card, for hosts whose own links are slower.
+    `divided`: tiles may be split over several senders, to the least largest load. `chains`: a tile that several hosts
+    need is sent to this number of them, which pass it on from host to host (with 1, Alpa's pipelined broadcast); None:
+    to each of them. `gathered`: each worker of a host that needs a tile receives a part of it and they pass the parts
+    round (all-gather); else one receives it and passes it on (broadcast). `apart`: no copies inside a host, every worker
+    receives its own over a card, for hosts whose own links are slower.
     """
 
     divided: bool
@@ -60,10 +59,10 @@ class RouteStyle:
     apart: bool = False
 
     def __str__(self) -> str:
-        ways = (
+        chains_text = (
             "direct" if self.chains is None else "one chain" if self.chains == 1 else f"{self.chains} chains"
         )
-        words = ["divided" if self.divided else "whole tiles", ways]
+        words = ["divided" if self.divided else "whole tiles", chains_text]
         inside = "each worker apart" if self.apart else "all-gather" if self.gathered else "broadcast"
         return ", ".join([*words, inside])
 
@@ -74,7 +73,7 @@ ROUTE_STYLES = tuple(
     for divided in (False, True)
     for gathered in (False, True)
 )
-"""In the order in which they are tried: of equally good ones the first wins."""
+"""In the order in which they are tried: of equally good styles the first wins."""
 SLOW_HOST_ROUTE_STYLES = (
     *ROUTE_STYLES,
     RouteStyle(False, None, False, apart=True),
@@ -102,18 +101,18 @@ class _Router:
     def __init__(self, problem: ReshardingProblem, style: RouteStyle):
         self._problem = problem
         self._style = style
-        self._sent = [0] * len(problem.workers)  # elements, to take turns among the workers of a card
+        self._sent = [0] * len(problem.workers)  # elements, to balance the load of the workers of a card
         self._received = [0] * len(problem.workers)
         self._entries = self._all_entries()
 
     def parts(self) -> tuple[TilePart, ...]:
-        found = []
+        parts = []
         for number, tile in enumerate(self._problem.tiles):
             if near := self._problem.near_hosts(tile):
-                found.append(TilePart(number, 0, tile.elements, tuple(self._near_hops(tile, near))))
+                parts.append(TilePart(number, 0, tile.elements, tuple(self._near_hops(tile, near))))
         for number, groups, share in self._shares():
-            found += self._remote_parts(number, groups, share)
-        return tuple(sorted(found, key=lambda part: (part.tile, part.begin)))
+            parts += self._remote_parts(number, groups, share)
+        return tuple(sorted(parts, key=lambda part: (part.tile, part.begin)))
 
     def _shares(self) -> list[tuple[int, tuple[tuple[int, ...], ...], LoadShare]]:
         """(tile, its groups of needers that are reached together, range and card of the sender)."""
@@ -127,10 +126,14 @@ class _Router:
             for number, _ in wanted
         ]
         shares = least_shares(items) if self._style.divided else whole_shares(items)
-        return [(*one, share) for one, of_item in zip(wanted, shares, strict=True) for share in of_item]
+        return [
+            (number, groups, share)
+            for (number, groups), tile_shares in zip(wanted, shares, strict=True)
+            for share in tile_shares
+        ]
 
     def _groups(self, tile: Tile) -> tuple[tuple[int, ...], ...]:
-        """The needers that get the tile over a card, those together among whom it then goes on."""
+        """The needers that receive the tile over a card, grouped by the host inside which it is passed on."""
         groups = tuple(self._problem.remote_hosts(tile).values())
         return tuple((w,) for group in groups for w in group) if self._style.apart else groups
 
@@ -140,7 +143,7 @@ class _Router:
     def _remote_parts(
         self, number: int, groups: tuple[tuple[int, ...], ...], share: LoadShare
     ) -> Iterator[TilePart]:
-        """The share cut wherever one of the hosts goes on to its next entry, each piece with its way."""
+        """The share, cut where one of the hosts changes to its next entry, each piece with its route."""
         borders = {share.begin, share.end}
         entries = [self._entries[number, group] for group in groups]
         for entry in entries:
@@ -149,11 +152,12 @@ class _Router:
             sender = self._least(self._sent, self._on_card(number, share.option))
             self._sent[sender] += end - begin
             turn = (number + k) % len(groups)
-            ways = [(group, entry.at(begin)) for group, entry in zip(groups, entries, strict=True)]
-            yield TilePart(number, begin, end, tuple(_chain_hops(sender, ways[turn:] + ways[:turn])))
+            entry_points = [(group, entry.at(begin)) for group, entry in zip(groups, entries, strict=True)]
+            chain = entry_points[turn:] + entry_points[:turn]
+            yield TilePart(number, begin, end, tuple(_chain_hops(sender, chain)))
 
     def _all_entries(self) -> dict[tuple[int, tuple[int, ...]], _HostEntry]:
-        """Where each tile enters each host: by which cards, to the least largest load, and at which of their workers."""
+        """The entries of each tile into each host: cards by the least largest load, and workers of these cards."""
         wanted = [
             (number, group) for number, tile in enumerate(self._problem.tiles) for group in self._groups(tile)
         ]
@@ -182,7 +186,7 @@ class _Router:
         return tuple(w for w in holders if self._problem.workers[w].card == card)
 
     def _near_hops(self, tile: Tile, near: dict[str, tuple[int, ...]]) -> Iterator[Hop]:
-        """Each host's holders give to equal runs of its needers, who pass it on."""
+        """Hops inside hosts: each host's holders send to equal runs of its needers, which pass the tile on."""
         count = 0
         for host, group in near.items():
             holders = [w for w in tile.holders if self._problem.workers[w].host == host]
@@ -191,8 +195,8 @@ class _Router:
             for k, sender in enumerate(holders[:runs]):
                 run = group[k * len(group) // runs : (k + 1) * len(group) // runs]
                 self._sent[sender] += tile.elements
-                for giver, taker in pairwise((sender, *run)):
-                    yield Hop(giver, taker, True, -1 if giver == sender else count - 1)
+                for source, target in pairwise((sender, *run)):
+                    yield Hop(source, target, True, -1 if source == sender else count - 1)
                     count += 1
 
     @staticmethod
@@ -200,15 +204,15 @@ class _Router:
         return min(workers, key=lambda w: (loads[w], w))
 
 
-def _chain_hops(sender: int, ways: list[tuple[tuple[int, ...], int]]) -> Iterator[Hop]:
-    """From host to host, entering each at the given worker, and round each host from there."""
+def _chain_hops(sender: int, entry_points: list[tuple[tuple[int, ...], int]]) -> Iterator[Hop]:
+    """Hops from host to host, which enter each (group of workers, entry worker), and from there round its group."""
     count, before = 0, -1
-    for group, first in ways:
+    for group, first in entry_points:
         yield Hop(sender, first, False, before)
         before, sender = count, first
         count += 1
         place = group.index(first)
         round_host = group[place:] + group[:place]
-        for giver, taker in itertools.pairwise(round_host):
-            yield Hop(giver, taker, True, count - 1)
+        for source, target in pairwise(round_host):
+            yield Hop(source, target, True, count - 1)
             count += 1

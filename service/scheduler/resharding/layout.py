@@ -29,9 +29,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's placement on a mesh: for each dimension of the mesh, which dimension of the tensor it splits.
+    """A tensor's placement on a mesh: the dimension of the tensor that each dimension of the mesh splits.
 
-    `mesh` is the mesh's shape; its workers are numbered row by row and `hosts[w]` is where worker w runs.
+    `mesh` is the mesh's shape; its workers are numbered row by row and `hosts[w]` is the host of worker w.
     `split[d]` is a dimension of the tensor, or None where dimension d of the mesh replicates. Several dimensions of
     the mesh may split one of the tensor: the first cuts, the next cuts the pieces, as torch's DTensor does. Pieces
     have the lengths of torch.chunk (all as long as the first, the last ones shorter or empty), or `sizes[d]`.
@@ -48,7 +48,7 @@ class Layout:
         return math.prod(self.mesh)
 
     def boxes(self, shape: tuple[int, ...]) -> tuple[Box, ...]:
-        """The box of each worker; where there is nothing left for one, its box is empty."""
+        """The box of each worker; empty where no elements are left for it."""
         return tuple(self._box(shape, place) for place in product(*(range(n) for n in self.mesh)))
 
     def _box(self, shape: tuple[int, ...], place: tuple[int, ...]) -> Box:
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Links:
-    """What a byte costs. `local_bytes_per_s` None: copies inside a host cost nothing.
+    """Bandwidths and latencies of a message. `local_bytes_per_s` None: copies inside a host cost nothing.
 
     Each host has `cards_per_host` network cards, shared by its workers in order; latencies are of each message.
     """
@@ -106,16 +106,18 @@ def volume(box: Box) -> int:
     return math.prod(end - begin for begin, end in box)
 
 
-def intersection(one: Box, other: Box) -> Box:
-    """What two boxes share; empty (begin = end somewhere) where nothing."""
-    pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+def intersection(left: Box, right: Box) -> Box:
+    """The common box of two; empty (begin = end in some dimension) where they are disjoint."""
+    pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True)]
     return tuple((begin, max(begin, end)) for begin, end in pairs)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A box that some workers hold and others need, each of them the whole of it. Workers are numbered through
-    both meshes: first those of the source, then those of the target."""
+    """A box that all `holders` have and all `needers` receive, each the whole of it.
+
+    Workers are numbered through both meshes: first the source's, then the target's.
+    """
 
     box: Box
     holders: tuple[int, ...]
@@ -128,7 +130,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class ReshardingWorker:
-    """`card` is the network card that it uses, numbered through all hosts."""
+    """A worker and its box of the tensor; `card` is its network card, numbered through all hosts."""
 
     name: str
     host: str
@@ -138,7 +140,7 @@ class ReshardingWorker:
 
 @dataclass(frozen=True)
 class ReshardingProblem:
-    """Two layouts of one tensor on their workers: what is to be moved, and over which links."""
+    """Two layouts of one tensor: the tiles to be moved between their workers, and the links."""
 
     tensor: Tensor
     links: Links
@@ -147,28 +149,28 @@ class ReshardingProblem:
     tiles: tuple[Tile, ...]
 
     def remote_hosts(self, tile: Tile) -> dict[str, tuple[int, ...]]:
-        """The needers of `tile` on each host that none of its holders is on."""
+        """The needers of `tile` by host, on hosts without a holder."""
         near = {self.workers[w].host for w in tile.holders}
         return {host: group for host, group in self._by_host(tile).items() if host not in near}
 
     def near_hosts(self, tile: Tile) -> dict[str, tuple[int, ...]]:
-        """The needers of `tile` on each host that a holder is on as well: no card is needed there."""
+        """The needers of `tile` by host, on hosts with a holder: they need no card."""
         near = {self.workers[w].host for w in tile.holders}
         return {host: group for host, group in self._by_host(tile).items() if host in near}
 
     def _by_host(self, tile: Tile) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
+        needers: dict[str, tuple[int, ...]] = {}
         for w in tile.needers:
             host = self.workers[w].host
-            found[host] = (*found.get(host, ()), w)
-        return found
+            needers[host] = (*needers.get(host, ()), w)
+        return needers
 
     def card_s(self, elements: float) -> float:
-        """Seconds of so many elements over one card."""
+        """Seconds of `elements` over one card."""
         return elements * self.tensor.element_bytes / self.links.card_bytes_per_s
 
     def local_s(self, elements: float) -> float:
-        """Seconds of so many elements over a link inside a host."""
+        """Seconds of `elements` over a link inside a host."""
         rate = self.links.local_bytes_per_s
         return 0.0 if rate is None else elements * self.tensor.element_bytes / rate
 
@@ -197,17 +199,17 @@ def resharding_problem(tensor: Tensor, source: Layout, target: Layout, links: Li
 
 
 def _workers_of_boxes(boxes: tuple[Box, ...], workers: range) -> dict[Box, tuple[int, ...]]:
-    found: dict[Box, tuple[int, ...]] = {}
+    by_box: dict[Box, tuple[int, ...]] = {}
     for w in workers:
         if volume(boxes[w]):
-            found[boxes[w]] = (*found.get(boxes[w], ()), w)
-    return found
+            by_box[boxes[w]] = (*by_box.get(boxes[w], ()), w)
+    return by_box
 
 
 def _card_of_workers(hosts: tuple[str, ...], links: Links) -> list[tuple[str, int]]:
-    """(host, card) of each worker: the workers of a host are dealt to its cards in equal runs."""
-    total, seen, found = Counter(hosts), Counter[str](), []
+    """(host, card) of each worker: the cards of a host serve equal runs of its workers."""
+    total, seen, cards = Counter(hosts), Counter[str](), []
     for host in hosts:
-        found.append((host, seen[host] * links.cards_per_host // total[host]))
+        cards.append((host, seen[host] * links.cards_per_host // total[host]))
         seen[host] += 1
-    return found
+    return cards

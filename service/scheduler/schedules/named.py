@@ -8,17 +8,15 @@ W in the bubbles, at the memory of 1F1B.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from service.scheduler.kernels import BACKWARD, FORWARD, WEIGHT
 from service.scheduler.problem.problem import Problem
-from service.scheduler.schedules.actions import (
-    Action,
-    in_flight_cap,
-    one_f_one_b_actions,
-    stage_of_mesh,
-    to_lane,
-)
+
+Action = tuple[int, int, int]
+"""(stage, operation, microbatch)."""
 
 
 def eager_lanes(problem: Problem) -> list[np.ndarray]:
@@ -72,7 +70,7 @@ def inference_lanes(problem: Problem) -> list[np.ndarray]:
     """Forwards in rounds of P microbatches: within a round stage by stage, so that loops keep every mesh busy."""
     size = problem.meshes
     rounds = [range(m, min(m + size, problem.microbatches)) for m in range(0, problem.microbatches, size)]
-    result: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.meshes)]
+    result: list[list[Action]] = [[] for _ in range(problem.meshes)]
     for microbatches in rounds:
         for stage in problem.stage_order:
             result[problem.mesh_of_stage[stage]].extend((stage, FORWARD, m) for m in microbatches)
@@ -187,3 +185,40 @@ def _zb_v_lane(problem: Problem, mesh: int) -> np.ndarray:
         run(outer, BACKWARD, WEIGHT)
         run(inner, BACKWARD, WEIGHT)
     return to_lane(problem, actions)
+
+
+def to_lane(problem: Problem, actions: Iterable[Action]) -> np.ndarray:
+    """int64[n]: the tasks of `actions`. Where backwards are split and no W is listed, each W follows its I at once."""
+    listed = list(actions)
+    if not problem.splits or any(op == WEIGHT for _, op, _ in listed):
+        return np.array([problem.task(s, op, m) for s, op, m in listed], dtype=np.int64)
+    tasks = []
+    for stage, op, microbatch in listed:
+        tasks.append(problem.task(stage, op, microbatch))
+        if op == BACKWARD and not problem.fused[stage, microbatch]:
+            tasks.append(problem.task(stage, WEIGHT, microbatch))
+    return np.array(tasks, dtype=np.int64)
+
+
+def one_f_one_b_actions(stage: int, warmup: int, microbatches: int) -> list[Action]:
+    """`warmup` forwards, then one backward, one forward, … of one stage."""
+    actions = [(stage, FORWARD, m) for m in range(warmup)]
+    for m in range(microbatches):
+        actions.append((stage, BACKWARD, m))
+        if warmup + m < microbatches:
+            actions.append((stage, FORWARD, warmup + m))
+    return actions
+
+
+def in_flight_cap(problem: Problem) -> int:
+    """Most microbatches that may be in flight at a source stage."""
+    limit = problem.spec.max_in_flight
+    return problem.microbatches if limit is None else min(limit, problem.microbatches)
+
+
+def stage_of_mesh(problem: Problem) -> list[int]:
+    """The stage of every mesh, where each holds one."""
+    stages = [0] * problem.meshes
+    for stage, mesh in enumerate(problem.mesh_of_stage.tolist()):
+        stages[mesh] = stage
+    return stages

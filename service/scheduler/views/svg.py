@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from service.scheduler.problem.spec import PipelineSpec, SpecError
@@ -18,8 +20,64 @@ ACTION_COLOURS = {
     "RECV_B": "#a9d6a3",
     "REDUCE": "#b07aa1",
 }
-MAX_DRAWN_SLOTS = 20_000  # slots
+MAX_DRAWN_SLOTS = 20_000
 _LEFT, _TOP, _COMPUTE_LANE_HEIGHT, _TRANSFER_LANE_HEIGHT, _GAP = 92, 34, 24, 7, 12
+_AXIS_INTERVALS = 10
+
+
+@dataclass(frozen=True)
+class LaneChart:
+    """The frame of an SVG time chart, in pixels: a title, bands with their lanes below each other, and a time axis.
+
+    Bands begin at x = `left`, are `width` wide and end at y = `height`; the margins lie right of them and below.
+    """
+
+    left: int
+    width: float
+    height: int
+    right_margin: int
+    bottom_margin: int
+
+    def document(self, title: str, parts: Iterable[str]) -> str:
+        """SVG text of the title and of `parts`."""
+        width, height = f"{self.left + self.width + self.right_margin:.0f}", self.height + self.bottom_margin
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" font-family="Helvetica, Arial, sans-serif" '
+            'font-size="11">',
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            f'<text x="{self.left}" y="20" font-size="13">{escape(title)}</text>',
+            *parts,
+            "</svg>",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def band(self, name: str, top: int, bottom: int, baseline: int) -> str:
+        """The background of a band and its name, written at y = `baseline`."""
+        return (
+            f'<rect x="{self.left}" y="{top}" width="{self.width:.2f}" height="{bottom - top}" fill="#f4f4f4"/>'
+            f'<text x="{self.left - 8}" y="{baseline}" text-anchor="end" font-weight="bold">{escape(name)}</text>'
+        )
+
+    def lane_label(self, label: str, baseline: int) -> str:
+        return (
+            f'<text x="{self.left - 8}" y="{baseline}" text-anchor="end" font-size="8" fill="#666666">'
+            f"{escape(label)}</text>"
+        )
+
+    def axis(self, length: float, unit: str = "") -> list[str]:
+        """The time axis from 0 to `length`; `unit` follows its last number."""
+        y = self.height
+        right = f"{self.left + self.width:.2f}"
+        parts = [f'<line x1="{self.left}" y1="{y}" x2="{right}" y2="{y}" stroke="#333333"/>']
+        for tick in range(_AXIS_INTERVALS + 1):
+            x = self.left + self.width * tick / _AXIS_INTERVALS
+            label = f"{length * tick / _AXIS_INTERVALS:.4g}{unit if tick == _AXIS_INTERVALS else ''}"
+            parts.append(
+                f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 4}" stroke="#333333"/>'
+                f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle">{label}</text>'
+            )
+        return parts
 
 
 def plan_svg(spec: PipelineSpec, plan: Plan) -> str:
@@ -35,32 +93,18 @@ def plan_svg(spec: PipelineSpec, plan: Plan) -> str:
     width = min(max(900.0, 22.0 * makespan / shortest), 12_000.0)
     scale = width / makespan
     tops, bands, height = _lane_layout(spec, plan)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + width + 20:.0f} {height + 44}" '
-        f'width="{_LEFT + width + 20:.0f}" height="{height + 44}" font-family="Helvetica, Arial, sans-serif" '
-        'font-size="11">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="13">{escape(_title(plan))}</text>',
-    ]
-    for name, (top, bottom) in bands.items():
-        parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{width:.2f}" height="{bottom - top}" fill="#f4f4f4"/>'
-            f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end" font-weight="bold">{escape(name)}</text>'
-        )
+    chart = LaneChart(_LEFT, width, height, right_margin=20, bottom_margin=44)
+    parts = [chart.band(name, top, bottom, top + 16) for name, (top, bottom) in bands.items()]
     for (_mesh, lane), top in tops.items():
         if lane != "compute":
             label = lane.replace("send:", "→ ").replace("recv:", "← ")
-            parts.append(
-                f'<text x="{_LEFT - 8}" y="{top + _TRANSFER_LANE_HEIGHT}" text-anchor="end" font-size="8" fill="#666666">'
-                f"{escape(label)}</text>"
-            )
+            parts.append(chart.lane_label(label, top + _TRANSFER_LANE_HEIGHT))
     links = [_transfer_svg(slot, tops, scale) for slot in plan.slots if slot.action.startswith("SEND")]
     parts.append(f'<g stroke="#888888" stroke-width="0.7" fill="none" opacity="0.7">{"".join(links)}</g>')
     parts += [_slot_svg(slot, tops[slot.mesh, slot.lane], scale) for slot in plan.slots]
-    parts += _axis(makespan, scale, height)
+    parts += chart.axis(makespan)
     parts += _legend(plan, height)
-    parts.append("</svg>")
-    return "\n".join(parts) + "\n"
+    return chart.document(_title(plan), parts)
 
 
 def _title(plan: Plan) -> str:
@@ -91,8 +135,8 @@ def _lane_layout(
 def _slot_svg(slot: Slot, top: int, scale: float) -> str:
     x, width = _LEFT + slot.start_s * scale, (slot.end_s - slot.start_s) * scale
     height = _COMPUTE_LANE_HEIGHT if slot.lane == "compute" else _TRANSFER_LANE_HEIGHT
-    whose = "" if slot.microbatch is None else f" microbatch {slot.microbatch}"
-    label = f"{slot.action} {slot.stage}{whose}: {slot.start_s:g} to {slot.end_s:g} s"
+    microbatch = "" if slot.microbatch is None else f" microbatch {slot.microbatch}"
+    label = f"{slot.action} {slot.stage}{microbatch}: {slot.start_s:g} to {slot.end_s:g} s"
     box = (
         f'<rect x="{x:.2f}" y="{top}" width="{max(width, 0.5):.2f}" height="{height}" '
         f'fill="{ACTION_COLOURS[slot.action]}" stroke="#ffffff" stroke-width="0.5"><title>{escape(label)}</title></rect>'
@@ -111,20 +155,6 @@ def _transfer_svg(slot: Slot, tops: dict[tuple[str, str], int], scale: float) ->
     y1 = tops[slot.mesh, slot.lane] + _TRANSFER_LANE_HEIGHT / 2
     y2 = tops[str(slot.peer_mesh), f"recv:{slot.mesh}"] + _TRANSFER_LANE_HEIGHT / 2
     return f'<path d="M{x1:.2f} {y1}L{x2:.2f} {y2}"/>'
-
-
-def _axis(makespan: float, scale: float, height: int) -> list[str]:
-    parts = [
-        f'<line x1="{_LEFT}" y1="{height}" x2="{_LEFT + makespan * scale:.2f}" y2="{height}" stroke="#333333"/>'
-    ]
-    for tick in range(11):
-        time = makespan * tick / 10
-        x = _LEFT + time * scale
-        parts.append(
-            f'<line x1="{x:.2f}" y1="{height}" x2="{x:.2f}" y2="{height + 4}" stroke="#333333"/>'
-            f'<text x="{x:.2f}" y="{height + 16}" text-anchor="middle">{time:.4g}</text>'
-        )
-    return parts
 
 
 def _legend(plan: Plan, height: int) -> list[str]:

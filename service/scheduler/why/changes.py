@@ -10,15 +10,14 @@ as layers do there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from service.scheduler.auto.auto import constructive_makespan
 from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.auto.recomputation import may_recompute, with_recomputation
-from service.scheduler.job.cut import balanced_cut, neighbour_cuts
+from service.scheduler.job.cut import PipelineSetup, Recompute, balanced_cut, neighbour_cuts
 from service.scheduler.job.partition import partition
-from service.scheduler.job.recompute import Recompute
 from service.scheduler.planner import find_timeline
 from service.scheduler.problem.memory import peak_memory
 from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, check_spec
@@ -40,21 +39,21 @@ from service.scheduler.why.step_graph import Link, StepGraph
 from worker.contract.profile import CutError, LayerProfile, OptimizerState
 
 _MAX_ESTIMATED_CUTS = 60
-"""Cuts that are judged at most."""
+"""Cuts that are estimated at most."""
 
 
 @dataclass(frozen=True)
 class JobLayers:
-    """What is known of a job beside its plan, and what of it may be chosen.
+    """The measurements and the search space of a job beside its plan; all of it may be missing.
 
-    `profiles` are of its layers by number of microbatches, `counts` the numbers that its batch allows, `begins` the
-    names of the layers that begin its stages. Nothing of it need be there.
+    `profiles` are of its layers by number of microbatches, `counts` the numbers that its batch allows, `stage_starts`
+    the names of the first layers of its stages.
     """
 
     profiles: Mapping[int, LayerProfile]
     counts: Sequence[int] = ()
     stage_starts: Sequence[str] = ()
-    optimizer: OptimizerState | None = None
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
     recompute: Recompute = "none"
     action_s: float = 0.0
 
@@ -71,7 +70,7 @@ class LayerMove:
 
 
 class CutSearch:
-    """Cuts of one job into as many stages as it has, on the meshes where they are."""
+    """Cuts of one job into the same number of stages, on the same meshes."""
 
     def __init__(
         self, spec: PipelineSpec, step: StepGraph, layers: JobLayers, recomputed: Sequence[str]
@@ -85,7 +84,7 @@ class CutSearch:
     def of(
         cls, spec: PipelineSpec, step: StepGraph, layers: JobLayers, recomputed: Sequence[str]
     ) -> CutSearch | None:
-        """None where the layers' costs are not known, or are of another model than the plan's."""
+        """The search of a job; None where its layers' costs are not known, or are of another model than the plan's."""
         profile = layers.profiles.get(spec.microbatches)
         if profile is None or len(layers.stage_starts) != len(spec.stages) or len(spec.stages) < 2:
             return None
@@ -94,10 +93,10 @@ class CutSearch:
             return None
         cuts = cls(spec, step, layers, recomputed)
         try:
-            found = cuts._unpriced(cuts.now)
+            spec_now = cuts._unpriced(cuts.now)
         except (SpecError, CutError):
             return None
-        return cuts if len(found.edges) == len(spec.edges) else None
+        return cuts if len(spec_now.edges) == len(spec.edges) else None
 
     @cached_property
     def now(self) -> tuple[int, ...]:
@@ -109,20 +108,20 @@ class CutSearch:
         return self._priced(self._unpriced(self.now))
 
     def moves(self) -> Iterator[LayerMove]:
-        """The job's cut with one layer moved over one border, those that look best first."""
-        found = []
-        for begins in neighbour_cuts(self.now, len(self._names)):
-            border = next(at for at, (a, b) in enumerate(zip(begins, self.now, strict=True)) if a != b)
-            if abs(begins[border] - self.now[border]) == 1:
-                found.append((self._estimate(begins), border, begins))
-        for judged_s, border, begins in sorted(found):
-            if judged_s < float("inf"):
-                back = begins[border] < self.now[border]
-                layer = self._names[min(begins[border], self.now[border])]
+        """The job's cut with one layer moved over one border, the best estimate first."""
+        estimates = []
+        for stage_starts in neighbour_cuts(self.now, len(self._names)):
+            border = next(at for at, (a, b) in enumerate(zip(stage_starts, self.now, strict=True)) if a != b)
+            if abs(stage_starts[border] - self.now[border]) == 1:
+                estimates.append((self._estimate(stage_starts), border, stage_starts))
+        for estimated_s, border, stage_starts in sorted(estimates):
+            if estimated_s < float("inf"):
+                back = stage_starts[border] < self.now[border]
+                layer = self._names[min(stage_starts[border], self.now[border])]
                 before, after = self._spec.stages[border - 1].name, self._spec.stages[border].name
                 source, target = (before, after) if back else (after, before)
-                priced = self._priced(self._unpriced(begins))
-                yield LayerMove(layer, source, target, priced, self._named(begins))
+                priced = self._priced(self._unpriced(stage_starts))
+                yield LayerMove(layer, source, target, priced, self._named(stage_starts))
 
     def best(self, expired: Callable[[], bool]) -> tuple[PipelineSpec, tuple[str, ...]] | None:
         """The best cut that borders moved one by one reach; None where that is the job's own."""
@@ -136,40 +135,44 @@ class CutSearch:
             return None
         return self._priced(self._unpriced(best)), self._named(best)
 
-    def _named(self, begins: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(self._names[index] for index in begins)
+    def _named(self, stage_starts: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self._names[index] for index in stage_starts)
 
-    def _estimate(self, begins: tuple[int, ...]) -> float:
-        if begins not in self._estimates:
+    def _estimate(self, stage_starts: tuple[int, ...]) -> float:
+        if stage_starts not in self._estimates:
             try:
-                self._estimates[begins] = constructive_makespan(self._priced(self._unpriced(begins)))
+                self._estimates[stage_starts] = constructive_makespan(
+                    self._priced(self._unpriced(stage_starts))
+                )
             except (SpecError, CutError):
-                self._estimates[begins] = float("inf")
-        return self._estimates[begins]
+                self._estimates[stage_starts] = float("inf")
+        return self._estimates[stage_starts]
 
-    def _unpriced(self, begins: tuple[int, ...]) -> PipelineSpec:
+    def _unpriced(self, stage_starts: tuple[int, ...]) -> PipelineSpec:
         spec = self._spec
         numbers = {mesh.name: number for number, mesh in enumerate(spec.meshes)}
         return partition(
             self._profile,
+            PipelineSetup(
+                spec.meshes,
+                spec.network,
+                schedule=spec.schedule,
+                overlap=spec.overlap,
+                split_backward=spec.split_backward,
+                max_in_flight=spec.max_in_flight,
+                recompute=self._layers.recompute,
+                optimizer=self._layers.optimizer,
+                action_s=self._layers.action_s,
+            ),
             stages=len(spec.stages),
-            meshes=spec.meshes,
-            cut=self._named(begins),
             microbatches=spec.microbatches,
-            network=spec.network,
-            schedule=spec.schedule,
-            overlap=spec.overlap,
-            split_backward=spec.split_backward,
-            max_in_flight=spec.max_in_flight,
+            cut=self._named(stage_starts),
             placement=[numbers[stage.mesh] for stage in spec.stages],
-            optimizer=self._layers.optimizer,
-            recompute=self._layers.recompute,
-            action_s=self._layers.action_s,
         ).spec
 
     @cached_property
     def _factors(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-        """By mesh and by link: how many times as long as their profile they took."""
+        """Measured over profiled seconds, by mesh and by link."""
         now = self._unpriced(self.now)
         profiled = task_seconds(now, self._step, self._recomputed)
         on_paper = compute_s_by_mesh(self._step, profiled)
@@ -199,8 +202,8 @@ def with_microbatches(
 ) -> PipelineSpec:
     """The measured spec with the batch in `count` microbatches.
 
-    By the layers' profiles at both numbers where they are known; else what an action takes besides its layers
-    (`fixed_s` by mesh) stays as it is, and the rest is as much shorter as the microbatch is smaller.
+    By the layers' profiles at both numbers where they are known; else the seconds of an action besides its layers
+    (`fixed_s` by mesh) stay, and the rest shrinks as the microbatch does.
     """
     share = spec.microbatches / count
     here, there = layers.profiles.get(spec.microbatches), layers.profiles.get(count)
@@ -257,7 +260,7 @@ def with_microbatches(
 
 
 _MIN_GAIN_SHARE = 0.005
-"""The part of a step that a change brings at least to be told."""
+"""The smallest gain, as a share of a step, that a change is listed for."""
 _MAX_LINK_PAIRS = 6  # pairs of meshes whose links are tried alone
 _MAX_MICROBATCH_COUNTS = 3  # other numbers of microbatches
 _MAX_LAYER_MOVES = 2  # single layers
@@ -265,7 +268,7 @@ _MAX_LAYER_MOVES = 2  # single layers
 
 @dataclass(frozen=True)
 class TriedChanges:
-    """The most useful first; `left_out` were not tried for want of time."""
+    """The changes by descending gain; the kinds in `left_out` were not tried for want of time."""
 
     changes: tuple[Change, ...]
     left_out: tuple[str, ...]
@@ -280,9 +283,9 @@ def find_changes(
     step_s: float,
     expired: Callable[[], bool],
 ) -> TriedChanges:
-    """What would make a step of `step_s` seconds shorter, and by how much.
+    """Changes that make a step of `step_s` seconds shorter, and their gains.
 
-    Changes are tried from those that cost little thinking to those that cost much, until `expired`.
+    Cheap predictions are made first, until `expired`.
     """
     trial = _ChangeSearch(step, spec, layers, recomputed, step_s)
     found: list[Change] = []
@@ -319,7 +322,7 @@ class _ChangeSearch:
 
     @cached_property
     def _now_s(self) -> float:
-        """What other changes are judged against: their gain is not that of planning anew."""
+        """The baseline of the other changes, whose gain is not that of planning again."""
         return min(self._played_s, self._replanned_s)
 
     def plan(self) -> Iterator[Change]:
@@ -353,7 +356,7 @@ class _ChangeSearch:
             )
 
     def hosts(self) -> Iterator[Change]:
-        """All hosts at once: they are alike."""
+        """All hosts at once."""
         quicker = measured_spec(self._planned, self._step, hosts=False)
         late_s = host_delays(self._step)
         late = max(late_s, key=lambda mesh: late_s[mesh], default="")
@@ -377,7 +380,7 @@ class _ChangeSearch:
         for pair in pairs:
             by = {link: factor[link] for link in (pair, pair[::-1]) if link in factor}
             tried.append((self._played(scale_links(self._spec, by)), pair, by))
-        for _, pair, by in sorted(tried, key=lambda one: one[:2])[:_MAX_LINK_PAIRS]:
+        for _, pair, by in sorted(tried, key=lambda trial: trial[:2])[:_MAX_LINK_PAIRS]:
             much = max(1 / value for value in by.values())
             yield self._change(
                 ChangeKind.LINK,
@@ -401,15 +404,15 @@ class _ChangeSearch:
         for meshes in [tuple(limited), *alone] if limited else []:
             roomy = _without_limits(self._spec, meshes)
             gain_s = self._now_s - self._quick(roomy)
-            told = ", ".join(meshes)
+            limits_text = ", ".join(meshes)
             if len(limited) == len(meshes) and gain_s >= _MIN_GAIN_SHARE * self._step_s:
-                told = _memory_needs(roomy, self._spec)
+                limits_text = _memory_needs(roomy, self._spec)
             yield self._change(
                 ChangeKind.MEMORY,
                 "all meshes" if len(meshes) > 1 else meshes[0],
                 gain_s,
                 "more memory, for what it allows (more microbatches in flight, more tensors waiting, less computed "
-                f"again): {told}",
+                f"again): {limits_text}",
             )
 
     def microbatches(self) -> Iterator[Change]:
@@ -438,19 +441,20 @@ class _ChangeSearch:
                 ChangeKind.LAYER,
                 move.layer,
                 self._cut_now_s - self._quick(move.spec),
-                f"{move.layer} in stage {move.target} instead of {move.source}: pipeline.cut [{', '.join(move.stage_starts)}]",
+                f"{move.layer} in stage {move.target} instead of {move.source}: "
+                f"pipeline.cut [{', '.join(move.stage_starts)}]",
             )
 
     def cuts(self, expired: Callable[[], bool]) -> Iterator[Change]:
         """The best cut that is found quickly."""
         if self._cuts is None or (found := self._cuts.best(expired)) is None:
             return
-        spec, begins = found
+        spec, stage_starts = found
         yield self._change(
             ChangeKind.CUT,
-            ", ".join(begins),
+            ", ".join(stage_starts),
             self._cut_now_s - self._quick(spec),
-            f"stages that begin elsewhere: pipeline.cut [{', '.join(begins)}]",
+            f"stages that begin elsewhere: pipeline.cut [{', '.join(stage_starts)}]",
         )
 
     @cached_property
@@ -470,7 +474,7 @@ class _ChangeSearch:
         return Change(kind, subject, whole_s, whole_s - anew_s, self._step_s - whole_s, message)
 
     def _gain(self, spec: PipelineSpec) -> float:
-        """Of the same stages and meshes at other costs."""
+        """The gain of the same stages and meshes at other costs."""
         return self._now_s - min(self._played(spec), self._quick(spec))
 
     def _played(self, spec: PipelineSpec) -> float:
@@ -478,8 +482,8 @@ class _ChangeSearch:
         return self._step.replay(task_seconds(spec, self._step, self._recomputed))
 
     def _quick(self, spec: PipelineSpec) -> float:
-        """The makespan of the best constructive plan with the stages that recompute now recomputing, none, or all
-        that may; infinite where nothing fits."""
+        """The makespan of the best constructive plan in which the stages recompute that do now, none, or all that may;
+        infinite where nothing fits."""
         choices = {frozenset(self._recomputed), frozenset[str](), frozenset(may_recompute(spec))}
         return min(_constructive_makespan(with_recomputation(spec, choice)) for choice in choices)
 
@@ -497,7 +501,7 @@ def _constructive_makespan(spec: PipelineSpec) -> float:
 def best_change_of_kinds(
     changes: Sequence[Change], kinds: Mapping[ChangeKind, object], *, step_s: float
 ) -> list[Change]:
-    """Of each of these kinds the change that brings most, where that is a clear part of the step."""
+    """The change of each kind that gains most, where that is a clear part of the step."""
     found: dict[ChangeKind, Change] = {}
     for change in changes:
         if change.kind in kinds and change.alone_s >= MIN_COST_SHARE * step_s:
@@ -517,14 +521,14 @@ def _without_limits(spec: PipelineSpec, meshes: Collection[str]) -> PipelineSpec
 
 
 def _memory_needs(roomy: PipelineSpec, limited: PipelineSpec) -> str:
-    """What the meshes would hold in a plan without limits; where that is no more than they may, a name."""
+    """The bytes that meshes would hold in a plan without limits; only the name of a mesh that stays within its limit."""
     try:
         peaks = peak_memory(find_timeline(roomy, budget_s=0.0))
     except SpecError:
         peaks = [0] * len(limited.meshes)
-    told = []
+    parts = []
     for mesh, peak in zip(limited.meshes, peaks, strict=True):
         limit = mesh.memory_bytes
         more = limit is not None and peak > limit
-        told.append(f"{mesh.name} would hold {int(peak)} bytes, {limit} is its limit" if more else mesh.name)
-    return ", ".join(told)
+        parts.append(f"{mesh.name} would hold {int(peak)} bytes, {limit} is its limit" if more else mesh.name)
+    return ", ".join(parts)

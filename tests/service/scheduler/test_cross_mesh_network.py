@@ -22,21 +22,21 @@ ONE = {"m0": 1, "m1": 1, "m2": 1}
 
 
 def test_a_sum_takes_the_slowest_link_and_its_share_of_the_bytes():
-    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 0, ONE, alike=True) == pytest.approx(2e-3)
-    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 10**9, ONE, alike=True) == pytest.approx(2e-3 + 1.0)
-    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1", "m2"], 0, ONE, alike=True) == pytest.approx(4 * 5e-3)
-    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m2"], 10**8, ONE, alike=True) == pytest.approx(
+    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 0, ONE, uniform=True) == pytest.approx(2e-3)
+    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 10**9, ONE, uniform=True) == pytest.approx(2e-3 + 1.0)
+    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1", "m2"], 0, ONE, uniform=True) == pytest.approx(4 * 5e-3)
+    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m2"], 10**8, ONE, uniform=True) == pytest.approx(
         2 * 5e-3 + 1.0
     )
     sizes = {"m0": 3, "m1": 1}
-    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 10**9, sizes, alike=True) == pytest.approx(
+    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 10**9, sizes, uniform=True) == pytest.approx(
         2e-3 + 1.0
     ), "in pairs"
-    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 10**9, sizes, alike=False) == pytest.approx(
+    assert cross_mesh_all_reduce_s(LINKS, ["m0", "m1"], 10**9, sizes, uniform=False) == pytest.approx(
         4e-3 + 1.5
     ), "all four"
     unknown = NetworkSpec.model_validate({"latency_s": 1e-3})
-    assert cross_mesh_all_reduce_s(unknown, ["m0", "m1"], 10**9, ONE, alike=True) == pytest.approx(2e-3)
+    assert cross_mesh_all_reduce_s(unknown, ["m0", "m1"], 10**9, ONE, uniform=True) == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize("sums", [True, False])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from service.scheduler.problem.metrics import TimelineMetrics, combine_metrics, mesh_metrics
+from service.scheduler.programs.plan import TimelineMetrics, combine_metrics, mesh_metrics
 
 COMPUTE_ACTIONS = frozenset("FBIW")
 TRANSFER_ACTIONS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))

@@ -33,7 +33,7 @@ def check(run: Workers) -> None:
         workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
         addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
     )
-    check_replicas(gang, heterogeneous=run.workers[0]._job.unlike)
+    check_replicas(gang, heterogeneous=run.workers[0]._job.heterogeneous)
 
 
 def refusal(spec) -> AttemptFailure:

@@ -150,6 +150,7 @@ def test_activation_bytes_of_a_chain_are_what_autograd_keeps():
 
 def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
     """All layers together, each shared tensor once, keep what the unsplit model keeps."""
+    from service.scheduler.job.cut import PipelineSetup
     from service.scheduler.job.partition import partition
     from service.scheduler.problem.spec import MeshSpec, NetworkSpec
 
@@ -164,7 +165,7 @@ def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
     ):
         profile = measure_layers(trace(model, (inputs,)), loss, target, repeats=1)
         result = partition(
-            profile, stages=1, meshes=[MeshSpec(name="m")], microbatches=1, network=NetworkSpec()
+            profile, PipelineSetup([MeshSpec(name="m")], NetworkSpec()), stages=1, microbatches=1
         )
         kept = {}
         fixed = {p.untyped_storage().data_ptr() for p in model.parameters()}

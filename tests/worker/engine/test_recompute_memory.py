@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec
@@ -93,13 +94,11 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
     meshes = list(dict.fromkeys(mesh_of_stage))
     found = partition(
         profile,
+        PipelineSetup([MeshSpec(name=mesh) for mesh in meshes], schedule=schedule, recompute=recompute),
         stages=4,
-        meshes=[MeshSpec(name=mesh) for mesh in meshes],
         cut=[profile.layers[len(profile.layers) * s // 4].name for s in range(4)],
         microbatches=MICROBATCHES,
-        schedule=schedule,
         placement=[meshes.index(mesh) for mesh in mesh_of_stage],
-        recompute=recompute,
     )
     plan = make_plan(found.spec, budget_s=0.2)
     programs = {

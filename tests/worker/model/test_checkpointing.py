@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec
@@ -109,11 +110,9 @@ def test_the_stages_around_them_recompute_and_keep_as_little():
     def plan(recompute):
         found = partition(
             profile,
+            PipelineSetup([MeshSpec(name=f"m{i}") for i in range(4)], schedule="gpipe", recompute=recompute),
             stages=4,
-            meshes=[MeshSpec(name=f"m{i}") for i in range(4)],
             microbatches=4,
-            schedule="gpipe",
-            recompute=recompute,
         )
         return make_plan(found.spec, budget_s=0.1)
 

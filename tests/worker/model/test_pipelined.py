@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
@@ -37,11 +38,13 @@ class Pipeline:
         traced = trace(model, batch[0][0])
         result = partition(
             measure_layers(traced, loss, batch[0][1], repeats=2),
+            PipelineSetup(
+                [MeshSpec(name=f"m{i}") for i in range(meshes)],
+                NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
+                schedule=schedule,
+            ),
             stages=stages,
-            meshes=[MeshSpec(name=f"m{i}") for i in range(meshes)],
             microbatches=len(batch),
-            network=NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
-            schedule=schedule,
         )
         graph = traced.cut(result.stage_starts)
         plan = make_plan(result.spec, budget_s=0.5)

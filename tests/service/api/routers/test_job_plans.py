@@ -11,7 +11,8 @@ import pytest
 
 from service.orchestrator.decisions.decide import RayJob, RayState
 from service.orchestrator.tasks import profile
-from service.scheduler.job.joint import plan_jointly
+from service.scheduler.job.cut import PipelineSetup
+from service.scheduler.job.joint import PlanRequest, plan_jointly
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
@@ -66,11 +67,12 @@ async def test_what_a_job_leaves_open_is_chosen_for_the_shortest_step(make_api: 
     each = {}
     for count in (1, 2, 4, 8):
         found = plan_jointly(
-            {count: LayerProfile.from_json(profile_of(count))},
-            stages=[2, 4],
-            meshes=[MeshSpec(name="m0"), MeshSpec(name="m1")],
-            network=NetworkSpec(**NETWORK),
-            update=UpdateCosts(LinearCost(0.0, 0.01), LinearCost(0.02, 0.0, 0.001)),
+            PlanRequest(
+                {count: LayerProfile.from_json(profile_of(count))},
+                PipelineSetup([MeshSpec(name="m0"), MeshSpec(name="m1")], NetworkSpec(**NETWORK)),
+                stages=[2, 4],
+                update=UpdateCosts(LinearCost(0.0, 0.01), LinearCost(0.02, 0.0, 0.001)),
+            ),
             budget_s=4,
         )
         each[count] = found.step_s

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec
@@ -33,11 +34,10 @@ async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l
     profile = measured_layers(8, 3)
     made = partition(
         profile,
+        PipelineSetup([MeshSpec(name="m0"), MeshSpec(name="m1")], NetworkSpec(**NETWORK)),
         stages=2,
-        meshes=[MeshSpec(name="m0"), MeshSpec(name="m1")],
         cut=list(begins),
         microbatches=count,
-        network=NetworkSpec(**NETWORK),
     )
     plan = make_plan(made.spec, budget_s=0.0)
     body = {

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from service.scheduler.auto.estimator import MakespanEstimator
+from service.scheduler.auto.auto import MakespanEstimator
 from service.scheduler.auto.recomputation import candidate_choices, cheapest_choice
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
@@ -177,7 +177,7 @@ def test_what_is_judged_ends_with_the_work_for_it_and_the_first_of_the_candidate
         found = candidate_choices(names, judge, lambda most=allowed: len(judged) >= most)
         assert len(judged) == allowed
         assert judge(found[0]) == min(judge(choice) for choice in set(judged))
-    assert candidate_choices(names, judge, doubt=0.2)[0] == frozenset()
+    assert candidate_choices(names, judge, relative_error=0.2)[0] == frozenset()
 
 
 @pytest.mark.parametrize(("meshes", "microbatches", "memory"), [(3, 300, 2.5), (6, 12, 3), (40, 200, 20)])

@@ -12,7 +12,8 @@ from service.scheduler.job.cores import (
     processor_seconds,
     with_slower_actions,
 )
-from service.scheduler.job.joint import plan_jointly
+from service.scheduler.job.cut import PipelineSetup
+from service.scheduler.job.joint import PlanRequest, plan_jointly
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
 from tests.service.scheduler.specs import chain
@@ -33,12 +34,16 @@ def profile(layers, *, seconds=0.001):
 def planned(cores, *, meshes=4, workers=1, layers=8, microbatches=8):
     nodes = nodes_with_shared_cores((f"m{i}", "n", cores) for i in range(meshes) for _ in range(workers))
     return plan_jointly(
-        {microbatches: profile(layers)},
-        stages=[meshes],
-        meshes=[MeshSpec(name=f"m{i}") for i in range(meshes)],
-        network=NetworkSpec(contention="link", latency_s=1e-5),
+        PlanRequest(
+            {microbatches: profile(layers)},
+            PipelineSetup(
+                [MeshSpec(name=f"m{i}") for i in range(meshes)],
+                NetworkSpec(contention="link", latency_s=1e-5),
+            ),
+            stages=[meshes],
+            shared=nodes,
+        ),
         budget_s=1.0,
-        shared=nodes,
     )
 
 
@@ -122,12 +127,15 @@ def test_where_the_cores_decide_backwards_run_in_the_way_that_takes_less_of_them
         layers = tuple(replace(layer, backward_s=0.0014) for layer in costs.layers)
         nodes = nodes_with_shared_cores((f"m{i}", "n", cores) for i in range(4))
         found = plan_jointly(
-            {4: replace(costs, layers=layers)},
-            stages=[4],
-            meshes=[MeshSpec(name=f"m{i}") for i in range(4)],
-            network=NetworkSpec(contention="link", latency_s=1e-5),
+            PlanRequest(
+                {4: replace(costs, layers=layers)},
+                PipelineSetup(
+                    [MeshSpec(name=f"m{i}") for i in range(4)], NetworkSpec(contention="link", latency_s=1e-5)
+                ),
+                stages=[4],
+                shared=nodes,
+            ),
             budget_s=1.0,
-            shared=nodes,
         )
         return {slot.action for slot in found.plan.slots} & {"B", "I"}, found
 

@@ -76,9 +76,9 @@ def test_a_request_without_a_word_of_meshes_is_planned_as_ever():
     ("changes", "message"),
     [
         ({"meshes": [_mesh("m0", 2)]}, "is of other meshes"),
-        ({"tensors": []}, "0 tensors are told, and the pipeline has 1 edges"),
+        ({"tensors": []}, "0 tensors are described, and the pipeline has 1 edges"),
         ({"meshes": [_mesh("m0", 2), {**_mesh("m1", 1), "data": 3}]}, "mesh m1 has 1 workers, which are not"),
-        ({"tensors": [{"shapes": [], "element_bytes": 4}]}, "no shape is told"),
+        ({"tensors": [{"shapes": [], "element_bytes": 4}]}, "a tensor has no shape for 1 parts"),
         ({"more": 1}, "cannot be read"),
         (
             {

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from service.scheduler.job import joint
-from service.scheduler.job.cut import balanced_cut, equal_layers_cut
-from service.scheduler.job.joint import plan_jointly
+from service.scheduler.job.cut import PipelineSetup, balanced_cut, equal_layers_cut
+from service.scheduler.job.joint import PlanRequest, plan_jointly
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
@@ -61,9 +61,13 @@ def brute_force(profiles, stage_counts, mesh_list, net):
                     names = [f"l{i}" for i in (0, *borders)]
                     try:
                         result = partition(
-                            profile, stages=stages, meshes=mesh_list, cut=names, microbatches=count, network=net,
+                            profile,
+                            PipelineSetup(mesh_list, net),
+                            stages=stages,
+                            cut=names,
+                            microbatches=count,
                             placement=placement,
-                        )  # fmt: skip
+                        )
                         best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s)
                     except SpecError:
                         continue
@@ -74,7 +78,9 @@ def brute_force(profiles, stage_counts, mesh_list, net):
 @pytest.mark.parametrize("speed", [1e6, 1e5])
 def test_on_a_small_model_nothing_is_shorter_than_what_is_chosen(seed, speed):
     profiles = {4: measured(5, seed), 2: measured(5, seed, microbatch=2.0)}
-    found = plan_jointly(profiles, stages=[2, 4], meshes=meshes(2), network=network(speed), budget_s=10.0)
+    found = plan_jointly(
+        PlanRequest(profiles, PipelineSetup(meshes(2), network(speed)), stages=[2, 4]), budget_s=10.0
+    )
     assert found.plan.makespan_s <= brute_force(profiles, [2, 4], meshes(2), network(speed)) * (1 + 1e-6)
 
 
@@ -126,25 +132,29 @@ def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
             for placement in PLACEMENTS[stages, 2]:
                 for borders in itertools.combinations(range(1, 5), stages - 1):
                     result = partition(
-                        profile, stages=stages, meshes=meshes(2), cut=[f"l{i}" for i in (0, *borders)],
-                        microbatches=count, network=network(1e6), placement=placement,
-                    )  # fmt: skip
+                        profile,
+                        PipelineSetup(meshes(2), network(1e6)),
+                        stages=stages,
+                        cut=[f"l{i}" for i in (0, *borders)],
+                        microbatches=count,
+                        placement=placement,
+                    )
                     behind = longest_update(profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2)
                     best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s + behind)
-    arguments = {"stages": [2, 4], "meshes": meshes(2), "network": network(1e6), "budget_s": 10.0}
-    found = plan_jointly(profiles, update=UPDATE, **arguments)
+    request = PlanRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
+    found = plan_jointly(replace(request, update=UPDATE), budget_s=10.0)
     assert found.step_s == pytest.approx(best, rel=1e-6)
-    without = plan_jointly(profiles, **arguments)
+    without = plan_jointly(request, budget_s=10.0)
     assert without.step_s == without.plan.makespan_s <= found.plan.makespan_s * (1 + 1e-9)
 
 
 def test_some_cut_is_another_because_of_what_comes_behind_the_makespan():
-    arguments = {"stages": [2, 4], "meshes": meshes(2), "network": network(1e6), "budget_s": 4.0}
     differ = 0
     for seed in range(4):
         profiles = {4: trained(measured(5, seed), seed)}
-        with_update = plan_jointly(profiles, update=UPDATE, **arguments).partition
-        differ += with_update.spec != plan_jointly(profiles, **arguments).partition.spec
+        request = PlanRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
+        with_update = plan_jointly(replace(request, update=UPDATE), budget_s=4.0).partition
+        differ += with_update.spec != plan_jointly(request, budget_s=4.0).partition.spec
     assert differ > 0
 
 
@@ -152,7 +162,9 @@ def test_some_cut_is_another_because_of_what_comes_behind_the_makespan():
 def test_memory_limits_are_part_of_the_choice(limit):
     profiles = {4: measured(6, 7)}
     mesh_list = meshes(3, memory_bytes=limit)
-    found = plan_jointly(profiles, stages=[3], meshes=mesh_list, network=network(1e6), budget_s=10.0)
+    found = plan_jointly(
+        PlanRequest(profiles, PipelineSetup(mesh_list, network(1e6)), stages=[3]), budget_s=10.0
+    )
     assert max(mesh.peak_memory_bytes for mesh in found.plan.meshes) <= limit
     assert found.plan.makespan_s <= brute_force(profiles, [3], mesh_list, network(1e6)) * (1 + 1e-6)
 
@@ -164,11 +176,13 @@ def test_memory_limits_are_part_of_the_choice(limit):
 )
 @pytest.mark.parametrize("speed", [1e6, 1e5, 3e4])
 def test_on_a_larger_model_the_choice_is_no_longer_than_even_balanced_or_formula_cuts(profile, speed):
-    found = plan_jointly({8: profile}, stages=[4], meshes=meshes(4), network=network(speed), budget_s=4.0)
+    found = plan_jointly(
+        PlanRequest({8: profile}, PipelineSetup(meshes(4), network(speed)), stages=[4]), budget_s=4.0
+    )
     for begins in (equal_layers_cut(24, 4), balanced_cut(profile, 4), None):
         cut = "auto" if begins is None else [f"l{i}" for i in begins]
         other = partition(
-            profile, stages=4, meshes=meshes(4), cut=cut, microbatches=8, network=network(speed)
+            profile, PipelineSetup(meshes(4), network(speed)), stages=4, cut=cut, microbatches=8
         )
         assert found.plan.makespan_s <= make_plan(other.spec, budget_s=2.0).makespan_s * (1 + 1e-6)
 
@@ -176,11 +190,9 @@ def test_on_a_larger_model_the_choice_is_no_longer_than_even_balanced_or_formula
 def test_a_cut_by_hand_is_kept_and_its_placement_chosen():
     profile = measured(8, 5)
     found = plan_jointly(
-        {4: profile},
-        stages=[4],
-        meshes=meshes(2),
-        cut=["l0", "l2", "l4", "l6"],
-        network=network(1e6),
+        PlanRequest(
+            {4: profile}, PipelineSetup(meshes(2), network(1e6)), stages=[4], cut=["l0", "l2", "l4", "l6"]
+        ),
         budget_s=1.0,
     )
     assert found.partition.stage_starts == ["l0", "l2", "l4", "l6"]
@@ -189,14 +201,15 @@ def test_a_cut_by_hand_is_kept_and_its_placement_chosen():
 def test_what_fits_nowhere_is_refused_with_the_way_out():
     with pytest.raises(SpecError, match="raise"):
         plan_jointly(
-            {4: measured(6, 1)},
-            stages=[2],
-            meshes=meshes(2, memory_bytes=100),
-            network=network(1e6),
+            PlanRequest(
+                {4: measured(6, 1)}, PipelineSetup(meshes(2, memory_bytes=100), network(1e6)), stages=[2]
+            ),
             budget_s=1.0,
         )
     with pytest.raises(SpecError, match="at least one stage a mesh"):
-        plan_jointly({4: measured(6, 1)}, stages=[2], meshes=meshes(3), network=network(1e6), budget_s=1.0)
+        plan_jointly(
+            PlanRequest({4: measured(6, 1)}, PipelineSetup(meshes(3), network(1e6)), stages=[2]), budget_s=1.0
+        )
 
 
 def test_a_search_that_is_told_to_end_judges_no_more_cuts(monkeypatch):
@@ -204,10 +217,10 @@ def test_a_search_that_is_told_to_end_judges_no_more_cuts(monkeypatch):
     judged = []
     whole = joint.estimated_makespan
     monkeypatch.setattr(joint, "estimated_makespan", lambda *spec: (judged.append(spec), whole(*spec))[1])
-    arguments = dict(stages=[4], meshes=meshes(4), network=network(1e6), budget_s=10.0)
-    late = plan_jointly({4: measured(9, 3)}, expired=lambda: True, **arguments)
+    request = PlanRequest({4: measured(9, 3)}, PipelineSetup(meshes(4), network(1e6)), stages=[4])
+    late = plan_jointly(request, budget_s=10.0, expired=lambda: True)
     assert len(judged) <= 3 and late.plan.truncated
-    in_time = plan_jointly({4: measured(9, 3)}, **arguments)
+    in_time = plan_jointly(request, budget_s=10.0)
     assert len(judged) > 50
     assert in_time.plan.makespan_s <= late.plan.makespan_s * (1 + 1e-9)
     assert late.plan.makespan_s <= 1.5 * in_time.plan.makespan_s, (

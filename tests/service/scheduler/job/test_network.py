@@ -122,7 +122,7 @@ def test_a_link_inside_a_node_says_nothing_of_the_cards_of_others():
 def test_sums_over_meshes_share_the_cards_too():
     alone, beside = (network_per_worker_pair(NETWORK, shares(*of), sums=True) for of in ("ab", ("aa", "bb")))
     times = [
-        cross_mesh_all_reduce_s(network, ["m0", "m1"], 10**6, {"m0": 2, "m1": 2}, alike=True)
+        cross_mesh_all_reduce_s(network, ["m0", "m1"], 10**6, {"m0": 2, "m1": 2}, uniform=True)
         for network in (alone, beside)
     ]
     assert times[1] - 2 * LATENCY_S == pytest.approx(2 * (times[0] - 2 * LATENCY_S))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.scheduler.job.joint import plan_jointly
+from service.scheduler.job.cut import PipelineSetup
+from service.scheduler.job.joint import PlanRequest, plan_jointly
 from service.scheduler.job.partition import partition, place_stages
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError, check_spec
@@ -59,13 +60,13 @@ def test_stages_carry_the_bytes_that_they_always_hold():
 
     def static_bytes(stages):
         found = partition(
-            profile, stages=stages, meshes=meshes(stages), microbatches=1, network=fast(), optimizer=state
+            profile, PipelineSetup(meshes(stages), fast(), optimizer=state), stages=stages, microbatches=1
         )
         return [stage.static_bytes for stage in found.spec.stages]
 
     assert static_bytes(3) == [4 * 103 + 8, 4 * 20 + 4 + 1000 + 7, 4 * 3 + 4]
     assert static_bytes(1) == [4 * 123 + 12 + 1000 + 7]  # the tied one once
-    found = partition(profile, stages=1, meshes=meshes(1), microbatches=1, network=fast())
+    found = partition(profile, PipelineSetup(meshes(1), fast()), stages=1, microbatches=1)
     assert found.spec.stages[0].static_bytes == 2 * 123 + 1000 + 7
 
 
@@ -117,11 +118,9 @@ def test_no_cut_of_a_chain_has_a_better_estimate(layers, data, microbatches, ove
     profile = chain(layers, sizes)
     result = partition(
         profile,
+        PipelineSetup(meshes(stages), fast(contention=contention), overlap=overlap),
         stages=stages,
-        meshes=meshes(stages),
         microbatches=microbatches,
-        network=fast(contention=contention),
-        overlap=overlap,
     )
     found = [int(name[1:]) for name in result.stage_starts]
     best = min(
@@ -162,11 +161,7 @@ def test_no_cut_in_two_is_better_where_layers_share_tensors(data, layers, microb
             edges.append(LayerEdge(source, target, f"t{source}", size, True, order=source))
     profile = LayerProfile(profile.layers, tuple(edges), "cpu", "", {})
     result = partition(
-        profile,
-        stages=2,
-        meshes=meshes(2),
-        microbatches=microbatches,
-        network=fast(contention="full-duplex"),
+        profile, PipelineSetup(meshes(2), fast(contention="full-duplex")), stages=2, microbatches=microbatches
     )
     found = graph_estimate(profile, [int(name[1:]) for name in result.stage_starts], microbatches)
     best = min(graph_estimate(profile, cut, microbatches) for cut in cuts(len(layers), 2))
@@ -177,17 +172,11 @@ def test_no_cut_in_two_is_better_where_layers_share_tensors(data, layers, microb
 @given(data=st.data(), layers=st.lists(st.tuples(costs, costs, costs), min_size=4, max_size=7))
 def test_the_planned_step_of_the_cut_is_near_the_best_of_all_cuts(data, layers):
     sizes = data.draw(st.lists(st.integers(0, 20), min_size=len(layers) - 1, max_size=len(layers) - 1))
-    arguments = {
-        "stages": 3,
-        "meshes": meshes(3),
-        "microbatches": 6,
-        "network": fast(contention="full-duplex"),
-        "schedule": "eager-1f1b",
-    }
+    setup = PipelineSetup(meshes(3), fast(contention="full-duplex"), schedule="eager-1f1b")
     profile = chain(layers, sizes)
 
     def planned(cut):
-        return make_plan(partition(profile, cut=cut, **arguments).spec).makespan_s
+        return make_plan(partition(profile, setup, stages=3, microbatches=6, cut=cut).spec).makespan_s
 
     best = min(planned([f"l{i}" for i in cut]) for cut in cuts(len(layers), 3))
     assert planned("auto") <= 1.25 * best
@@ -215,12 +204,7 @@ def test_every_cut_keeps_the_limits_if_any_cut_can(data, layers, limit):
         )
 
     possible = any(fits(cut) for cut in cuts(len(layers), stages))
-    arguments = {
-        "stages": stages,
-        "meshes": meshes(stages, limit),
-        "microbatches": microbatches,
-        "network": fast(),
-    }
+    setup = PipelineSetup(meshes(stages, limit), fast(), schedule=schedule)
     if (
         not possible
         and min(
@@ -230,9 +214,9 @@ def test_every_cut_keeps_the_limits_if_any_cut_can(data, layers, limit):
         > limit
     ):
         with pytest.raises(SpecError, match="activation_limit_bytes"):
-            partition(profile, schedule=schedule, **arguments)
+            partition(profile, setup, stages=stages, microbatches=microbatches)
         return
-    result = partition(profile, schedule=schedule, **arguments)
+    result = partition(profile, setup, stages=stages, microbatches=microbatches)
     found = [int(name[1:]) for name in result.stage_starts]
     assert fits(found) == possible
     check_spec(result.spec)
@@ -247,10 +231,9 @@ def test_a_tensor_saved_by_two_layers_of_a_stage_is_counted_once():
         for e in profile.edges
     )
     profile = LayerProfile(profile.layers, edges, "cpu", "", {})
-    arguments = {"microbatches": 1, "network": fast()}
-    whole = partition(profile, stages=1, meshes=meshes(1), **arguments)
+    whole = partition(profile, PipelineSetup(meshes(1), fast()), stages=1, microbatches=1)
     assert [stage.activation_bytes for stage in whole.spec.stages] == [30 + 20 + 20 - 10 - 10]
-    parts = partition(profile, stages=3, meshes=meshes(3), **arguments)
+    parts = partition(profile, PipelineSetup(meshes(3), fast()), stages=3, microbatches=1)
     assert [stage.activation_bytes for stage in parts.spec.stages] == [30, 20, 20]
 
 
@@ -307,11 +290,10 @@ def test_edges_agree_with_the_workers_cut_one_by_one(measured, name):
         ):
             result = partition(
                 profile,
+                PipelineSetup(meshes(count), fast(latency_s=0.5)),
                 stages=stages,
-                meshes=meshes(count),
                 cut=cut,
                 microbatches=4,
-                network=fast(latency_s=0.5),
             )
             graph = traced.cut(result.stage_starts)
             assert [stage.name for stage in result.spec.stages] == [f"s{i}" for i in range(len(graph.stages))]
@@ -326,11 +308,13 @@ def test_a_measured_cut_can_be_planned_and_verified(measured):
     for name in ("gpt", "unet"):
         spec = partition(
             measured[name][1],
+            PipelineSetup(
+                meshes(4),
+                NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
+                schedule="eager-1f1b",
+            ),
             stages=4,
-            meshes=meshes(4),
             microbatches=8,
-            network=NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5, contention="full-duplex"),
-            schedule="eager-1f1b",
         ).spec
         assert make_plan(spec).makespan_s > 0
 
@@ -350,11 +334,9 @@ def test_several_stages_a_mesh_are_balanced_by_mesh(schedule):
     profile = chain([(1, 1, 1)] * 12)
     spec = partition(
         profile,
+        PipelineSetup(meshes(3), NetworkSpec(bandwidth_bytes_per_s=1e3), schedule=schedule),
         stages=6,
-        meshes=meshes(3),
         microbatches=6,
-        network=NetworkSpec(bandwidth_bytes_per_s=1e3),
-        schedule=schedule,
     ).spec
     load = {
         mesh.name: sum(stage.forward_s for stage in spec.stages if stage.mesh == mesh.name)
@@ -366,13 +348,12 @@ def test_several_stages_a_mesh_are_balanced_by_mesh(schedule):
 
 def test_too_many_stages_and_bad_names_are_refused():
     profile = chain([(1, 1, 1)] * 3)
-    arguments = {"microbatches": 2, "network": fast()}
     with pytest.raises(CutError, match=r"4 stages asked for.*only 3 modules.*l0, l1, l2"):
-        partition(profile, stages=4, meshes=meshes(4), **arguments)
+        partition(profile, PipelineSetup(meshes(4), fast()), stages=4, microbatches=2)
     with pytest.raises(CutError, match="'l7' is no module"):
-        partition(profile, stages=2, meshes=meshes(2), cut=["l0", "l7"], **arguments)
+        partition(profile, PipelineSetup(meshes(2), fast()), stages=2, microbatches=2, cut=["l0", "l7"])
     with pytest.raises(SpecError, match=r"cut begins 2 stages .* but stages is 3"):
-        partition(profile, stages=3, meshes=meshes(3), cut=["l0", "l2"], **arguments)
+        partition(profile, PipelineSetup(meshes(3), fast()), stages=3, microbatches=2, cut=["l0", "l2"])
 
 
 def test_a_stage_that_receives_nothing_to_differentiate_has_its_whole_backward_in_w():
@@ -382,11 +363,10 @@ def test_a_stage_that_receives_nothing_to_differentiate_has_its_whole_backward_i
     layers = [replace(layer, backward_s=s) for layer, s in zip(profile.layers, (2.0, 4.5, 8.0), strict=True)]
     found = partition(
         replace(profile, layers=tuple(layers)),
+        PipelineSetup(meshes(2), fast()),
         stages=2,
-        meshes=meshes(2),
         cut=["l0", "l2"],
         microbatches=2,
-        network=fast(),
     )
     first, second = found.spec.stages
     assert (first.backward_input_s, first.backward_weight_s, first.backward_s) == (0.0, 6.5, 6.5)
@@ -398,7 +378,7 @@ def test_every_action_of_every_stage_takes_what_the_engine_takes_besides_its_lay
     profile = chain([(1, 2, 3), (1, 2, 3), (1, 4, 5)])
     plain, slower = (
         partition(
-            profile, stages=2, meshes=meshes(2), cut=["l0", "l2"], microbatches=2, network=fast(), action_s=s
+            profile, PipelineSetup(meshes(2), fast(), action_s=s), stages=2, cut=["l0", "l2"], microbatches=2
         ).spec.stages
         for s in (0.0, 0.25)
     )
@@ -411,7 +391,7 @@ def test_a_side_input_that_is_differentiable_keeps_the_first_part():
     profile = chain([(1, 1, 2), (1, 2, 3)])
     edges = (replace(profile.edges[0], differentiable=False), replace(profile.edges[0], tensor="u", order=1))
     found = partition(
-        replace(profile, edges=edges), stages=2, meshes=meshes(2), microbatches=1, network=fast()
+        replace(profile, edges=edges), PipelineSetup(meshes(2), fast()), stages=2, microbatches=1
     )
     assert found.spec.stages[1].backward_input_s == 2
 
@@ -420,11 +400,9 @@ def test_without_a_bandwidth_transfers_take_their_latency():
     profile = chain([(1, 1, 1)] * 2)
     spec = partition(
         profile,
+        PipelineSetup(meshes(2), NetworkSpec(latency_s=0.25), schedule="gpipe"),
         stages=2,
-        meshes=meshes(2),
         microbatches=2,
-        network=NetworkSpec(latency_s=0.25),
-        schedule="gpipe",
     ).spec
     assert [(edge.forward_s, edge.backward_s) for edge in spec.edges] == [(0.25, 0.25)]
     check_spec(spec)
@@ -432,7 +410,7 @@ def test_without_a_bandwidth_transfers_take_their_latency():
 
 def test_a_long_profile_is_cut():
     profile = chain([(1 + i % 3, 2, 1) for i in range(150)], sizes=[1 + i % 5 for i in range(149)])
-    result = partition(profile, stages=16, meshes=meshes(16), microbatches=32, network=fast())
+    result = partition(profile, PipelineSetup(meshes(16), fast()), stages=16, microbatches=32)
     assert len(result.stage_starts) == 16
 
 
@@ -457,11 +435,10 @@ def recomputed_profile():
 def options(recompute, profile=None, **changes):
     found = partition(
         profile or recomputed_profile(),
+        PipelineSetup(meshes(2), recompute=recompute),
         stages=2,
-        meshes=meshes(2),
         cut=["l0", "l2"],
         microbatches=2,
-        recompute=recompute,
         **changes,
     )
     return [stage.recompute for stage in found.spec.stages]
@@ -506,14 +483,18 @@ def test_a_job_recomputes_what_its_memory_asks_for_and_nothing_without_a_limit()
 
     def plan(limits, schedule):
         return plan_jointly(
-            {8: profile},
-            stages=[2],
-            meshes=[MeshSpec(name=f"m{i}", memory_bytes=limit) for i, limit in enumerate(limits)],
-            cut=["l0", "l2"],
-            network=fast(),
-            schedule=schedule,
+            PlanRequest(
+                {8: profile},
+                PipelineSetup(
+                    [MeshSpec(name=f"m{i}", memory_bytes=limit) for i, limit in enumerate(limits)],
+                    fast(),
+                    schedule=schedule,
+                    recompute="auto",
+                ),
+                stages=[2],
+                cut=["l0", "l2"],
+            ),
             budget_s=0.5,
-            recompute="auto",
         ).plan
 
     for schedule in ("auto", "gpipe"):

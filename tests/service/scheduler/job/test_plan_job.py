@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
 from service.scheduler.planner import make_plan
@@ -56,13 +57,23 @@ def test_microbatches_stages_placement_and_cut_of_a_job_are_those_of_brute_force
             for placement in PLACEMENTS[stages, 2]:
                 for borders in itertools.combinations(range(1, 5), stages - 1):
                     result = partition(
-                        profile, stages=stages, meshes=meshes(2), cut=[f"l{i}" for i in (0, *borders)],
-                        microbatches=count, network=NetworkSpec(**NETWORK), placement=placement, schedule=schedule,
-                        optimizer=OptimizerState(),
-                    )  # fmt: skip
+                        profile,
+                        PipelineSetup(
+                            meshes(2), NetworkSpec(**NETWORK), schedule=schedule, optimizer=OptimizerState()
+                        ),
+                        stages=stages,
+                        cut=[f"l{i}" for i in (0, *borders)],
+                        microbatches=count,
+                        placement=placement,
+                    )
                     behind = longest_update(
-                        profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2, lambda size: 2e-4 + size / 1e6
-                    )  # fmt: skip
+                        profile,
+                        placement,
+                        borders,
+                        (UPDATE.reduce, UPDATE.step),
+                        2,
+                        lambda size: 2e-4 + size / 1e6,
+                    )
                     behind += 2e-4  # the norm, over both meshes and back
                     best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s + behind)
     assert found.step_s == pytest.approx(best, rel=1e-6)

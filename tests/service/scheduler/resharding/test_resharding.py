@@ -15,7 +15,7 @@ from service.scheduler.resharding.resharding import (
     plan_send_and_receive,
 )
 from service.scheduler.resharding.resharding_plan import ReshardingPlan
-from service.scheduler.resharding.show import resharding_summary
+from service.scheduler.views.resharding_views import resharding_summary
 from tests.service.scheduler.resharding.cases import (
     CUBE,
     LITERATURE,

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
@@ -26,7 +27,7 @@ def cut_job(begins: tuple[int, ...], *, microbatches: int = 6, seed: int = 3):
     names = [f"l{index}" for index in begins]
     meshes = [MeshSpec(name=f"m{i}") for i in range(len(begins))]
     made = partition(
-        profile, stages=len(begins), meshes=meshes, cut=names, microbatches=microbatches, network=NETWORK
+        profile, PipelineSetup(meshes, NETWORK), stages=len(begins), cut=names, microbatches=microbatches
     )
     return profile, made
 
@@ -98,7 +99,7 @@ def test_more_microbatches_are_told_with_what_they_bring(known: bool):
     change = first(found.changes, ChangeKind.MICROBATCHES)
     assert change.subject == "8"
     with_eight = partition(
-        small, stages=3, meshes=made.spec.meshes, cut=made.stage_starts, microbatches=8, network=NETWORK
+        small, PipelineSetup(made.spec.meshes, NETWORK), stages=3, cut=made.stage_starts, microbatches=8
     )
     assert change.step_s == pytest.approx(make_plan(with_eight.spec, budget_s=0.0).makespan_s, rel=0.06)
     assert ("as its layers were measured" in change.message) == known

@@ -7,17 +7,18 @@ from xml.sax.saxutils import escape
 
 from service.scheduler.problem.spec import SpecError
 from service.scheduler.resharding.resharding_plan import PlannedMessage, PlannedWorker, ReshardingPlan
+from service.scheduler.views.svg import LaneChart
 
 TILE_COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2"),
     *("#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#86bcb6"),
 )
-MAX_DRAWN_MESSAGES = 20_000  # messages
+MAX_DRAWN_MESSAGES = 20_000
 _LEFT, _TOP, _LANE, _GAP, _WIDTH, _RIGHT = 150, 34, 12, 12, 900.0, 50
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 HostLane = tuple[str, str]
-"""(host, what of it): "card 0 sends", "target/3 copies in", …"""
+"""(host, lane): "card 0 sends", "target/3 copies in", …"""
 
 
 def resharding_svg(plan: ReshardingPlan) -> str:
@@ -33,27 +34,14 @@ def resharding_svg(plan: ReshardingPlan) -> str:
         for message in plan.messages
     ]
     tops, bands, height = _lane_layout(plan, {lane for pair in lanes for lane in pair})
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT:.0f} {height + 24}" '
-        f'width="{_LEFT + _WIDTH + _RIGHT:.0f}" height="{height + 24}" font-family="Helvetica, Arial, sans-serif" '
-        'font-size="11">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="13">{escape(_title(plan))}</text>',
-    ]
-    for host, (top, bottom) in bands.items():
-        parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH:.2f}" height="{bottom - top}" fill="#f4f4f4"/>'
-            f'<text x="{_LEFT - 8}" y="{top + 12}" text-anchor="end" font-weight="bold">{escape(host)}</text>'
-        )
-    for (_, name), top in tops.items():
-        parts.append(
-            f'<text x="{_LEFT - 8}" y="{top + 10}" text-anchor="end" font-size="8" fill="#666666">{escape(name)}</text>'
-        )
+    chart = LaneChart(_LEFT, _WIDTH, height, right_margin=_RIGHT, bottom_margin=24)
+    parts = [chart.band(host, top, bottom, top + 12) for host, (top, bottom) in bands.items()]
+    parts += [chart.lane_label(name, top + 10) for (_, name), top in tops.items()]
     for message, pair in zip(plan.messages, lanes, strict=True):
         parts += [_message_svg(message, tops[lane], scale) for lane in pair]
-    parts += _axis(plan.makespan_s, height)
-    parts.append("</svg>")
-    return "\n".join(parts) + "\n"
+    unit_s, unit = next((unit for unit in _UNITS if plan.makespan_s >= unit[0] / 10), _UNITS[0])
+    parts += chart.axis(plan.makespan_s / unit_s, f" {unit}")
+    return chart.document(_title(plan), parts)
 
 
 def _title(plan: ReshardingPlan) -> str:
@@ -62,11 +50,11 @@ def _title(plan: ReshardingPlan) -> str:
 
 
 def _message_lanes(
-    giver: PlannedWorker, taker: PlannedWorker, message: PlannedMessage
+    sender: PlannedWorker, receiver: PlannedWorker, message: PlannedMessage
 ) -> tuple[HostLane, HostLane]:
     if message.local:
-        return (giver.host, f"{giver.name} copies out"), (taker.host, f"{taker.name} copies in")
-    return (giver.host, f"card {giver.card} sends"), (taker.host, f"card {taker.card} receives")
+        return (sender.host, f"{sender.name} copies out"), (receiver.host, f"{receiver.name} copies in")
+    return (sender.host, f"card {sender.card} sends"), (receiver.host, f"card {receiver.card} receives")
 
 
 def _lane_layout(
@@ -103,18 +91,6 @@ def _message_svg(message: PlannedMessage, top: int, scale: float) -> str:
     return box
 
 
-def _axis(makespan_s: float, height: int) -> list[str]:
-    unit_s, unit = next((one for one in _UNITS if makespan_s >= one[0] / 10), _UNITS[0])
-    parts = [f'<line x1="{_LEFT}" y1="{height}" x2="{_LEFT + _WIDTH:.2f}" y2="{height}" stroke="#333333"/>']
-    for tick in range(11):
-        x, told = _LEFT + _WIDTH * tick / 10, f"{makespan_s / unit_s * tick / 10:.4g}"
-        parts.append(
-            f'<line x1="{x:.2f}" y1="{height}" x2="{x:.2f}" y2="{height + 4}" stroke="#333333"/>'
-            f'<text x="{x:.2f}" y="{height + 16}" text-anchor="middle">{told}{f" {unit}" if tick == 10 else ""}</text>'
-        )
-    return parts
-
-
 _COLUMNS = 64
 _MAX_ROWS = 40
 _TILE_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -146,7 +122,7 @@ def _ratio(other: ReshardingPlan, plan: ReshardingPlan) -> str:
 
 
 def _worker_rows(plan: ReshardingPlan) -> list[str]:
-    """Who has what: `[begin:end, …]` of the tensor."""
+    """A row per worker: its box `[begin:end, …]` of the tensor."""
     width = max(len(worker.name) for worker in plan.workers)
     rows = [
         f"{worker.name:<{width}}  on {worker.host}, card {worker.card}: "
@@ -157,7 +133,7 @@ def _worker_rows(plan: ReshardingPlan) -> list[str]:
 
 
 def _card_rows(plan: ReshardingPlan) -> list[str]:
-    """Each card and direction over time; a column shows the tile that goes for most of it."""
+    """Each card and direction over time; a column shows the tile that is transferred for most of it."""
     place = {worker.name: (worker.host, worker.card) for worker in plan.workers}
     used: dict[tuple[str, int, str], list[PlannedMessage]] = {}
     for message in plan.messages:
@@ -190,7 +166,7 @@ def _card_timeline(messages: list[PlannedMessage], makespan_s: float) -> str:
     return "".join(cells)
 
 
-def _shortened(rows: list[str], what: str) -> list[str]:
+def _shortened(rows: list[str], noun: str) -> list[str]:
     if len(rows) <= _MAX_ROWS:
         return rows
-    return [*rows[:_MAX_ROWS], f"... and {len(rows) - _MAX_ROWS} more {what}: --format json has all"]
+    return [*rows[:_MAX_ROWS], f"... and {len(rows) - _MAX_ROWS} more {noun}: --format json has all"]
