@@ -184,7 +184,7 @@ class JobModel:
         begins = evaluation_stage_starts(self._layers, begins, evaluated.layers)
         several = self._job.max_dp_size > 1
         stages = evaluation_stages(
-            evaluated, begins, trained, device=device, own_statistics=several, alike=alike
+            evaluated, begins, trained, device=device, own_statistics=several, share=alike
         )
         if path := self._job.model.weights:
             fill_tensors(path, stages.alone, evaluated.aliases)

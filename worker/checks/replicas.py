@@ -55,7 +55,8 @@ def checksums(
     for held, tensor in own.items():
         if held.name in cuts:
             found |= {
-                told: checksum(piece) for told, piece in common_pieces(held, tensor, cuts[held.name]).items()
+                description: checksum(piece)
+                for description, piece in common_pieces(held, tensor, cuts[held.name]).items()
             }
         elif held.description in names:
             found[held.description] = checksum(tensor)
@@ -67,27 +68,27 @@ def replicated_names(workers: Sequence[Collection[ShardSpec]]) -> list[str]:
     seen: set[str] = set()
     several: set[str] = set()
     for held in workers:
-        mine = {one.description for one in held}
-        several |= seen & mine
-        seen |= mine
+        descriptions = {one.description for one in held}
+        several |= seen & descriptions
+        seen |= descriptions
     return sorted(several)
 
 
 def shard_mismatch(workers: Sequence[str], found: Sequence[Collection[ShardSpec]]) -> str | None:
     """A sentence with the first parameter that some workers share otherwise than others, which would add up what is not the
     same; or None. `found[w]` is what worker w has."""
-    ways: dict[str, dict[str, str]] = {}
+    layouts: dict[str, dict[str, str]] = {}
     for worker, held in zip(workers, found, strict=True):
         for one in held:
-            ways.setdefault(one.name, {}).setdefault(one.layout, worker)
-    for name, places in sorted(ways.items()):
+            layouts.setdefault(one.name, {}).setdefault(one.layout, worker)
+    for name, places in sorted(layouts.items()):
         if len(places) > 1:
-            has = (f"parts along {way}" if way else "the whole of it" for way in places)
-            told = " and ".join(
+            has = (f"parts along {layout}" if layout else "the whole of it" for layout in places)
+            holders = " and ".join(
                 f"{what} on {worker}" for what, worker in zip(has, places.values(), strict=True)
             )
             return (
-                f"parameter {name!r} has users on several meshes that share it otherwise: {told}; give their modules one "
+                f"parameter {name!r} has users on several meshes that share it otherwise: {holders}; give their modules one "
                 "style in resources.tensor_plan, vocab or replicate"
             )
     return None

@@ -303,14 +303,14 @@ def _compare_stage(
 ) -> None:
     whole = {name: share.part(name, gradient) for name, gradient in expected.parameters.items()}
     least = gradient_floor([*whole.values(), *expected.inputs.values()])
-    for what, mine, theirs, small, most in (
+    for what, found_tensors, expected_tensors, small, most in (
         ("output", found.outputs, expected.outputs, 0.0, tolerance.values),
         ("the gradient of input", found.inputs, expected.inputs, least, tolerance.gradients),
         ("the gradient of", found.parameters, whole, least, tolerance.gradients),
     ):
-        for name in theirs:
-            here = mine.get(name)
-            apart = float("inf") if here is None else relative_distance(theirs[name], here, small)
+        for name in expected_tensors:
+            here = found_tensors.get(name)
+            apart = float("inf") if here is None else relative_distance(expected_tensors[name], here, small)
             if apart > most:
                 raise EngineError(
                     f"{worker}: {what} {name!r} of stage {index} differs by {apart:.3g} of its size (at most {most:g} is "

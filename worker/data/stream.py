@@ -256,7 +256,7 @@ class Stream:
             )
 
     def _skip_to(self, position: int) -> None:
-        began = told = time.monotonic()
+        began = last_logged = time.monotonic()
         first = self._position
         while self._position < position:
             self._next()
@@ -268,8 +268,8 @@ class Stream:
                     f"{done} of {of} samples of data {self._name} were passed over in {self._skip_limit_s:.0f} s: raise "
                     "data.skip_limit_s, or give the data set state_dict() and load_state_dict()",
                 )
-            if now - told > _LOG_EVERY_S:
-                told = now
+            if now - last_logged > _LOG_EVERY_S:
+                last_logged = now
                 log.warning("data %s: %d of %d samples passed over", self._name, done, of)
 
 

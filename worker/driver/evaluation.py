@@ -94,7 +94,7 @@ class MeshParallelism:
 def mesh_parallelisms(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[MeshParallelism, ...]:
     """How the meshes share a microbatch, where they have unlike sizes or share matrices; `nodes` has mesh and node of each
     worker."""
-    if not job.unlike and job.resources.tensor == 1:
+    if not job.heterogeneous and job.resources.tensor == 1:
         return ()
     of_mesh: dict[str, list[str]] = {}
     for mesh, node in nodes:

@@ -184,7 +184,7 @@ class Planner:
 
     def _check_batch_sharding(self, planned: PlannedJob) -> None:
         """That what goes between meshes of unlike sizes arrives as it is meant."""
-        if not self._job.unlike:
+        if not self._job.heterogeneous:
             return
         workers_of_stage = [self._job.dp_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
         self._call(

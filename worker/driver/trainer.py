@@ -192,7 +192,7 @@ class Trainer:
         nodes = len({a.node for a in gang.addresses})
         self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
         self._reporter.event("versions", installed_versions())
-        if device == "cuda" and (job.resources.tensor > 1 or job.unlike):
+        if device == "cuda" and (job.resources.tensor > 1 or job.heterogeneous):
             self._reporter.event("not_yet_run_on_gpus", UNTESTED_ON_GPUS)
 
     def _checkpoints(self) -> Checkpoints:
@@ -265,7 +265,7 @@ class Trainer:
             self._gang,
             limit_s=self._limits.prepare_s,
             interrupted=self._raise_if_stopping,
-            unlike=self._job.unlike,
+            unlike=self._job.heterogeneous,
         )
         self._launch.ended("check")
 

@@ -141,11 +141,11 @@ def evaluation_stages(
     *,
     device: str,
     own_statistics: bool,
-    alike: Callable[[StageModule], StageModule] = lambda stage: stage,
+    share: Callable[[StageModule], StageModule] = lambda stage: stage,
 ) -> EvaluationStages:
     """The stages of a cut that a mesh runs, which has `trained`; their parameters and buffers are those of `trained`.
 
-    Buffers that an evaluation changes are its own, and with `own_statistics` those that training changes. `alike` makes
+    Buffers that an evaluation changes are its own, and with `own_statistics` those that training changes. `share` makes
     of each stage what uses the parameters as `trained` has them. Raises
     CutError for a parameter that no trained stage of this mesh holds.
     """
@@ -154,7 +154,7 @@ def evaluation_stages(
     held = _trained_tensors(trained.values())
     changed = {s.tensor_names[local] for s in trained.values() for local in s.updated_buffers}
     for index in trained:
-        stage = alike(builder.stage(index))
+        stage = share(builder.stage(index))
         found.own += _tie_to_trained(stage, held, changed if own_statistics else set())
         found.stages[index] = stage.to(device)
         found.alone |= {

@@ -126,10 +126,10 @@ class StepComparison:
         *,
         clip: float | None,
         first_forward: Callable[[int, int], str],
-        unlike: bool = False,
+        heterogeneous: bool = False,
     ) -> None:
-        """`unlike`: meshes share a microbatch among unlike numbers of workers."""
-        self._heterogeneous = unlike
+        """`heterogeneous`: meshes share a microbatch among unlike numbers of workers."""
+        self._heterogeneous = heterogeneous
         self._step, self._plain, self._pipeline = step, plain, pipeline
         self._holders, self._tolerance, self._worst = holders, tolerance, worst
         self._clip, self._first_forward = clip, first_forward

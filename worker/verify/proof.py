@@ -71,7 +71,7 @@ def prove(
     plan: Callable[[Sequence[InspectableWorker]], PlannedJob],
     steps: int = 3,
     *,
-    told: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Proof:
     """Run `steps` steps of both on CPU. `plan` makes the job's plan, when the workers are prepared.
 
@@ -105,7 +105,7 @@ def prove(
             for step in range(1, steps + 1):
                 run.step(step)
                 proof.steps = step
-                told(f"step {step} of {steps} is equal")
+                report(f"step {step} of {steps} is equal")
         except DifferenceFound as difference:
             proof.difference = str(difference)
         except RngOpMismatchError as error:
@@ -220,7 +220,7 @@ class _ProofRun:
             self._proof.worst,
             clip=self._job.training.clip_grad_norm,
             first_forward=located,
-            unlike=len({*self._job.dp_sizes}) > 1,
+            heterogeneous=len({*self._job.dp_sizes}) > 1,
         )
         compared.check_transfers()
         compared.check_losses()

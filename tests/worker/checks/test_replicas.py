@@ -33,7 +33,7 @@ def check(run: Workers) -> None:
         addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
         call=lambda refs, **_: list(refs),
     )
-    unlike = run.workers[0]._job.unlike
+    unlike = run.workers[0]._job.heterogeneous
     check_replicas(gang, limit_s=60.0, interrupted=lambda: None, unlike=unlike)
 
 

@@ -159,5 +159,6 @@ def test_a_job_that_cannot_be_read_is_refused_by_the_name_of_the_field(changes, 
 
 
 def test_a_job_is_read_without_torch():
-    code = "import sys, worker.contract.job, worker.contract.reasons, worker.contract.failures, worker.contract.program, worker.actor.device\n"
+    modules = ("contract.job", "contract.reasons", "contract.failures", "contract.program", "actor.device")
+    code = f"import sys, {', '.join(f'worker.{module}' for module in modules)}\n"
     subprocess.run([sys.executable, "-c", code + "assert not {'torch', 'ray'} & {*sys.modules}"], check=True)

@@ -63,7 +63,7 @@ def test_what_a_factory_or_its_module_raises_is_named(tmp_path, monkeypatch):
 
 def test_the_light_modules_do_not_load_torch():
     code = (
-        "import sys, worker.contract.profile, worker.contract.profile, worker.examples.text, service.scheduler.job.partition\n"
+        "import sys, worker.contract.profile, worker.examples.text, service.scheduler.job.partition\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
