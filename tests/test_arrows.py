@@ -68,7 +68,6 @@ SPLINTERS: set[str] = {
     "service/scheduler/problem/metrics.py",
     "service/scheduler/schedules/actions.py",
     "service/scheduler/search/transfer_order.py",
-    "worker/data/checksum.py",
     "worker/engine/buffers.py",
 }
 REPEATED_BASE_NAMES: set[str] = {

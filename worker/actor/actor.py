@@ -170,7 +170,7 @@ class Worker(BenchmarkCalls, CheckpointCalls, ModelCalls):
                 mesh_of_stage=tuple(mesh_of_stage),
                 tied=graph.tied,
                 microbatches=self._batches.microbatches,
-                loss=self._loss.with_output_spec(self._model.form).with_metrics,
+                loss=self._loss.with_output_spec(self._model.tree_spec).with_metrics,
                 optimizer=self._make_optimizer,
                 lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
                 transport=transport,

@@ -152,7 +152,7 @@ class BenchmarkCalls:
         tensor, plan = self._job.tp_size(self._mesh), self._job.resources.tensor_plan
         profile = measure_layers(
             traced,
-            self._loss.with_output_spec(traced.form),
+            self._loss.with_output_spec(traced.tree_spec),
             self._batches.sample[1],
             device=self._device,
             repeats=PROFILE_REPEATS,

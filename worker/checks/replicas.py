@@ -7,15 +7,13 @@ gang, no transport.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from worker.model.pytree import Targets
+from worker.data.checksum import checksum
 from worker.parallel.shard_spec import CutPoints, ShardSpec, common_pieces
 
 _MAX_SHOWN = 8
@@ -38,13 +36,6 @@ def named_tensors(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
             for local, tensor in tensors:
                 found.setdefault(originals.get(local, f"stage {index}: {local}"), tensor)
     return found
-
-
-def checksum(value: Any) -> str:
-    """Of a tensor, or of tuples and lists of tensors: equal for equal types, shapes and bits."""
-    digest = hashlib.blake2b(digest_size=16)
-    _update_digest(digest, value)
-    return digest.hexdigest()
 
 
 def checksums(
@@ -136,17 +127,3 @@ def _group_by_value(holders: Iterable[tuple[str, str]]) -> str:
     for worker, value in holders:
         groups.setdefault(value, []).append(worker)
     return " | ".join(", ".join(group) for group in groups.values())
-
-
-def _update_digest(digest: Any, value: Any) -> None:
-    if isinstance(value, list | tuple):
-        digest.update(f"{len(value)}[".encode())
-        for part in value:
-            _update_digest(digest, part)
-        return
-    if isinstance(value, Targets):
-        _update_digest(digest, value.tensors)
-        return
-    tensor = value.detach().cpu().contiguous()
-    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -19,7 +19,7 @@ import torch
 
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
-from worker.data.checksum import sample_checksum
+from worker.data.checksum import checksum
 from worker.model.rng import RNG_LOCK, derive_seed, seeded
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Stream:
             self._peek()
         except DataEndedError:
             return None
-        return sample_checksum(self._peeked[0])
+        return checksum(self._peeked[0])
 
     def _next(self) -> Any:
         self._peek()

@@ -184,7 +184,7 @@ def plan_evaluation(
     if policy is None:
         return {}
     (edges,) = gang.call(
-        [gang.workers[0].evaluation_edges.remote(planned.begins)],
+        [gang.workers[0].evaluation_edges.remote(planned.stage_starts)],
         what="cutting the evaluated model",
         limit_s=limits.prepare_s,
         timeout_reason=Reason.START_TIMEOUT,

@@ -134,8 +134,8 @@ class LocalGang:
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
         for traced in first.traced_for_other_sizes:
             look(traced)
-        first.check_batch_sharding(planned.begins, [sizes[mesh] for mesh in planned.mesh_of_stage])
-        edges = first.evaluation_edges(planned.begins) if evaluation else ()
+        first.check_batch_sharding(planned.stage_starts, [sizes[mesh] for mesh in planned.mesh_of_stage])
+        edges = first.evaluation_edges(planned.stage_starts) if evaluation else ()
         self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
 
     def step(self, number: int) -> list[WorkerStep]:
@@ -186,11 +186,13 @@ class LocalGang:
         store = host_store("127.0.0.1")
         seconds = planned_seconds(planned.plan, planned.stage_names, planned.update)
         starts = planned_starts(planned.plan, planned.stage_names)
-        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in topology.meshes}
+        weights = {
+            mesh: first.weights(planned.stage_starts, planned.stages_of(mesh)) for mesh in topology.meshes
+        }
         compiled = self.call(
             lambda worker: worker.load(
                 weights=None if worker is first else weights[worker.mesh],
-                begins=planned.begins,
+                begins=planned.stage_starts,
                 mesh_of_stage=planned.mesh_of_stage,
                 program=planned.plan["programs"][worker.mesh],
                 recomputed=planned.recomputed,

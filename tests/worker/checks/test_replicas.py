@@ -12,9 +12,10 @@ from tests.worker.actor.test_actor import job, plain
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
 from worker.actor import model_host
-from worker.checks.replicas import checksum, named_tensors
+from worker.checks.replicas import named_tensors
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
+from worker.data.checksum import checksum
 from worker.driver.trainer import check_replicas
 
 VECTORS = {"data": {"factory": "odd_jobs:Vectors"}}
@@ -27,7 +28,7 @@ def check(run: Workers) -> None:
     def remote(worker, name):
         return SimpleNamespace(remote=lambda *arguments: getattr(worker, name)(*arguments))
 
-    names = ("held_tensors", "fingerprint")
+    names = ("shard_specs", "fingerprint")
     gang = SimpleNamespace(
         workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
         addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],

@@ -46,7 +46,7 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
     worker.prepare(topology.workers(mesh))
     worker.trace(planned.microbatches)
     worker.load(
-        begins=planned.begins,
+        begins=planned.stage_starts,
         mesh_of_stage=planned.mesh_of_stage,
         program=planned.plan["programs"][mesh],
         recomputed=planned.recomputed,
