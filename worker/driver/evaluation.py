@@ -176,7 +176,7 @@ def plan_evaluation(
         return {}
     (edges,) = gang.call(
         "evaluation_edges",
-        planned.begins,
+        planned.stage_starts,
         workers=gang.workers[:1],
         phase=Phase.PREPARE,
         what="cutting the evaluated model",

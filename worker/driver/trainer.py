@@ -245,7 +245,7 @@ class Trainer:
         gang, profiles = self._gang, self._planner.profiles
         step = step_flops(
             [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],
-            begins=planned.begins,
+            begins=planned.stage_starts,
             mesh_of_stage=planned.mesh_of_stage,
             microbatches=planned.microbatches,
         )
@@ -268,7 +268,7 @@ def _load_calls(
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
     # those of model.weights every worker reads for itself
     weights = {
-        mesh.name: first.weights.remote(planned.begins, planned.stages_of(mesh.name))
+        mesh.name: first.weights.remote(planned.stage_starts, planned.stages_of(mesh.name))
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers) and not own_weights
     }

@@ -13,9 +13,10 @@ from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
 from worker.actor import model_host
-from worker.checks.replicas import checksum, named_tensors
+from worker.checks.replicas import named_tensors
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
+from worker.data.checksum import checksum
 from worker.driver.trainer import check_replicas
 
 VECTORS = {"data": {"factory": "odd_jobs:Vectors"}}
