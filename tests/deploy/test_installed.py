@@ -133,7 +133,8 @@ def test_the_cpu_image_of_a_node_has_buckets_and_no_cuda(worker: Image, tmp_path
     assert {"slotline", "torch", "ray", "s3fs", "gcsfs", "virtualenv"} <= names
     assert not [name for name in names if name.startswith(("nvidia", "cupy"))], "gigabytes that nobody uses"
     program = (
-        "import ray, torch, worker.driver.__main__, worker.actor.actor, worker.tasks.profile, worker.checkpoint.format, fsspec\n"
+        "import ray, torch, worker.driver.__main__, worker.actor.actor, worker.tasks.profile\n"
+        "import worker.checkpoint.format, fsspec\n"
         "assert not torch.cuda.is_available()\n"
         "s3, gs = fsspec.core.url_to_fs('s3://bucket/runs')[0], fsspec.get_filesystem_class('gs')\n"
         "print(type(s3).__module__, gs.__module__)"
