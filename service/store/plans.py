@@ -16,12 +16,11 @@ from typing import Any
 from sqlalchemy import delete, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.settings.settings import FOR_EVER
 from service.spec.states import FINAL_STATES
 from service.store.database import upsert
 from service.store.events import add_audit
 from service.store.tables import WITHOUT_PLAN_BODY, Attempt, Job, JobPlan, SavedPlan
-
-FOR_EVER = -1
 
 
 @dataclass(frozen=True)
