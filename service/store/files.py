@@ -49,7 +49,7 @@ from worker.contract.tasks import RemovalRequest, RemovalResult
 
 
 async def find_package(session: AsyncSession, digest: str, *, owner: str | None = None) -> bool:
-    """Whether the package is stored and, if `owner` is given, was uploaded by them; its content is not read."""
+    """True if the package is stored and, where `owner` is given, was uploaded by them; its content is not read."""
     query = select(Package.digest).where(Package.digest == digest)
     if owner is not None:
         query = query.where(

@@ -207,7 +207,7 @@ def _queued_job(new: NewJob) -> Job:
 
 
 async def is_current(session: AsyncSession, attempt: Attempt) -> bool:
-    """Whether this is the current attempt of its job; the job, with its long specification, is not loaded."""
+    """True for the current attempt of its job; the job, with its long specification, is not loaded."""
     query = select(Job.current_attempt).where(Job.id == attempt.job_id)
     return (await session.execute(query)).scalar_one_or_none() == attempt.id
 

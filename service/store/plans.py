@@ -44,7 +44,7 @@ async def store_saved_plan(session: AsyncSession, new: NewSavedPlan, *, at: date
     """Store a plan. Raises TooManySavedPlansError, and sqlalchemy's IntegrityError for a name that the owner has used."""
     count = select(func.count()).where(SavedPlan.owner == new.owner, SavedPlan.name.is_not(None))
     if (saved := (await session.execute(count)).scalar_one()) >= most:
-        raise TooManySavedPlansError(f"{saved} plans are kept already, and an owner may keep {most}")
+        raise TooManySavedPlansError(f"{saved} plans are saved already, and an owner may save {most}")
     plan = SavedPlan(
         id=f"plan-{secrets.token_hex(8)}",
         created_at=at,

@@ -80,7 +80,7 @@ class Job(Base):
     # 0: heterogeneous meshes; the specification has the number of each
     workers_per_mesh: Mapped[int] = mapped_column(default=1, server_default="1")
     device: Mapped[str] = mapped_column(String(10))
-    """As submitted; `auto` is replaced by the device of the first attempt, which later attempts use too."""
+    """The device of the specification; the first attempt replaces `auto` by its own, which later attempts use too."""
     spec: Mapped[dict[str, Any]]
     """Long: queries of more than one job leave it out, see WITHOUT_SPEC."""
     steps_wanted: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -112,9 +112,9 @@ class Job(Base):
     checkpoint_step: Mapped[int | None]
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
     labels: Mapped[dict[str, Any] | None]
-    """As submitted, for lists to show; filters use JobLabel."""
+    """The labels of the specification, for lists to show; filters use JobLabel."""
     notifications: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
-    """As submitted: the webhooks that are notified of the job's states."""
+    """The webhooks of the specification, which are notified of the job's states."""
     max_duration_s: Mapped[float | None]
     held_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
     """Seconds for which ended attempts held accelerators, since the user's last retry."""
