@@ -1,8 +1,7 @@
 """Attempts: created with their token, locked with their job, listed by state, missing log and metrics endpoint.
 
 Creating an attempt of a locked, waiting job moves the job to STARTING. A job's first attempt fixes its device and
-its cluster: later ones go on from its checkpoints, which lie there. `lock_attempt` locks the job and re-reads the
-attempt.
+its cluster, where its checkpoints are and later attempts resume. `lock_attempt` locks the job and re-reads the attempt.
 Lists leave out logs and specifications, which are long.
 """
 

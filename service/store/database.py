@@ -64,7 +64,7 @@ MIGRATIONS_DIR = Path(__file__).parent / "migrations"
 
 
 _REPLACED_REVISIONS = tuple(f"{number:04}" for number in range(1, 16))
-"""Revisions of the migrations that the one of 0016 replaced; `compatibility` may name one as the oldest code."""
+"""Revisions that migration 0016 replaced; `compatibility` may name one as the oldest code."""
 
 
 class IncompatibleTablesError(RuntimeError):
@@ -154,7 +154,7 @@ _LIBPQ_OPTIONS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-"""As libpq names them: seconds, the last in milliseconds."""
+"""libpq's names and units: seconds, but tcp_user_timeout in milliseconds."""
 _POSTGRES_SESSION_SETTINGS = {
     "statement_timeout": "30s",
     "idle_in_transaction_session_timeout": "15s",
@@ -363,7 +363,7 @@ async def exclusive_sqlite_lock(database: Database) -> AsyncIterator[None]:
 
 
 def _try_flock(descriptor: int) -> bool:
-    """Whether this process has the lock now, which the kernel frees at its end."""
+    """True if this process has the lock now, or the file system has none; the kernel frees it at the process's end."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

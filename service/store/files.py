@@ -21,6 +21,7 @@ from sqlalchemy import ColumnElement, delete, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
+from service.settings.settings import FOR_EVER
 from service.spec.job import PACKAGE_PREFIX, stored_field
 from service.spec.principals import ANONYMOUS, principal_text
 from service.spec.states import FINAL_STATES
@@ -49,7 +50,7 @@ from worker.contract.tasks import RemovalRequest, RemovalResult
 
 
 async def find_package(session: AsyncSession, digest: str, *, owner: str | None = None) -> bool:
-    """Whether the package is stored, and was uploaded by `owner` where one is given; its content is not read."""
+    """True if the package is stored and, where `owner` is given, was uploaded by them; its content is not read."""
     query = select(Package.digest).where(Package.digest == digest)
     if owner is not None:
         query = query.where(
@@ -66,14 +67,14 @@ async def package_content(session: AsyncSession, digest: str) -> bytes | None:
 async def store_package(
     session: AsyncSession, digest: str, content: bytes, *, at: datetime, owner: str = ANONYMOUS
 ) -> None:
-    """Keep a new package; IntegrityError where it is there already."""
+    """Store a new package. Raises sqlalchemy's IntegrityError where it is stored already."""
     session.add(Package(digest=digest, created_at=at, size_bytes=len(content), content=content))
     await session.flush()
     session.add(PackageOwner(digest=digest, owner=owner))
 
 
 async def renew_package(session: AsyncSession, digest: str, *, at: datetime, owner: str = ANONYMOUS) -> bool:
-    """Whether the package is stored; it counts as uploaded by `owner` at `at` then."""
+    """Count a stored package as uploaded by `owner` at `at`; returns whether it is stored."""
     query = update(Package).where(Package.digest == digest).values(created_at=at)
     if (await session.execute(query)).rowcount == 0:
         return False
@@ -146,7 +147,7 @@ _REMOVAL_BATCH_JOBS = 50
 
 @dataclass(frozen=True)
 class PendingRemoval:
-    """What a process of the cluster is to delete; `reported` is the checkpoint that the job went by until now."""
+    """A removal that a task of the cluster carries out; `reported_step` was the job's checkpoint before it."""
 
     use_id: str
     request: RemovalRequest
@@ -154,7 +155,7 @@ class PendingRemoval:
     by: str
     cluster: str
     days: float | None = None
-    """After so long it was removed without being asked for."""
+    """The retention time that the files outlived; None: a user asked for the removal."""
 
 
 async def begin_removal(
@@ -167,7 +168,10 @@ async def begin_removal(
     by: str,
     days: float | None = None,
 ) -> PendingRemoval:
-    """Begin to delete these folders of a job (None: all). Raises InUseError, also for what an attempt would go on from."""
+    """Begin to delete these folders of a job (None: all).
+
+    Raises StorageInUseError for files in use, and for the checkpoint that an attempt would resume from.
+    """
     job = await lock_job(session, job_id)
     assert job is not None, job_id
     in_use = not job.job_state.final
@@ -181,7 +185,7 @@ async def begin_removal(
     )
     reported = job.checkpoint_step
     if folders is None or resume_checkpoint_folder(job) in folders:
-        job.checkpoint_step = job.checkpoint_uri = None  # a retry looks for what is there
+        job.checkpoint_step = job.checkpoint_uri = None  # a retry searches the remaining checkpoints
     what = "all" if folders is None else ", ".join(folders)
     if days is None:
         add_audit(session, by, "job.remove_files", job_id, at=at, detail=what)
@@ -191,39 +195,39 @@ async def begin_removal(
 
 
 def resume_checkpoint_folder(job: Job) -> str | None:
-    """The folder of the checkpoint that an attempt would go on from, as far as its driver has said."""
+    """The folder of the checkpoint that the next attempt would resume from, as the driver last reported it."""
     return None if job.checkpoint_step is None else step_folder_name(job.checkpoint_step)
 
 
 async def end_removal(
-    session: AsyncSession, begun: PendingRemoval, found: RemovalResult | None, *, at: datetime
+    session: AsyncSession, removal: PendingRemoval, result: RemovalResult | None, *, at: datetime
 ) -> None:
-    """Have the job say what is left of its files; None for `found`: nobody knows."""
-    request = begun.request
+    """Record the files that are left of the job; the `result` is None where the task was lost."""
+    request = removal.request
     job = await lock_job(session, request.job)
-    await end_storage_use(session, begun.use_id)
+    await end_storage_use(session, removal.use_id)
     if job is None:
         return
-    if found is None or found.failed is not None:
-        if job.checkpoint_step is None and begun.reported_step is not None:
-            _set_checkpoint(job, request.uri, begun.reported_step)
+    if result is None or result.failed is not None:
+        if job.checkpoint_step is None and removal.reported_step is not None:
+            _set_checkpoint(job, request.uri, removal.reported_step)
         return
-    job.stored_bytes = found.left_bytes
-    if job.job_state.final and job.checkpoint_step not in found.left:
-        _set_checkpoint(job, request.uri, max(found.left, default=None))
+    job.stored_bytes = result.left_bytes
+    if job.job_state.final and job.checkpoint_step not in result.left:
+        _set_checkpoint(job, request.uri, max(result.left, default=None))
     best = (job.best_checkpoint or {}).get("step")
-    if best is not None and step_folder_name(best) in found.removed:
+    if best is not None and step_folder_name(best) in result.removed:
         job.best_checkpoint = None
-    if begun.days is not None:  # what is refused, since it is none of ours, is refused the next time too
+    if removal.days is not None:  # refused foreign files would be refused again, so they are not tried again
         job.files_removed_at = at
-    if found.removed:
+    if result.removed:
         who = (
-            f"deleted by {principal_text(begun.by)}"
-            if begun.days is None
-            else f"deleted {begun.days:g} days after the end (SLOTLINE_KEEP_CHECKPOINTS_DAYS)"
+            f"deleted by {principal_text(removal.by)}"
+            if removal.days is None
+            else f"deleted {removal.days:g} days after the end (SLOTLINE_KEEP_CHECKPOINTS_DAYS)"
         )
-        message = f"{', '.join(found.removed)}: {found.freed_bytes:,} bytes {who}"
-        add_event(session, job, "removed", message, at=at, by=begun.by)
+        message = f"{', '.join(result.removed)}: {result.freed_bytes:,} bytes {who}"
+        add_event(session, job, "removed", message, at=at, by=removal.by)
 
 
 def _set_checkpoint(job: Job, uri: str, step: int | None) -> None:
@@ -232,7 +236,7 @@ def _set_checkpoint(job: Job, uri: str, step: int | None) -> None:
 
 
 async def jobs_with_expired_files(session: AsyncSession, *, days: float, at: datetime) -> list[str]:
-    """Jobs that ended so long ago, and of whose files nobody has said that they are gone."""
+    """Jobs that ended more than `days` ago and whose files were not removed yet; a random batch."""
     query = (
         select(Job.id)
         .where(
@@ -241,22 +245,21 @@ async def jobs_with_expired_files(session: AsyncSession, *, days: float, at: dat
             Job.files_removed_at.is_(None),
             Job.spec["checkpoint"]["uri"].as_string().is_not(None),
         )
-        .order_by(func.random())  # those that fail each time keep no others waiting
+        .order_by(func.random())  # jobs whose removal always fails must not fill every batch
         .limit(_REMOVAL_BATCH_JOBS)
     )
     return list((await session.execute(query)).scalars())
 
 
-FOR_EVER = -1
 _TIMELINES_PER_TRANSACTION = 20
 _RETENTION_BATCH_JOBS = 100
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """For how many days after a job's end, or after a package's last upload; FOR_EVER removes nothing.
+    """Days that data is kept after a job's end, or a package after its last upload; FOR_EVER removes nothing.
 
-    Packages are those that no job names.
+    Packages that a job names are kept.
     """
 
     timelines_days: float
@@ -266,7 +269,7 @@ class RetentionPolicy:
 
 
 async def apply_retention(database: Sessions, keep: RetentionPolicy, *, now: datetime) -> None:
-    """Remove what has been kept for longer than `keep` says."""
+    """Remove data that is older than `keep` allows."""
     if keep.timelines_days != FOR_EVER:
         await _remove_timelines(database, keep.timelines_days, now)
     if keep.history_days != FOR_EVER:
@@ -289,7 +292,7 @@ async def _remove_timelines(database: Sessions, days: float, now: datetime) -> N
 
 
 async def _remove_some_timelines(database: Sessions, job_id: str, days: float, now: datetime) -> bool:
-    """Whether the job may have more of them."""
+    """Remove a batch of a job's timelines; returns whether the job may have more."""
     async with database.write() as session:
         job = await _lock_if_still_ended(session, job_id, days, now)
         if job is None:
@@ -305,14 +308,14 @@ async def _remove_some_timelines(database: Sessions, job_id: str, days: float, n
 
 
 async def _remove_history(database: Sessions, days: float, now: datetime) -> None:
-    some = or_(
+    has_history = or_(
         exists().where(Step.job_id == Job.id),
         exists().where(JobPlan.job_id == Job.id),
         exists().where(PostMortem.job_id == Job.id),
         exists().where(Delivery.job_id == Job.id),
         exists().where(Attempt.job_id == Job.id, Attempt.log != ""),
     )
-    while jobs := await _ended_jobs(database, days, now, some):
+    while jobs := await _ended_jobs(database, days, now, has_history):
         for job_id in jobs:
             async with database.write() as session:
                 if job := await _lock_if_still_ended(session, job_id, days, now):
@@ -330,10 +333,12 @@ async def _remove_packages(database: Sessions, days: float, now: datetime) -> No
         await session.execute(unused)
 
 
-async def _ended_jobs(database: Sessions, days: float, now: datetime, some: ColumnElement[bool]) -> list[str]:
+async def _ended_jobs(
+    database: Sessions, days: float, now: datetime, has_data: ColumnElement[bool]
+) -> list[str]:
     query = (
         select(Job.id)
-        .where(Job.state.in_(FINAL_STATES), Job.finished_at < now - timedelta(days=days), some)
+        .where(Job.state.in_(FINAL_STATES), Job.finished_at < now - timedelta(days=days), has_data)
         .limit(_RETENTION_BATCH_JOBS)
     )
     async with database.read() as session:
@@ -341,7 +346,7 @@ async def _ended_jobs(database: Sessions, days: float, now: datetime, some: Colu
 
 
 async def _lock_if_still_ended(session: AsyncSession, job_id: str, days: float, now: datetime) -> Job | None:
-    """The job, locked, unless somebody has begun it again."""
+    """The job, locked, unless it was retried meanwhile."""
     job = await lock_job(session, job_id)
     if job is None or job.finished_at is None or not job.job_state.final:
         return None
@@ -357,7 +362,7 @@ def _add_removal_event(
 
 @dataclass
 class StorageUsage:
-    """Of one owner, in bytes; `jobs` have files in storage."""
+    """Bytes that one owner stores; `jobs` is the number of jobs with files in storage."""
 
     owner: str
     jobs: int = 0
@@ -371,8 +376,8 @@ class StorageUsage:
 
 
 async def storage_usage_by_owner(session: AsyncSession, *, owner: str | None = None) -> list[StorageUsage]:
-    """Of every owner who has something, most first; only of one where `owner` is given."""
-    found: dict[str, StorageUsage] = {}
+    """The usage of every owner with stored data (of `owner` alone if given), largest first."""
+    usages: dict[str, StorageUsage] = {}
     stored = select(Job.owner, func.count(), func.sum(Job.stored_bytes)).where(Job.stored_bytes > 0)
     plans = select(SavedPlan.owner, func.sum(SavedPlan.size_bytes))
     packages = select(PackageOwner.owner, func.sum(Package.size_bytes)).join(
@@ -383,17 +388,17 @@ async def storage_usage_by_owner(session: AsyncSession, *, owner: str | None = N
         (plans, SavedPlan.owner, ("plan_bytes",)),
         (packages, PackageOwner.owner, ("package_bytes",)),
     ):
-        wanted = query if owner is None else query.where(column == owner)
-        for whose, *sums in await session.execute(wanted.group_by(column)):
-            of_owner = found.setdefault(whose, StorageUsage(whose))
+        filtered = query if owner is None else query.where(column == owner)
+        for name_of_owner, *sums in await session.execute(filtered.group_by(column)):
+            usage = usages.setdefault(name_of_owner, StorageUsage(name_of_owner))
             for name, value in zip(names, sums, strict=True):
-                setattr(of_owner, name, int(value))
-    return sorted(found.values(), key=lambda one: (-one.total_bytes, one.owner))
+                setattr(usage, name, int(value))
+    return sorted(usages.values(), key=lambda usage: (-usage.total_bytes, usage.owner))
 
 
 @dataclass(frozen=True)
 class StoredArtifact:
-    """Something of a job in the database."""
+    """Data of a job in the database, of one kind (`postmortem`, `log`, `plan`, `timelines`)."""
 
     kind: str
     attempt: int | None
@@ -403,27 +408,27 @@ class StoredArtifact:
 
 
 async def stored_artifacts_of(session: AsyncSession, job_id: str) -> Sequence[StoredArtifact]:
-    """What the database has of a job beside its rows: logs, post-mortems, its plan, measured steps."""
-    found = []
+    """The larger data of a job in the database: logs, post-mortems, its plan, measured timelines."""
+    artifacts = []
     sizes = func.coalesce(func.length(PostMortem.plan), 0) + func.coalesce(func.length(PostMortem.slots), 0)
     bundles = select(Attempt.number, sizes, PostMortem.at).join(Attempt, Attempt.id == PostMortem.attempt_id)
     for number, size, at in await session.execute(bundles.where(PostMortem.job_id == job_id)):
-        found.append(StoredArtifact("postmortem", number, size, at))
+        artifacts.append(StoredArtifact("postmortem", number, size, at))
     logs = select(Attempt.number, func.length(Attempt.log), Attempt.finished_at)
     for number, size, at in await session.execute(logs.where(Attempt.job_id == job_id, Attempt.log != "")):
-        found.append(StoredArtifact("log", number, size, at))
+        artifacts.append(StoredArtifact("log", number, size, at))
     plan = select(JobPlan.attempt, func.length(JobPlan.body), JobPlan.created_at)
     for number, size, at in await session.execute(plan.where(JobPlan.job_id == job_id)):
-        found.append(StoredArtifact("plan", number, size, at))
+        artifacts.append(StoredArtifact("plan", number, size, at))
     steps = select(func.count(), func.max(Timeline.attempt)).where(Timeline.job_id == job_id)
     count, attempt = (await session.execute(steps)).one()
     if count:
-        found.append(StoredArtifact("timelines", attempt, None, None, count))
-    return found
+        artifacts.append(StoredArtifact("timelines", attempt, None, None, count))
+    return artifacts
 
 
 async def package_size_and_time(session: AsyncSession, digest: str) -> tuple[int, datetime] | None:
-    """Size and time of a package."""
+    """Size in bytes and last upload of a package; None: it is not stored."""
     query = select(Package.size_bytes, Package.created_at).where(Package.digest == digest)
     row = (await session.execute(query)).first()
     return None if row is None else (row[0], row[1])

@@ -1,9 +1,9 @@
-"""Jobs: submitted in batches, found and filtered in pages, changed while they wait, cancelled, retried.
+"""Jobs: submission in batches, filtered lists in pages, changes while they wait, cancellation, retry.
 
 Functions take the caller's session; changes need a write session. Lists leave out specifications, which are long;
 each filter narrows the query over an index of its own.
-`SubmissionBatcher` stores the jobs that arrive during one commit in the next transaction, so nobody waits for others
-to come; where a batch is refused each job is stored alone, so that none fails for another.
+`SubmissionBatcher` stores the jobs that arrive during one commit in the next transaction, so that no submission waits
+for a batch to fill; where a batch is refused each job is stored alone, so that none fails for another.
 Idempotency keys are unique per owner. A retry goes on from the last checkpoint; a waiting job keeps its age when
 moved.
 """
@@ -33,7 +33,7 @@ from worker.contract.reasons import Reason
 
 
 class OtherClusterError(ValueError):
-    """The job has begun on a cluster that the queue does not belong to."""
+    """The job began on another cluster than the one that the queue belongs to."""
 
     def __init__(self, job: Job, queue: str, cluster: str) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class OtherClusterError(ValueError):
 
 
 class NotWaitingError(ValueError):
-    """The job is not in a queue any more, or was not put back."""
+    """The job is not waiting in a queue, so its queue and priority are fixed."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(
@@ -61,10 +61,10 @@ async def change_waiting_job(
     by: str = ANONYMOUS,
     cluster: str | None = None,
 ) -> Job | None:
-    """Move a waiting job to another queue or priority; it keeps its age. None: no such job. Raises NotWaitingError, and
-    OtherClusterError for one that has begun elsewhere than on the new queue's `cluster` (None: wherever).
+    """Move a waiting job to another queue or priority; it keeps its age. None: no such job. `by` is the principal.
 
-    `by` asks.
+    Raises NotWaitingError, and OtherClusterError for a job that began elsewhere than on the new queue's `cluster`
+    (None: not checked).
     """
     job = await lock_job(session, job_id)
     if job is None:
@@ -88,7 +88,7 @@ async def change_waiting_job(
 
 @dataclass(frozen=True)
 class LabelFilter:
-    """Jobs with this label; with any value where none is given."""
+    """Jobs with this label; a `value` of None matches any."""
 
     name: str
     value: str | None = None
@@ -96,7 +96,7 @@ class LabelFilter:
 
 @dataclass(frozen=True)
 class JobFilter:
-    """What jobs must be to be listed: all of it. `since` and `until` bound the time of submission."""
+    """Conditions on listed jobs, all of which must hold; `since` and `until` bound the time of submission."""
 
     states: Sequence[JobState] = ()
     name: str | None = None
@@ -106,7 +106,7 @@ class JobFilter:
 
 
 def apply_job_filter(query: Select[tuple[Job]], wanted: JobFilter) -> Select[tuple[Job]]:
-    """The query for those jobs only that are wanted."""
+    """The query restricted to jobs that pass the filter."""
     if wanted.states:
         query = query.where(Job.state.in_(wanted.states))
     if wanted.name is not None:
@@ -128,7 +128,7 @@ _JOB_ID_ALPHABET = string.ascii_lowercase + string.digits
 
 @dataclass(frozen=True)
 class PageKey:
-    """Where a page of jobs ends: jobs are listed newest first."""
+    """The last job of a page; jobs are listed newest first."""
 
     created_at: datetime
     job_id: str
@@ -136,7 +136,7 @@ class PageKey:
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job to be stored as QUEUED, and where it comes from."""
+    """A job to be stored as QUEUED, with its owner and the request that submitted it."""
 
     spec: JobSpec
     at: datetime
@@ -148,23 +148,27 @@ class NewJob:
 
 
 async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]:
-    """Store jobs as QUEUED, with as many statements for all as for one. An idempotency key that its owner has used refuses
-    all: sqlalchemy's IntegrityError."""
-    jobs = [_queued_job(one) for one in new]
+    """Store jobs as QUEUED; the number of statements does not grow with theirs.
+
+    Raises sqlalchemy's IntegrityError, and stores none, where an owner has used an idempotency key before.
+    """
+    jobs = [_queued_job(new_job) for new_job in new]
     events = [
-        new_event(job, "state", f"QUEUED: {_submitted_message(one.owner)}", at=one.at, by=one.owner)
-        for job, one in zip(jobs, new, strict=True)
+        new_event(
+            job, "state", f"QUEUED: {_submitted_message(new_job.owner)}", at=new_job.at, by=new_job.owner
+        )
+        for job, new_job in zip(jobs, new, strict=True)
     ]
     session.add_all(jobs)
     await session.flush()
     session.add_all(events)
     for job, event in zip(jobs, events, strict=True):
         enqueue_deliveries(session, job, event)
-    for job, one in zip(jobs, new, strict=True):
+    for job, new_job in zip(jobs, new, strict=True):
         session.add_all(
-            JobLabel(job_id=job.id, name=name, value=value) for name, value in one.spec.labels.items()
+            JobLabel(job_id=job.id, name=name, value=value) for name, value in new_job.spec.labels.items()
         )
-        add_audit(session, one.owner, "job.submit", job.id, at=one.at, detail=job.name)
+        add_audit(session, new_job.owner, "job.submit", job.id, at=new_job.at, detail=job.name)
     return jobs
 
 
@@ -197,14 +201,14 @@ def _queued_job(new: NewJob) -> Job:
         infrastructure_forgiven=0,
         last_event=0,
         labels=spec.labels,
-        notifications=[one.model_dump(mode="json") for one in spec.notifications] or None,
+        notifications=[hook.model_dump(mode="json") for hook in spec.notifications] or None,
         max_duration_s=spec.max_duration,
         held_s=0.0,
     )
 
 
 async def is_current(session: AsyncSession, attempt: Attempt) -> bool:
-    """Whether its job, whose specification may be long, goes by this attempt."""
+    """True for the current attempt of its job; the job, with its long specification, is not loaded."""
     query = select(Job.current_attempt).where(Job.id == attempt.job_id)
     return (await session.execute(query)).scalar_one_or_none() == attempt.id
 
@@ -214,12 +218,12 @@ async def find_job(session: AsyncSession, job_id: str) -> Job | None:
 
 
 async def owner_of(session: AsyncSession, job_id: str) -> str | None:
-    """Who submitted the job; None: no such job. Loads no job, so that one can be locked afterwards."""
+    """The principal that submitted the job; None: no such job. Loads no job, so that it can be locked afterwards."""
     return (await session.execute(select(Job.owner).where(Job.id == job_id))).scalar_one_or_none()
 
 
 async def queue_of(session: AsyncSession, job_id: str) -> str | None:
-    """The queue that the job is in; loads no job, as `owner_of`."""
+    """The queue of the job; loads no job, as `owner_of`."""
     return (await session.execute(select(Job.queue).where(Job.id == job_id))).scalar_one_or_none()
 
 
@@ -230,8 +234,10 @@ async def find_by_idempotency_key(session: AsyncSession, key: str, *, owner: str
 
 
 def scoped_idempotency_key(owner: str, key: str) -> str:
-    """An owner's key as the store has it, where keys are unique. No key holds a blank, so that none can be
-    taken for another owner's."""
+    """The stored form of an owner's key, unique over owners.
+
+    Keys of users contain no blank, so none equals another owner's stored form.
+    """
     if owner == ANONYMOUS:
         return key
     return f"{hashlib.sha256(owner.encode()).hexdigest()} {hashlib.sha256(key.encode()).hexdigest()}"
@@ -247,7 +253,7 @@ async def list_jobs(
     after: PageKey | None = None,
     wanted: JobFilter = JobFilter(),
 ) -> Sequence[Job]:
-    """At most `limit` jobs, without their specifications, newest first, that come after the page that ended with `after`."""
+    """At most `limit` jobs after the page that ended with `after`, newest first, without their specifications."""
     query: Select[tuple[Job]] = apply_job_filter(select(Job).options(WITHOUT_SPEC), wanted)
     if state is not None:
         query = query.where(Job.state == state)
@@ -263,7 +269,7 @@ async def list_jobs(
 
 
 async def waiting_jobs(session: AsyncSession) -> list[Job]:
-    """Jobs that want accelerators, without their specifications."""
+    """Jobs that wait for accelerators, oldest first, without their specifications."""
     query = (
         select(Job).options(WITHOUT_SPEC).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
     )
@@ -271,7 +277,7 @@ async def waiting_jobs(session: AsyncSession) -> list[Job]:
 
 
 async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:
-    """The workers of each mesh, by job, of jobs whose meshes have unlike sizes."""
+    """Numbers of workers of each mesh, by job, for the jobs with heterogeneous meshes."""
     if not job_ids:
         return {}
     query = select(Job.id, Job.spec["resources"]["workers"]).where(Job.id.in_(job_ids))
@@ -279,9 +285,9 @@ async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]
 
 
 async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS) -> Job | None:
-    """Cancel at once what only waits; ask a running job to end. Twice is once. None: no such job. `by` asks.
+    """Cancel a waiting job at once, or ask a running job to end; idempotent. None: no such job. `by` is the principal.
 
-    Raises TransitionError for a job that has ended in another way.
+    Raises TransitionError for a job that has succeeded or failed.
     """
     job = await lock_job(session, job_id)
     if job is None or job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
@@ -312,7 +318,7 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: st
 
 
 async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS) -> Job | None:
-    """Queue a failed or cancelled job again; it goes on from its last checkpoint. None: no such job.
+    """Queue a failed or cancelled job again; it resumes from its last checkpoint. None: no such job.
 
     Raises TransitionError for a job that is not FAILED or CANCELLED.
     """
@@ -340,7 +346,7 @@ class _PendingSubmission:
 
 
 class SubmissionBatcher:
-    """Stores the jobs of this process, in the order in which they come."""
+    """Stores the jobs that are submitted to this process in batches, in their order."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -348,42 +354,40 @@ class SubmissionBatcher:
         self._storing: asyncio.Task[None] | None = None
 
     async def store(self, new: NewJob) -> Job:
-        """The job, committed. Raises what the database says of it: IntegrityError for a key that was used."""
-        asked = _PendingSubmission(new, asyncio.get_running_loop().create_future())
-        self._pending.append(asked)
+        """Store and commit the job. Raises the database's error: IntegrityError for an idempotency key that was used."""
+        submission = _PendingSubmission(new, asyncio.get_running_loop().create_future())
+        self._pending.append(submission)
         if self._storing is None:
             self._storing = asyncio.create_task(self._store_all())
-        return await asked.stored
+        return await submission.stored
 
     async def _store_all(self) -> None:
         try:
             while self._pending:
-                together, self._pending = (
-                    self._pending[:_SUBMISSION_BATCH_JOBS],
-                    self._pending[_SUBMISSION_BATCH_JOBS:],
-                )
-                await self._store_together([one for one in together if not one.stored.done()])
+                batch = self._pending[:_SUBMISSION_BATCH_JOBS]
+                self._pending = self._pending[_SUBMISSION_BATCH_JOBS:]
+                await self._store_batch([submission for submission in batch if not submission.stored.done()])
         finally:
             self._storing = None
-            for one in self._pending:  # only where this task was cancelled: the server ends
-                one.stored.cancel()
+            for submission in self._pending:  # only where this task was cancelled: the server ends
+                submission.stored.cancel()
 
-    async def _store_together(self, together: list[_PendingSubmission]) -> None:
-        """In one transaction; where that is refused for what is in it, each in its own, so that none fails for another."""
-        if not together:
+    async def _store_batch(self, batch: list[_PendingSubmission]) -> None:
+        """Store the batch in one transaction; where that is refused, each job in its own, so that none fails for another."""
+        if not batch:
             return
         try:
             async with self._database.write() as session:
-                jobs = await create_jobs(session, [one.new for one in together])
+                jobs = await create_jobs(session, [submission.new for submission in batch])
         except Exception as error:
-            if len(together) == 1 or isinstance(error, DATABASE_UNAVAILABLE):
-                for one in together:
-                    if not one.stored.done():
-                        one.stored.set_exception(error)
+            if len(batch) == 1 or isinstance(error, DATABASE_UNAVAILABLE):
+                for submission in batch:
+                    if not submission.stored.done():
+                        submission.stored.set_exception(error)
                 return
-            for one in together:
-                await self._store_together([one])
+            for submission in batch:
+                await self._store_batch([submission])
         else:
-            for one, job in zip(together, jobs, strict=True):
-                if not one.stored.done():
-                    one.stored.set_result(job)
+            for submission, job in zip(batch, jobs, strict=True):
+                if not submission.stored.done():
+                    submission.stored.set_result(job)

@@ -136,7 +136,7 @@ class Lease:
         self._acquire_lock = asyncio.Lock()
 
     async def acquire(self) -> bool:
-        """Whether this process has the role; takes it where it is free. Raises LeaseLostError where it was taken."""
+        """Take the role if it is free; returns whether this process has it. Raises LeaseLostError where it was taken."""
         if self.token is None:
             async with self._acquire_lock:
                 return self.token is not None or await self._take()
@@ -211,7 +211,7 @@ class Lease:
         return True
 
     async def _set_expiry(self, token: int, expires_at: Any) -> bool:
-        """Whether the role is still of this token and has the new expiry."""
+        """Set the expiry if this token is the newest; returns whether it is."""
         proof = LeaseRow.name == self.name, LeaseRow.token == token
         async with self._database.write() as session:
             return bool(await _ROLES.renew(session, *proof, time=expires_at))
@@ -285,7 +285,7 @@ class TaskOutcome:
 
 
 async def is_task_running(database: Sessions, key: str) -> bool:
-    """Whether a living process runs this task, which has not ended."""
+    """True while the task has not ended and its holder is not silent."""
     query = select(TaskRow.key).where(TaskRow.key == key, _TASKS.is_held(database_now()), ~TaskRow.ended)
     async with database.read() as session:
         return (await session.execute(query)).first() is not None
@@ -299,7 +299,7 @@ async def take_task_outcome(session: AsyncSession, key: str) -> TaskOutcome | No
 
 
 async def claim_task(session: AsyncSession, key: str, holder: str) -> bool:
-    """Whether `holder` has the task now, to begin it: nobody had it, or its holder is silent."""
+    """Give the task to `holder`, if nobody has it or its holder is silent; returns whether `holder` may begin it."""
     unheld = {"key": key, "holder": "", "beat_at": 0.0, "ended": False, "answer": None, "failure": None}
     await insert_missing(session, TaskRow, unheld)
     now = database_now()

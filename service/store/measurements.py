@@ -1,11 +1,11 @@
 """Measured values: steps, evaluations, timelines with their slots, and layer profiles and costs for planning.
 
 The latest report of a step or evaluation wins: an attempt that resumes from a checkpoint repeats them, at lower
-steps than the attempt before it. Of each job the last timelines are kept; slots are inserted as plain driver tuples,
+steps than the attempt before it. The last timelines of each job are stored; slots are inserted as plain driver tuples,
 as there are thousands a step.
-Profiles are keyed by owner, model, code and cluster: a driver runs user code, so what it measured is nothing to
-another job or owner. Only link costs are shared, by all who use the same nodes of one cluster. The newest of each
-kind are kept.
+Profiles are keyed by owner, model, code and cluster: a driver runs user code, so its measurements must not reach
+another job or owner. Only link costs are shared, by all users of the same nodes of one cluster. The newest profiles of
+each kind are stored.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[
 async def steps_of(
     session: AsyncSession, job_id: str, *, after: int = -1, behind: StepCursor = (0, -1), limit: int = 1000
 ) -> Sequence[Step]:
-    """Steps numbered above `after`, by attempt, then step; only those that come behind `behind` in this order.
+    """Steps numbered above `after` and behind the cursor `behind`, ordered by attempt, then step.
 
-    An attempt that goes on from a checkpoint comes last, though an earlier one went further.
+    An attempt that resumed from a checkpoint comes last, though an earlier attempt reached higher steps.
     """
     query = (
         select(Step)
@@ -68,7 +68,7 @@ async def steps_of(
 
 
 async def losses_at(session: AsyncSession, job_id: str, steps: Sequence[int]) -> dict[int, float]:
-    """The training losses of those of the steps that have one."""
+    """The training losses of the steps that have a loss, by step."""
     query = select(Step.step, Step.loss).where(
         Step.job_id == job_id, Step.step.in_(steps), Step.loss.is_not(None)
     )
@@ -80,7 +80,7 @@ async def find_step(session: AsyncSession, job_id: str, step: int) -> Step | Non
 
 
 async def last_steps(session: AsyncSession, job_id: str, attempt: int, *, limit: int) -> list[Step]:
-    """The last steps that this attempt did and no later one repeated, in order."""
+    """The last steps of this attempt that no later attempt repeated, in order."""
     query = select(Step).where(Step.job_id == job_id, Step.attempt == attempt)
     rows = await session.execute(query.order_by(Step.step.desc()).limit(limit))
     return list(rows.scalars())[::-1]
@@ -88,7 +88,7 @@ async def last_steps(session: AsyncSession, job_id: str, attempt: int, *, limit:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """What the evaluation after `step` (0: before the first) found; `started_at` is Unix time in seconds."""
+    """Result of the evaluation after `step` (0: before the first); `started_at` is Unix time in seconds."""
 
     step: int
     loss: float | None
@@ -101,15 +101,18 @@ class EvaluationRecord:
 async def record_evaluations(
     session: AsyncSession, attempt: Attempt, evaluations: Iterable[EvaluationRecord]
 ) -> None:
-    of_step = {one.step: one for one in evaluations}
-    rows = [{"job_id": attempt.job_id, "attempt": attempt.number, **vars(one)} for one in of_step.values()]
+    latest = {evaluation.step: evaluation for evaluation in evaluations}
+    rows = [
+        {"job_id": attempt.job_id, "attempt": attempt.number, **vars(evaluation)}
+        for evaluation in latest.values()
+    ]
     await upsert(session, Evaluation, rows)
 
 
 async def evaluations_of(
     session: AsyncSession, job_id: str, *, behind: StepCursor = (0, -1), limit: int = 1000
 ) -> Sequence[Evaluation]:
-    """By attempt, then step; only those that come behind `behind` in this order."""
+    """Evaluations behind the cursor `behind`, ordered by attempt, then step."""
     query = (
         select(Evaluation)
         .where(Evaluation.job_id == job_id, tuple_(Evaluation.attempt, Evaluation.step) > behind)
@@ -127,16 +130,14 @@ _PROFILES_PER_MODEL, _LINK_PROFILES_LIMIT = 64, 10_000
 def scoped_profile_key(
     spec: Mapping[str, Any], key: str, *, owner: str = ANONYMOUS, cluster: str = DEFAULT_CLUSTER
 ) -> str:
-    """Under which key the driver of an owner's job (JSON of a JobSpec) on a cluster finds and stores what it calls
-    `key`."""
+    """The stored form of a profile key that a driver uses, for its job (`spec`: JSON of a JobSpec), owner and cluster."""
     if _LINKS_KEY.fullmatch(key):
         return _cluster_links_prefix(cluster) + key.removeprefix(_LINKS_PREFIX)
     return f"{_model_prefix(spec, owner, cluster)}{key}"
 
 
 def scoped_costs_digest(digest: str, owner: str, cluster: str = DEFAULT_CLUSTER) -> str:
-    """A digest of costs as the store has it: what one owner's drivers measured is not another's, nor another
-    cluster's."""
+    """The stored form of a digest of costs: measurements are not shared between owners or clusters."""
     owned = f"{digest} of {hashlib.sha256(owner.encode()).hexdigest()}" if owner else digest
     return owned if cluster == DEFAULT_CLUSTER else f"{owned} on {cluster}"
 
@@ -146,11 +147,11 @@ def _cluster_links_prefix(cluster: str) -> str:
 
 
 def _model_prefix(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
-    given = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
-    given += [{"owner": owner}] if owner else []
-    given += [] if cluster == DEFAULT_CLUSTER else [{"cluster": cluster}]
-    parts = json.dumps(given, sort_keys=True, default=str)
-    return f"model {hashlib.sha256(parts.encode()).hexdigest()} "
+    parts = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
+    parts += [{"owner": owner}] if owner else []
+    parts += [] if cluster == DEFAULT_CLUSTER else [{"cluster": cluster}]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return f"model {hashlib.sha256(text.encode()).hexdigest()} "
 
 
 async def record_driver_profile(
@@ -163,14 +164,14 @@ async def record_driver_profile(
     owner: str = ANONYMOUS,
     cluster: str = DEFAULT_CLUSTER,
 ) -> None:
-    """Keep what the driver of a job measured; the oldest of its kind goes where there are too many."""
-    found = scoped_profile_key(spec, key, owner=owner, cluster=cluster)
-    await record_profile(session, found, body, at=at)
-    prefix, kept = _model_prefix(spec, owner, cluster), _PROFILES_PER_MODEL
+    """Store a profile that the driver of a job measured; the oldest of its kind is deleted beyond the limit."""
+    scoped_key = scoped_profile_key(spec, key, owner=owner, cluster=cluster)
+    await record_profile(session, scoped_key, body, at=at)
+    prefix, limit = _model_prefix(spec, owner, cluster), _PROFILES_PER_MODEL
     if _LINKS_KEY.fullmatch(key):
-        prefix, kept = _cluster_links_prefix(cluster), _LINK_PROFILES_LIMIT
+        prefix, limit = _cluster_links_prefix(cluster), _LINK_PROFILES_LIMIT
     same = Profile.key.startswith(prefix, autoescape=True)
-    newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(kept)
+    newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(limit)
     await session.execute(delete(Profile).where(same, Profile.key.not_in(newest)))
 
 
@@ -184,20 +185,22 @@ async def find_profile(session: AsyncSession, key: str) -> dict[str, Any] | None
 
 
 MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER = "gang", "one worker"
-"""Who measured: the workers of an attempt, or one worker alone."""
+"""Origin of costs: the workers of an attempt, or one worker alone."""
 
 
 async def record_costs(
     session: AsyncSession, digest: str, costs: dict[str, Any], *, measured_by: str, at: datetime
 ) -> None:
-    """Keep what was measured of jobs with this digest (JSON of a driver's PlanRequest); profiles for numbers of
-    microbatches that were measured before stay, with those of each mesh where meshes have unlike sizes."""
-    profiles = {one["microbatches"]: one for one in costs.get("profiles") or ()}
+    """Store the costs measured for jobs with this digest (JSON of a driver's PlanRequest).
+
+    Profiles of other numbers of microbatches that were measured before stay, also per mesh of heterogeneous meshes.
+    """
+    profiles = _profiles_by_microbatches(costs)
     if costs.get("profile") is not None and costs.get("microbatches") is not None:
         profiles[costs["microbatches"]] = {name: costs[name] for name in ("microbatches", "profile")}
     key = _costs_key(digest, measured_by)
     before = await find_profile(session, key) or {"profiles": [], "tried": []}
-    profiles = {one["microbatches"]: one for one in before["profiles"]} | profiles
+    profiles = _profiles_by_microbatches(before) | profiles
     body = {name: value for name, value in costs.items() if name not in ("profile", "microbatches")} | {
         "profiles": list(profiles.values()),
         "tried": sorted({*before["tried"], *profiles, *(costs.get("tried") or ())}),
@@ -207,30 +210,37 @@ async def record_costs(
     await record_profile(session, key, body, at=at)
 
 
+def _profiles_by_microbatches(costs: Mapping[str, Any]) -> dict[int, Any]:
+    return {profile["microbatches"]: profile for profile in costs.get("profiles") or ()}
+
+
 def _profiles_by_mesh(costs: Mapping[str, Any]) -> dict[tuple[int, int, int], Any]:
-    """The profiles of meshes by numbers of microbatches, of workers, and of those that share matrices."""
-    listed = costs.get("mesh_profiles") or ()
-    return {(one["microbatches"], one["workers"], one.get("tensor", 1)): one for one in listed}
+    """The profiles of meshes by numbers of microbatches, of workers, and of tensor-parallel ranks."""
+    profiles = costs.get("mesh_profiles") or ()
+    return {
+        (profile["microbatches"], profile["workers"], profile.get("tensor", 1)): profile
+        for profile in profiles
+    }
 
 
 async def find_costs(
     session: AsyncSession, digest: str, counts: Sequence[int]
 ) -> tuple[dict[str, Any], str] | None:
-    """What was measured for all these numbers of microbatches, and who measured; a gang rather than one worker."""
+    """Costs measured for all the `counts` of microbatches, and their origin; a gang's are preferred. None: not measured."""
     for measured_by in (MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER):
-        found = await find_profile(session, _costs_key(digest, measured_by))
-        if found is not None and set(counts) <= set(found["tried"]):
-            wanted = [one for one in found["profiles"] if one["microbatches"] in counts]
-            if wanted:
-                return {**found, "profiles": wanted}, measured_by
+        costs = await find_profile(session, _costs_key(digest, measured_by))
+        if costs is not None and set(counts) <= set(costs["tried"]):
+            profiles = [profile for profile in costs["profiles"] if profile["microbatches"] in counts]
+            if profiles:
+                return {**costs, "profiles": profiles}, measured_by
     return None
 
 
 async def find_all_costs(session: AsyncSession, digest: str) -> dict[str, Any] | None:
-    """All that was measured of jobs with this digest, for whatever numbers of microbatches; a gang's rather."""
+    """Costs of jobs with this digest for all measured numbers of microbatches; a gang's are preferred."""
     for measured_by in (MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER):
-        if (found := await find_profile(session, _costs_key(digest, measured_by))) is not None:
-            return found
+        if (costs := await find_profile(session, _costs_key(digest, measured_by))) is not None:
+            return costs
     return None
 
 
@@ -239,7 +249,7 @@ def _costs_key(digest: str, measured_by: str) -> str:
 
 
 _LATEST_TIMELINE_FIRST = (Timeline.attempt.desc(), Timeline.step.desc())
-"""An attempt that goes on from a checkpoint has lower steps than the dead one before it."""
+"""An attempt that resumes from a checkpoint has lower steps than the failed attempt before it."""
 
 
 class SlotRecord(NamedTuple):
@@ -267,7 +277,7 @@ async def record_timeline(
     slots: Iterable[SlotRecord],
     keep: int,
 ) -> None:
-    """Store the measured slots of one step; of each job the last `keep` timelines stay."""
+    """Store the measured slots of one step; only the last `keep` timelines of the job stay."""
     job_id = attempt.job_id
     await _delete_timelines(session, job_id, [step])
     session.add(
@@ -289,12 +299,12 @@ async def record_timeline(
 
 
 async def profiled_steps(session: AsyncSession, job_id: str) -> Sequence[int]:
-    """Numbers of the steps whose slots are stored, by attempt, then step: the latest is the last."""
+    """Numbers of the steps whose slots are stored, ordered by attempt, then step."""
     return [step for _, step in await profiled_attempt_steps(session, job_id)]
 
 
 async def profiled_attempt_steps(session: AsyncSession, job_id: str) -> Sequence[tuple[int, int]]:
-    """(attempt, step) of the steps whose slots are stored, in this order."""
+    """(attempt, step) of the steps whose slots are stored, ordered by attempt, then step."""
     query = select(Timeline.attempt, Timeline.step).where(Timeline.job_id == job_id)
     rows = await session.execute(query.order_by(Timeline.attempt, Timeline.step))
     return [(attempt, step) for attempt, step in rows]
@@ -303,7 +313,7 @@ async def profiled_attempt_steps(session: AsyncSession, job_id: str) -> Sequence
 async def find_timeline(
     session: AsyncSession, job_id: str, step: int | None
 ) -> tuple[Timeline, list[SlotRecord]] | None:
-    """The measured timeline of `step`, with its slots as reported; the latest one of the latest attempt if None."""
+    """The measured timeline of `step` (None: the latest of the latest attempt), with its slots as reported."""
     query = select(Timeline).where(Timeline.job_id == job_id).order_by(*_LATEST_TIMELINE_FIRST).limit(1)
     if step is not None:
         query = query.where(Timeline.step == step)
@@ -321,7 +331,7 @@ async def _delete_timelines(session: AsyncSession, job_id: str, steps: Sequence[
 
 
 async def _insert_slots(session: AsyncSession, rows: list[tuple[Any, ...]]) -> None:
-    """`rows` as the driver takes them: SQLAlchemy would turn each of thousands into parameters of its own."""
+    """Insert `rows` through the driver: SQLAlchemy would process each parameter of thousands of rows."""
     if not rows:
         return
     columns = ("job_id", "step", *SlotRecord._fields)

@@ -29,7 +29,7 @@ OPERATOR_WEBHOOK_KEY = "slotline_webhook"
 
 @dataclass(frozen=True)
 class OperatorWebhook:
-    """The operator's URL, which is notified of these states of every job."""
+    """The operator's URL, notified of every job that enters one of the states."""
 
     url: str
     states: Sequence[str]
@@ -131,7 +131,7 @@ async def claim_due_deliveries(
 
 
 async def has_due_deliveries(session: AsyncSession, *, at: datetime) -> bool:
-    """Whether a delivery is due."""
+    """True if a delivery is due."""
     query = select(Delivery.id).where(Delivery.state == DeliveryState.PENDING, ~_CLAIMS.is_held(at))
     return (await session.execute(query.limit(1))).first() is not None
 

@@ -16,12 +16,11 @@ from typing import Any
 from sqlalchemy import delete, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.settings.settings import FOR_EVER
 from service.spec.states import FINAL_STATES
 from service.store.database import upsert
 from service.store.events import add_audit
 from service.store.tables import WITHOUT_PLAN_BODY, Attempt, Job, JobPlan, SavedPlan
-
-FOR_EVER = -1
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ async def store_saved_plan(session: AsyncSession, new: NewSavedPlan, *, at: date
     """Store a plan. Raises TooManySavedPlansError, and sqlalchemy's IntegrityError for a name that the owner has used."""
     count = select(func.count()).where(SavedPlan.owner == new.owner, SavedPlan.name.is_not(None))
     if (saved := (await session.execute(count)).scalar_one()) >= most:
-        raise TooManySavedPlansError(f"{saved} plans are kept already, and an owner may keep {most}")
+        raise TooManySavedPlansError(f"{saved} plans are saved already, and an owner may save {most}")
     plan = SavedPlan(
         id=f"plan-{secrets.token_hex(8)}",
         created_at=at,

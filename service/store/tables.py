@@ -2,8 +2,8 @@
 
 `slots` is also read by Grafana with plain SQL: its column names are an interface. Lease and task times are the
 database's own Unix seconds. Queries of many rows leave long columns out: WITHOUT_SPEC, WITHOUT_LOG,
-WITHOUT_PLAN_BODY. `plans.body` is JSON as text, passed on without parsing. Saved plans are referenced by id, so that
-one whose name was taken away stays for the jobs that were submitted with it.
+WITHOUT_PLAN_BODY. `plans.body` is JSON as text, passed on without parsing. Jobs refer to saved plans by id, so that a
+deleted plan, which has lost its name, stays for the jobs that were submitted with it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Job(Base):
     queue: Mapped[str] = mapped_column(String(100))
     priority: Mapped[int]
     accelerators: Mapped[int]
-    # 0: not all meshes have as many; the specification says how many each has
+    # 0: heterogeneous meshes; the specification has the number of each
     workers_per_mesh: Mapped[int] = mapped_column(default=1, server_default="1")
     device: Mapped[str] = mapped_column(String(10))
-    """As submitted; where that is auto, what the first attempt took, and all later ones take."""
+    """The device of the specification; the first attempt replaces `auto` by its own, which later attempts use too."""
     spec: Mapped[dict[str, Any]]
     """Long: queries of more than one job leave it out, see WITHOUT_SPEC."""
     steps_wanted: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -94,9 +94,9 @@ class Job(Base):
     not_before: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
     owner: Mapped[str] = mapped_column(String(200), default="", server_default="")
-    """The name of the principal that submitted it; empty where nobody was asked for one."""
+    """Name of the principal that submitted it; empty on servers without authentication."""
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
-    """The owner's own: see jobs.owned_key."""
+    """Stored form of the owner's key: see jobs.scoped_idempotency_key."""
     request_digest: Mapped[str | None] = mapped_column(String(64))
     current_attempt: Mapped[str | None] = mapped_column(String(60))
     attempts_made: Mapped[int] = mapped_column(default=0)
@@ -112,40 +112,40 @@ class Job(Base):
     checkpoint_step: Mapped[int | None]
     checkpoint_uri: Mapped[str | None] = mapped_column(Text)
     labels: Mapped[dict[str, Any] | None]
-    """As submitted, for lists to show; they are found by JobLabel."""
+    """The labels of the specification, for lists to show; filters use JobLabel."""
     notifications: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
-    """As submitted: whom it tells of its states."""
+    """The webhooks of the specification, which are notified of the job's states."""
     max_duration_s: Mapped[float | None]
     held_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
-    """Seconds for which attempts that are over held accelerators, since the user's last retry."""
+    """Seconds for which ended attempts held accelerators, since the user's last retry."""
     best_checkpoint: Mapped[dict[str, Any] | None]
-    """By evaluation.metric: its step, uri, metric and value."""
+    """Step, uri, metric and value of the best checkpoint by `evaluation.metric`."""
     traceparent: Mapped[str | None] = mapped_column(String(55))
     """W3C trace context of the request that submitted it."""
     cluster: Mapped[str | None] = mapped_column(String(100))
-    """Where its attempts run, from the first one on; see `began_on`."""
+    """Cluster of all its attempts, set by the first; see `began_on`."""
     given_plan: Mapped[str | None] = mapped_column(String(40), index=True)
-    """The id of the named plan that it was submitted with."""
+    """Id of the saved plan that it was submitted with."""
     stored_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    """What its checkpoints take, as its driver, or who deleted some, last said."""
+    """Bytes of its checkpoints, as last reported by its driver or by a removal."""
     step_flops: Mapped[float | None] = mapped_column(Double)
-    """Operations of the model in a step, and what its accelerators could do in a second, as its driver has them."""
+    """FLOPs of the model in a step and, below, peak FLOP/s of its accelerators, as its driver reports them."""
     peak_flops_per_s: Mapped[float | None] = mapped_column(Double)
     files_removed_at: Mapped[datetime | None]
-    """When all that it had saved was deleted, since it ended long ago."""
+    """Time at which retention deleted all its files."""
 
     @property
     def trace_id(self) -> str | None:
-        """The trace that all of the job's logs belong to; None for jobs of the past."""
-        found = TraceParent.read(self.traceparent)
-        return None if found is None else found.trace_id
+        """The trace id of all logs of the job; None for a job without trace context."""
+        context = TraceParent.read(self.traceparent)
+        return None if context is None else context.trace_id
 
     @property
     def began_on(self) -> str | None:
-        """The cluster of its attempts, which has its checkpoints too; None before the first."""
-        return self.cluster or (
-            DEFAULT_CLUSTER if self.attempts_made else None
-        )  # older than clusters with names
+        """The cluster of its attempts and checkpoints; None before the first attempt."""
+        if self.cluster is None and self.attempts_made:
+            return DEFAULT_CLUSTER  # a job from before clusters had names
+        return self.cluster
 
     @property
     def job_state(self) -> JobState:
@@ -153,7 +153,7 @@ class Job(Base):
 
 
 WITHOUT_SPEC = defer(Job.spec, raiseload=True)
-"""For queries that load jobs by the thousand; asking such a job for its specification raises."""
+"""Option of queries that load thousands of jobs; access to the specification of such a job raises."""
 
 
 class Attempt(Base):
@@ -167,7 +167,7 @@ class Attempt(Base):
     reason: Mapped[str | None] = mapped_column(String(100))
     message: Mapped[str | None] = mapped_column(Text)
     token: Mapped[str] = mapped_column(String(100))
-    """Kept as it is: the orchestrator hands it out again when a start has to be repeated."""
+    """In plain text: the orchestrator hands it out again when a start has to be repeated."""
     device: Mapped[str] = mapped_column(String(10))
     accelerators: Mapped[int]
     created_at: Mapped[datetime]
@@ -178,17 +178,17 @@ class Attempt(Base):
     last_sequence: Mapped[int] = mapped_column(BigInteger, default=0)
     metrics_endpoint: Mapped[str | None] = mapped_column(String(300))
     peak_memory_bytes: Mapped[dict[str, Any] | None]
-    """The most that a worker of each mesh held in a step, by mesh."""
+    """Peak memory of a worker of each mesh in a step, by mesh."""
     log: Mapped[str | None] = mapped_column(Text)
-    """The driver's log, kept when the attempt is over; when it is long, from `log_first_line` on."""
+    """The driver's log, stored after the attempt's end; a long log begins at `log_first_line`."""
     log_first_line: Mapped[int] = mapped_column(default=1)
     stopped_because: Mapped[str | None] = mapped_column(Text)
-    """Why Slotline had Ray stop the driver, where it did."""
+    """Reason for which Slotline had Ray stop the driver, if it did."""
     end_asked_at: Mapped[datetime | None]
-    """Since when the driver is asked to save a checkpoint and end, for the reason `end_asked_for`."""
+    """Time of the request to the driver to save a checkpoint and end, for the reason `end_asked_for`."""
     end_asked_for: Mapped[str | None] = mapped_column(String(100))
     cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT_CLUSTER, server_default=DEFAULT_CLUSTER)
-    """The name of the Ray cluster that it was begun on, whatever the settings say now."""
+    """Name of the Ray cluster that it began on, whatever the settings say now."""
 
     @property
     def attempt_state(self) -> AttemptState:
@@ -196,11 +196,11 @@ class Attempt(Base):
 
 
 WITHOUT_LOG = defer(Attempt.log, raiseload=True)
-"""For queries that want no logs: they are long."""
+"""Option of queries that need no logs, which are long."""
 
 
 class JobLabel(Base):
-    """What jobs are found by: one row for each label of a job."""
+    """A label of a job, for filters."""
 
     __tablename__ = "job_labels"
     __table_args__ = (Index("ix_job_labels_name_value", "name", "value", "job_id"),)
@@ -220,7 +220,7 @@ class Event(Base):
     kind: Mapped[str] = mapped_column(String(100))
     message: Mapped[str] = mapped_column(Text)
     principal: Mapped[str | None] = mapped_column(String(200))
-    """Who asked for it, where somebody did."""
+    """The principal who asked for it, if anybody did."""
 
 
 class Step(Base):
@@ -238,11 +238,11 @@ class Step(Base):
     grad_norm: Mapped[float | None]
     started_at: Mapped[float | None]
     metrics: Mapped[dict[str, Any] | None]
-    """What the loss returned beside itself, by name."""
+    """Metrics that the loss function returned, by name."""
 
 
 class Evaluation(Base):
-    """What was measured after a step, or before the first (step 0), on the job's evaluation data."""
+    """Loss and metrics on the job's evaluation data after a step, or before the first (step 0)."""
 
     __tablename__ = "evaluations"
 
@@ -263,7 +263,7 @@ class JobPlan(Base):
     attempt: Mapped[int]
     created_at: Mapped[datetime]
     body: Mapped[str] = mapped_column(Text)
-    """JSON {"begins", "spec", "plan"} as text: a long plan is passed on as it is, never parsed on the way."""
+    """JSON {"begins", "spec", "plan"} as text: long, so it is passed on without parsing."""
 
 
 class Timeline(Base):
@@ -277,7 +277,7 @@ class Timeline(Base):
 
 
 class PostMortem(Base):
-    """What a failed attempt leaves and later attempts replace: its plan, and the slots of its last profiled step."""
+    """Plan and slots of the last profiled step of a failed attempt, which later attempts would replace."""
 
     __tablename__ = "post_mortems"
 
@@ -330,7 +330,7 @@ class Package(Base):
 
 
 class PackageOwner(Base):
-    """Who uploaded a package: everybody who did may use it."""
+    """An uploader of a package; each of them may use it."""
 
     __tablename__ = "package_owners"
 
@@ -388,20 +388,20 @@ class HeartbeatRow(Base):
 
 
 class LeaseRow(Base):
-    """Which process has a role that one has at a time: see leases.py. Times are the database's own Unix seconds."""
+    """The holder of a role that one process has at a time: see leases.py. Times are the database's Unix seconds."""
 
     __tablename__ = "leases"
 
     name: Mapped[str] = mapped_column(String(100), primary_key=True)
     holder: Mapped[str] = mapped_column(String(200))
     token: Mapped[int] = mapped_column(BigInteger)
-    """Grows with each holder: what carries an older one is refused."""
+    """Grows with each holder; writes with an older token are refused."""
     taken_at: Mapped[float]
     expires_at: Mapped[float]
 
 
 class TaskRow(Base):
-    """A run whose answer somebody waits for, in whichever process: see short_runs.py. Times are as of a Lease."""
+    """A one-shot task, its holder and its outcome, for all processes: see leases.py. Times are as of LeaseRow."""
 
     __tablename__ = "short_runs"
 
@@ -414,8 +414,7 @@ class TaskRow(Base):
 
 
 class SavedPlan(Base):
-    """A plan that its owner has kept. Jobs go by its id, so that one whose name was taken away stays for those that
-    were submitted with it."""
+    """A plan that a user stored under a name. Jobs refer to its id, so a deleted plan stays for jobs submitted with it."""
 
     __tablename__ = "named_plans"
     __table_args__ = (UniqueConstraint("owner", "name"),)
@@ -423,29 +422,28 @@ class SavedPlan(Base):
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
     owner: Mapped[str] = mapped_column(String(200))
     name: Mapped[str | None] = mapped_column(String(100))
-    """Null: deleted, and still wanted by jobs."""
+    """Null: deleted, and still needed by jobs."""
     created_at: Mapped[datetime]
     used_at: Mapped[datetime]
-    """When it was made, or a job was last submitted with it."""
+    """Time at which it was stored, or a job was last submitted with it."""
     request_digest: Mapped[str] = mapped_column(String(64))
-    """Of the job and the budget that it was asked for with."""
+    """Digest of the job and the search budget of the request."""
     measured_by: Mapped[str] = mapped_column(String(20))
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     summary: Mapped[dict[str, Any]]
-    """What lists show of it."""
+    """Summary for lists."""
     made_for: Mapped[str] = mapped_column(Text)
-    """JSON of a MadeFor."""
+    """JSON of the signature that the plan is valid for."""
     body: Mapped[str] = mapped_column(Text)
-    """JSON as in `plans`, and what the preview adds to it."""
+    """JSON as in `plans`, with the additions of the preview."""
 
 
 WITHOUT_PLAN_BODY = (defer(SavedPlan.body, raiseload=True), defer(SavedPlan.made_for, raiseload=True))
-"""For lists: plans are long."""
+"""Options of queries for lists, as plans are long."""
 
 
 class StorageUse(Base):
-    """Who reads or deletes what a job has saved, until when at the latest: deleting and reading keep out of each
-    other's way over all replicas."""
+    """A lease to read or to delete saved files of a job; the two exclude each other over all replicas."""
 
     __tablename__ = "storage_uses"
 
@@ -453,7 +451,7 @@ class StorageUse(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
     kind: Mapped[str] = mapped_column(String(20))
     folders: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
-    """Null: any of the job's."""
+    """Null: any folder of the job."""
     until: Mapped[datetime]
 
 
@@ -473,19 +471,19 @@ class Delivery(Base):
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     event: Mapped[int]
-    """The number of the job's event that it tells."""
+    """Number of the job's event that it reports."""
     job_state: Mapped[str] = mapped_column(String(20))
     url: Mapped[str] = mapped_column(Text)
     host: Mapped[str] = mapped_column(String(300))
     secret: Mapped[str | None] = mapped_column(String(128))
-    """The name of the owner's secret that signs it; null: the operator's."""
+    """Name of the owner's secret that signs it; null: the operator's webhook secret."""
     body: Mapped[str] = mapped_column(Text)
     state: Mapped[str] = mapped_column(String(20), default=DeliveryState.PENDING)
     tries: Mapped[int] = mapped_column(default=0)
     created_at: Mapped[datetime]
     next_at: Mapped[datetime]
-    """When it is due; while it is on its way, when another process takes it for lost and tries again."""
+    """Time at which it is due; while it is being sent, the expiry of the claim, after which another process retries."""
     last_at: Mapped[datetime | None]
     status: Mapped[int | None]
-    """What the receiver answered last."""
+    """HTTP status of the receiver's last answer."""
     error: Mapped[str | None] = mapped_column(Text)

@@ -9,14 +9,13 @@ from sqlalchemy import func, select
 
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.ray.clusters import build_clusters
-from service.settings.settings import Settings
+from service.settings.settings import FOR_EVER, Settings
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState, JobState
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.events import events_of, store_post_mortem
 from service.store.files import (
-    FOR_EVER,
     RetentionPolicy,
     apply_retention,
     find_package,
