@@ -39,85 +39,8 @@ from worker.contract.tasks import (
     read_export_result,
 )
 
-app = typer.Typer()
-
-
-@app.command()
-def artifacts(
-    job: JobArgument,
-    delete: Annotated[
-        str | None, typer.Option("--delete", metavar="NAME", help="Delete this export, as the cluster does")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Stored output of a job beside its checkpoints: exports, post-mortems, logs, plan, code; sizes, and their last day."""
-    if delete is not None:
-        removed = Client().remove_export(job, delete, waiting=print_waiting)
-        show_removed(removed, as_json=as_json)
-        return
-    stored = Client().artifacts(job)
-    if as_json:
-        print_json(stored.model_dump(mode="json"))
-        return
-    table = Table()
-    for title in ("kind", "name", "size", "made", "goes", "place"):
-        table.add_column(title, overflow="fold")
-    for item in stored.items:
-        table.add_row(
-            item.kind,
-            escape(item.name),
-            "" if item.size_bytes is None else size_text(item.size_bytes),
-            "" if item.made_at is None else item.made_at.isoformat(timespec="seconds"),
-            "" if item.expires_at is None else item.expires_at.date().isoformat(),
-            escape(item.place),
-        )
-    out.print(table if stored.items else "nothing")
-    if stored.stored_bytes is not None:
-        out.print(f"checkpoints and exports take {size_text(stored.stored_bytes)}", highlight=False)
-    for note in stored.notes:
-        print_message(f"note: {note}")
-
-
-@app.command()
-def usage(
-    owner: Annotated[str | None, typer.Option(help="Only this principal's")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Stored bytes of each owner: checkpoints and exports, saved plans, uploaded code."""
-    owners = Client().usage(owner=owner)
-    if as_json:
-        print_json(models_to_json(owners))
-        return
-    table = Table()
-    for title in ("owner", "jobs", "checkpoints, exports", "plans", "code", "all"):
-        table.add_column(title, justify="left" if title == "owner" else "right")
-    for entry in owners:
-        sizes = (entry.storage_bytes, entry.plan_bytes, entry.package_bytes, entry.total_bytes)
-        table.add_row(escape(entry.owner) or "(nobody)", str(entry.jobs), *map(size_text, sizes))
-    out.print(table)
-
-
-def show_removed(result: RemovedView, *, as_json: bool) -> None:
-    """Print the names of what was deleted, the freed bytes, and the steps of the whole checkpoints that are left."""
-    if as_json:
-        print_json(result.model_dump(mode="json"))
-        return
-    names = ", ".join(result.removed) or "nothing was there"
-    left = ", ".join(map(str, result.left)) or "none"
-    size = size_text(result.freed_bytes)
-    out.print(f"deleted: {names}, {size}; whole checkpoints left: {left}", highlight=False)
-
-
-def size_text(size: float) -> str:
-    """A size in bytes with a binary unit: 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 ExportFormat = Literal["safetensors", "dcp"]
+app = typer.Typer()
 
 
 @app.command()
@@ -150,6 +73,29 @@ def checkpoints(
     for checkpoint in checkpoints.items:
         if checkpoint.damage is not None:
             print_message(checkpoint.damage)
+
+
+def _checkpoints_table(items: list[CheckpointFile]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)  # in 80 columns
+    for title in ("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", ""):
+        table.add_column(title, no_wrap=bool(title), overflow="fold")
+    for item in items:
+        marks = [name for name, holds in (("latest", item.latest), ("best", item.best)) if holds]
+        marks += ["kept"] if "every" in item.kept else []  # by checkpoint.keep_every
+        saved = "" if item.saved_at is None else item.saved_at.astimezone().strftime("%m-%d %H:%M")
+        loss = "" if item.loss is None else f"{item.loss:.4g}"
+        times = ["" if time_s is None else f"{time_s:.2g} s" for time_s in (item.blocking_s, item.writing_s)]
+        table.add_row(
+            str(item.step),
+            saved,
+            _decimal_size_text(item.size_bytes),
+            *times,
+            item.state,
+            item.checked,
+            loss,
+            ", ".join(marks),
+        )
+    return table
 
 
 @app.command()
@@ -249,27 +195,79 @@ def _export_locally(
     return ExportView.model_validate(json.loads(json.dumps(answer)))
 
 
-def _checkpoints_table(items: list[CheckpointFile]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)  # in 80 columns
-    for title in ("step", "saved", "size", "blocked", "writing", "state", "checked", "loss", ""):
-        table.add_column(title, no_wrap=bool(title), overflow="fold")
-    for item in items:
-        marks = [name for name, holds in (("latest", item.latest), ("best", item.best)) if holds]
-        marks += ["kept"] if "every" in item.kept else []  # by checkpoint.keep_every
-        saved = "" if item.saved_at is None else item.saved_at.astimezone().strftime("%m-%d %H:%M")
-        loss = "" if item.loss is None else f"{item.loss:.4g}"
-        times = ["" if time_s is None else f"{time_s:.2g} s" for time_s in (item.blocking_s, item.writing_s)]
+@app.command()
+def artifacts(
+    job: JobArgument,
+    delete: Annotated[
+        str | None, typer.Option("--delete", metavar="NAME", help="Delete this export, as the cluster does")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stored output of a job beside its checkpoints: exports, post-mortems, logs, plan, code; sizes, and their last day."""
+    if delete is not None:
+        removed = Client().remove_export(job, delete, waiting=print_waiting)
+        show_removed(removed, as_json=as_json)
+        return
+    stored = Client().artifacts(job)
+    if as_json:
+        print_json(stored.model_dump(mode="json"))
+        return
+    table = Table()
+    for title in ("kind", "name", "size", "made", "goes", "place"):
+        table.add_column(title, overflow="fold")
+    for item in stored.items:
         table.add_row(
-            str(item.step),
-            saved,
-            _decimal_size_text(item.size_bytes),
-            *times,
-            item.state,
-            item.checked,
-            loss,
-            ", ".join(marks),
+            item.kind,
+            escape(item.name),
+            "" if item.size_bytes is None else size_text(item.size_bytes),
+            "" if item.made_at is None else item.made_at.isoformat(timespec="seconds"),
+            "" if item.expires_at is None else item.expires_at.date().isoformat(),
+            escape(item.place),
         )
-    return table
+    out.print(table if stored.items else "nothing")
+    if stored.stored_bytes is not None:
+        out.print(f"checkpoints and exports take {size_text(stored.stored_bytes)}", highlight=False)
+    for note in stored.notes:
+        print_message(f"note: {note}")
+
+
+@app.command()
+def usage(
+    owner: Annotated[str | None, typer.Option(help="Only this principal's")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stored bytes of each owner: checkpoints and exports, saved plans, uploaded code."""
+    owners = Client().usage(owner=owner)
+    if as_json:
+        print_json(models_to_json(owners))
+        return
+    table = Table()
+    for title in ("owner", "jobs", "checkpoints, exports", "plans", "code", "all"):
+        table.add_column(title, justify="left" if title == "owner" else "right")
+    for entry in owners:
+        sizes = (entry.storage_bytes, entry.plan_bytes, entry.package_bytes, entry.total_bytes)
+        table.add_row(escape(entry.owner) or "(nobody)", str(entry.jobs), *map(size_text, sizes))
+    out.print(table)
+
+
+def show_removed(result: RemovedView, *, as_json: bool) -> None:
+    """Print the names of what was deleted, the freed bytes, and the steps of the whole checkpoints that are left."""
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+        return
+    names = ", ".join(result.removed) or "nothing was there"
+    left = ", ".join(map(str, result.left)) or "none"
+    size = size_text(result.freed_bytes)
+    out.print(f"deleted: {names}, {size}; whole checkpoints left: {left}", highlight=False)
+
+
+def size_text(size: float) -> str:
+    """A size in bytes with a binary unit: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def _decimal_size_text(size: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -158,12 +159,12 @@ def _job_row(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
     return {
         "id": job_id,
         "first_loss": steps[0].loss,
-        "last_loss": _mean([step.loss for step in steps[-5:]]),
-        "step_s": _median([step.step_s for step in settled]),
+        "last_loss": statistics.fmean([step.loss for step in steps[-5:]]),
+        "step_s": statistics.median_high([step.step_s for step in settled]),
         "planned_makespan_s": plan["makespan_s"],
-        "measured_makespan_s": _median([step.makespan_s for step in settled]),
+        "measured_makespan_s": statistics.median_high([step.makespan_s for step in settled]),
         "planned_bubble": plan["bubble_ratio"],
-        "measured_bubble": _median([step.bubble_ratio for step in settled]),
+        "measured_bubble": statistics.median_high([step.bubble_ratio for step in settled]),
         "chosen": plan["chosen"],
         "trace": str(trace),
     }
@@ -235,12 +236,3 @@ def _relative_path(path: Path) -> str:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

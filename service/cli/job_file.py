@@ -30,54 +30,6 @@ _SKIPPED_NAMES = {
     "node_modules",
 }
 _ZIP_TIMESTAMP = (1980, 1, 1, 0, 0, 0)
-
-
-def zip_folder(folder: Path) -> bytes:
-    """Files of `folder` in a fixed order with a fixed time; caches, links and .git stay out."""
-    if not folder.is_dir():
-        raise CliError(f"code.working_dir {folder} is no folder: give the folder that holds your modules")
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(folder.rglob("*")):
-            path = file.relative_to(folder)
-            if _SKIPPED_NAMES.isdisjoint(path.parts) and file.is_file() and not file.is_symlink():
-                entry = zipfile.ZipInfo(path.as_posix(), _ZIP_TIMESTAMP)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                entry.external_attr = (0o100755 if file.stat().st_mode & 0o100 else 0o100644) << 16
-                archive.writestr(entry, file.read_bytes())
-    return buffer.getvalue()
-
-
-class _AmbiguousFileError(Exception):
-    """The text parses, and gives one name two values."""
-
-
-class StrictYamlLoader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number, as YAML 1.2 and JSON do, and refuses a name that stands twice.
-
-    YAML 1.1 takes 1e-3 for text, and of two `training:` it would drop the first without a word.
-    """
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise _AmbiguousFileError(
-                    f"{key.value} stands twice, in lines {lines[key.value]} and {line}: keep one"
-                )
-            lines[key.value] = line
-        return node
-
-
-StrictYamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 _NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as worker/README.md shows"
 
 
@@ -133,6 +85,36 @@ def _yaml_error_text(error: yaml.YAMLError) -> str:
     return f"{problem}, line {mark.line + 1}, column {mark.column + 1}{remedy}"
 
 
+class _AmbiguousFileError(Exception):
+    """The text parses, and gives one name two values."""
+
+
+class StrictYamlLoader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-3 as a number, as YAML 1.2 and JSON do, and refuses a name that stands twice.
+
+    YAML 1.1 takes 1e-3 for text, and of two `training:` it would drop the first without a word.
+    """
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise _AmbiguousFileError(
+                    f"{key.value} stands twice, in lines {lines[key.value]} and {line}: keep one"
+                )
+            lines[key.value] = line
+        return node
+
+
+StrictYamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, Any]:
     """The job with its code.working_dir, a folder of this machine, replaced by the URI of its uploaded package."""
     code = spec.get("code")
@@ -144,3 +126,19 @@ def upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, A
         folder = file.parent / folder
     package = client.upload_package(zip_folder(folder))
     return {**spec, "code": {**code, "working_dir": package.uri}}
+
+
+def zip_folder(folder: Path) -> bytes:
+    """Files of `folder` in a fixed order with a fixed time; caches, links and .git stay out."""
+    if not folder.is_dir():
+        raise CliError(f"code.working_dir {folder} is no folder: give the folder that holds your modules")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*")):
+            path = file.relative_to(folder)
+            if _SKIPPED_NAMES.isdisjoint(path.parts) and file.is_file() and not file.is_symlink():
+                entry = zipfile.ZipInfo(path.as_posix(), _ZIP_TIMESTAMP)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                entry.external_attr = (0o100755 if file.stat().st_mode & 0o100 else 0o100644) << 16
+                archive.writestr(entry, file.read_bytes())
+    return buffer.getvalue()

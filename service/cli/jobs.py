@@ -36,96 +36,7 @@ from service.spec.job import IDEMPOTENCY_KEY_PATTERN
 from service.spec.states import JobState
 
 _STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
-
-
-def show_job(job: JobView, url: str, *, as_json: bool) -> None:
-    """Print a job of the server at `url`: its state, its attempts, the address of its page."""
-    if as_json:
-        print_json(job.model_dump(mode="json"))
-        return
-    out.print(_job_line(job), soft_wrap=True)
-    for attempt in job.attempts:
-        reason = f" {attempt.reason}: {attempt.message}" if attempt.reason else ""
-        where = "" if attempt.cluster == DEFAULT_CLUSTER else f" on {attempt.cluster}"
-        out.print(f"  attempt {attempt.number} {attempt.state}{where}{reason}", soft_wrap=True, markup=False)
-    if (best := job.best_checkpoint) is not None:
-        line = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
-        out.print(line, soft_wrap=True, markup=False)
-    out.print(f"  {url}/jobs/{job.id}", soft_wrap=True)
-
-
-def evaluations_table(evaluations: Sequence[EvaluationView]) -> Table:
-    """A row for each evaluation, a column for each metric."""
-    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
-    table = borderless_table()
-    for title in ("step", "loss", *map(escape, names), "samples", "seconds"):
-        table.add_column(title, justify="right")
-    for evaluation in evaluations:
-        numbers = [evaluation.loss, *(evaluation.metrics.get(name) for name in names)]
-        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
-        seconds = "" if evaluation.evaluation_s is None else f"{evaluation.evaluation_s:.2f}"
-        table.add_row(str(evaluation.step), *cells, str(evaluation.samples), seconds)
-    return table
-
-
-def jobs_table(jobs: Sequence[JobSummary]) -> Table:
-    """One row a job; narrow terminals fold names and queues."""
-    table = borderless_table(collapse_padding=True)
-    for title in ("job", "name", "queue", "state", "step", "loss", "why"):
-        whole = title in ("job", "state", "step", "loss")
-        width = {"name": 14, "queue": 8}.get(title) if out.width < 100 else None
-        table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
-    for job in jobs:
-        done = job.progress
-        table.add_row(
-            job.id,
-            job.name,
-            job.queue,
-            state_text(job),
-            f"{done.step}/{done.steps}",
-            "" if done.loss is None else f"{done.loss:.4g}",
-            escape((job.message or job.reason or "")[:120]),
-        )
-    return table
-
-
-def timeline_table(view: TimelineView) -> Table:
-    """One row for the plan and one for the measurement, where there are both."""
-    table = Table(title=f"{view.job_id}, step {view.step}")
-    for title in ("", "makespan", "slots", "compute"):
-        table.add_column(title, justify="left" if not title else "right")
-    for name, side in (("planned", view.planned), ("measured", view.measured)):
-        if side is not None:
-            table.add_row(name, *_timeline_cells(side))
-    return table
-
-
-def _timeline_cells(side: TimelineSide) -> tuple[str, str, str]:
-    compute = sum(slot.end_s - slot.start_s for slot in side.slots if slot.lane == "compute")
-    return f"{1e3 * side.makespan_s:.2f} ms", str(len(side.slots)), f"{1e3 * compute:.2f} ms"
-
-
-def _job_line(job: JobView) -> str:
-    why = ": ".join(part for part in (job.reason, job.message) if part)
-    done = job.progress
-    loss = "" if done.loss is None else f", loss {done.loss:.4g}"
-    loss += "".join(f", {name} {value:.4g}" for name, value in done.metrics.items() if value is not None)
-    owner = f" of {escape(job.owner)}" if job.owner else ""
-    line = (
-        f"{job.id} {job.name}{owner} [{_state_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
-    )
-    return f"{line}  {escape(why)}" if why else line
-
-
-def state_text(job: JobSummary) -> str:
-    """The job's state in its colour."""
-    return f"[{_state_colour(job)}]{job.state}[/]"
-
-
-def _state_colour(job: JobSummary) -> str:
-    return _STATE_COLOURS.get(job.state, "default")
-
-
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
 app = typer.Typer()
 
 
@@ -185,14 +96,6 @@ def change(
     show_job(client.change(job, queue=queue, priority=priority), client.url, as_json=as_json)
 
 
-def _fail_unless_succeeded(job: JobView) -> None:
-    if job.state is not JobState.SUCCEEDED:
-        raise CliError(f"job {job.id} {job.state}: {job.reason}: {job.message}")
-
-
-FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
-
-
 @app.command("jobs")
 def list_jobs(
     state: Annotated[
@@ -242,17 +145,6 @@ def read_job(job: JobArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def evaluations(job: JobArgument, as_json: JsonOption = False) -> None:
-    """Loss and metrics of the job's evaluations; --json prints one evaluation a line."""
-    results = list(Client().evaluations(job))
-    if as_json:
-        for evaluation in results:
-            print(json.dumps(evaluation.model_dump(mode="json")))
-    else:
-        out.print(evaluations_table(results) if results else "no evaluations")
-
-
-@app.command()
 def events(job: JobArgument, follow: FollowOption = False, as_json: JsonOption = False) -> None:
     """The job's event log; --json prints one event a line."""
     for event in Client().events(job, follow=follow):
@@ -288,6 +180,17 @@ def logs(
 
 
 @app.command()
+def evaluations(job: JobArgument, as_json: JsonOption = False) -> None:
+    """Loss and metrics of the job's evaluations; --json prints one evaluation a line."""
+    results = list(Client().evaluations(job))
+    if as_json:
+        for evaluation in results:
+            print(json.dumps(evaluation.model_dump(mode="json")))
+    else:
+        out.print(evaluations_table(results) if results else "no evaluations")
+
+
+@app.command()
 def timeline(
     job: JobArgument,
     step: ProfiledStepOption = None,
@@ -309,6 +212,99 @@ def timeline(
     out.print(timeline_table(view))
     where = f"trace: {output} (open it in Perfetto)" if output else f"{client.url}/jobs/{job}"
     out.print(where, soft_wrap=True)
+
+
+def show_job(job: JobView, url: str, *, as_json: bool) -> None:
+    """Print a job of the server at `url`: its state, its attempts, the address of its page."""
+    if as_json:
+        print_json(job.model_dump(mode="json"))
+        return
+    out.print(_job_line(job), soft_wrap=True)
+    for attempt in job.attempts:
+        reason = f" {attempt.reason}: {attempt.message}" if attempt.reason else ""
+        where = "" if attempt.cluster == DEFAULT_CLUSTER else f" on {attempt.cluster}"
+        out.print(f"  attempt {attempt.number} {attempt.state}{where}{reason}", soft_wrap=True, markup=False)
+    if (best := job.best_checkpoint) is not None:
+        line = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
+        out.print(line, soft_wrap=True, markup=False)
+    out.print(f"  {url}/jobs/{job.id}", soft_wrap=True)
+
+
+def _job_line(job: JobView) -> str:
+    why = ": ".join(part for part in (job.reason, job.message) if part)
+    done = job.progress
+    loss = "" if done.loss is None else f", loss {done.loss:.4g}"
+    loss += "".join(f", {name} {value:.4g}" for name, value in done.metrics.items() if value is not None)
+    owner = f" of {escape(job.owner)}" if job.owner else ""
+    line = (
+        f"{job.id} {job.name}{owner} [{_state_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
+    )
+    return f"{line}  {escape(why)}" if why else line
+
+
+def state_text(job: JobSummary) -> str:
+    """The job's state in its colour."""
+    return f"[{_state_colour(job)}]{job.state}[/]"
+
+
+def _state_colour(job: JobSummary) -> str:
+    return _STATE_COLOURS.get(job.state, "default")
+
+
+def jobs_table(jobs: Sequence[JobSummary]) -> Table:
+    """One row a job; narrow terminals fold names and queues."""
+    table = borderless_table(collapse_padding=True)
+    for title in ("job", "name", "queue", "state", "step", "loss", "why"):
+        whole = title in ("job", "state", "step", "loss")
+        width = {"name": 14, "queue": 8}.get(title) if out.width < 100 else None
+        table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
+    for job in jobs:
+        done = job.progress
+        table.add_row(
+            job.id,
+            job.name,
+            job.queue,
+            state_text(job),
+            f"{done.step}/{done.steps}",
+            "" if done.loss is None else f"{done.loss:.4g}",
+            escape((job.message or job.reason or "")[:120]),
+        )
+    return table
+
+
+def evaluations_table(evaluations: Sequence[EvaluationView]) -> Table:
+    """A row for each evaluation, a column for each metric."""
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
+    table = borderless_table()
+    for title in ("step", "loss", *map(escape, names), "samples", "seconds"):
+        table.add_column(title, justify="right")
+    for evaluation in evaluations:
+        numbers = [evaluation.loss, *(evaluation.metrics.get(name) for name in names)]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        seconds = "" if evaluation.evaluation_s is None else f"{evaluation.evaluation_s:.2f}"
+        table.add_row(str(evaluation.step), *cells, str(evaluation.samples), seconds)
+    return table
+
+
+def timeline_table(view: TimelineView) -> Table:
+    """One row for the plan and one for the measurement, where there are both."""
+    table = Table(title=f"{view.job_id}, step {view.step}")
+    for title in ("", "makespan", "slots", "compute"):
+        table.add_column(title, justify="left" if not title else "right")
+    for name, side in (("planned", view.planned), ("measured", view.measured)):
+        if side is not None:
+            table.add_row(name, *_timeline_cells(side))
+    return table
+
+
+def _timeline_cells(side: TimelineSide) -> tuple[str, str, str]:
+    compute = sum(slot.end_s - slot.start_s for slot in side.slots if slot.lane == "compute")
+    return f"{1e3 * side.makespan_s:.2f} ms", str(len(side.slots)), f"{1e3 * compute:.2f} ms"
+
+
+def _fail_unless_succeeded(job: JobView) -> None:
+    if job.state is not JobState.SUCCEEDED:
+        raise CliError(f"job {job.id} {job.state}: {job.reason}: {job.message}")
 
 
 def _minutes_ago(minutes: float | None) -> datetime | None:

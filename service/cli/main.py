@@ -26,6 +26,8 @@ completion_app = typer.Typer()
 
 
 class Shell(StrEnum):
+    """Shells that have a completion script."""
+
     BASH = "bash"
     ZSH = "zsh"
     FISH = "fish"

@@ -36,6 +36,127 @@ from service.settings.settings import Settings, load_settings, misspelt_settings
 from service.store.database import Database, IncompatibleTablesError, NoSuchRevisionError
 from worker.contract.logs import set_up_logging
 
+_REQUEST_HEAD_LIMIT_BYTES = 65536
+"""Limit of a request's line and headers together."""
+_READY_LIMIT_S = 240.0
+_STOP_LIMIT_S = 60.0
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on (SLOTLINE_HOST)")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (SLOTLINE_PORT)")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the control plane; with no RAY_ADDRESS it starts a local Ray too. Ctrl-C ends both."""
+    import uvicorn
+
+    from service.control_plane import control_plane_app
+
+    settings = settings_or_fail(host=host, port=port)
+    set_up_logging(
+        level=settings.log_level.upper(),
+        log_format=settings.log_format,
+        line_format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        time_format=None,
+    )
+    for name, meant in misspelt_settings(os.environ).items():
+        logging.warning("%s is no setting: did you mean %s?", name, meant)
+    for noisy in ("httpx", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    app = control_plane_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level.lower(),
+        access_log=settings.log_level.lower() == "debug",
+        timeout_graceful_shutdown=3,
+        log_config=None,
+        # httptools, the default, takes a header without end, and copies what it has with every piece
+        http="h11",
+        h11_max_incomplete_event_size=_REQUEST_HEAD_LIMIT_BYTES,
+    )
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_expected_traceback(record, app.state))
+    listener = _bind_listener(settings)
+    if settings.port == 0:
+        settings.port = listener.getsockname()[1]
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                gc.collect()
+                gc.freeze()  # else a report of thousands of slots sets off walks over all that was imported
+                text = json.dumps({"url": settings.url}) if as_json else f"Slotline at {settings.url}"
+                out.print(text, soft_wrap=True)
+
+    server = Server(config)
+    with contextlib.suppress(SystemExit):  # uvicorn's way to say that it did not start
+        server.run(sockets=[listener])
+    if not server.started:
+        raise CliError(f"the server did not start: {_start_error_text(app.state)}")
+
+
+def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
+    """True for uvicorn's traceback of a failed start that `_start_error_text` says in one line."""
+    expected = isinstance(getattr(state, "start_error", None), OSError | RuntimeError | OperationalError)
+    return expected and record.getMessage().startswith("Traceback")
+
+
+def _start_error_text(state: Any) -> str:
+    """The cause of a failed start, in one line."""
+    error = getattr(state, "start_error", None)
+    lines = str(getattr(error, "orig", None) or error or "its log above says why").strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _bind_listener(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen()  # at once: until then another server could take the same port
+    except OSError as error:
+        listener.close()
+        where = f"cannot listen on {settings.host}:{settings.port} ({error.strerror})"
+        if error.errno == errno.EADDRINUSE:
+            raise CliError(f"{where}: another server runs there; end it or give --port") from None
+        raise CliError(f"{where}: give --host and --port of this machine that you may use") from None
+    return listener
+
+
+@app.command()
+def migrate(
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="REVISION",
+            help="Another revision than this version's: an older one, before an older Slotline is started. "
+            "Tables and columns that were added since are dropped",
+        ),
+    ] = "head",
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the database that the settings name to this version's tables; `slotline serve` does it, too."""
+    database = Database(settings_or_fail().sqlalchemy_url)
+    shown = database.url.render_as_string(hide_password=True)
+    try:
+        asyncio.run(_start_and_close(database, to))
+    except (SQLAlchemyError, OSError, IncompatibleTablesError, NoSuchRevisionError) as error:
+        why = str(getattr(error, "orig", None) or error).strip().splitlines()
+        raise CliError(f"{shown} was not migrated: {why[0] if why else type(error).__name__}") from None
+    print(json.dumps({"migrated": shown}) if as_json else f"migrated {shown}")
+
+
+async def _start_and_close(database: Database, to: str) -> None:
+    try:
+        await database.start(to=to)
+    finally:
+        await database.close()
+
 
 def settings_or_fail(**values: object) -> Settings:
     """Settings from the environment and `values`; CliError names each wrong variable."""
@@ -58,10 +179,6 @@ def _setting_error_text(error: Mapping[str, Any]) -> str:
     )  # with @: the password of a database's URL
     shown = "..." if secret else repr(value)
     return f"SLOTLINE_{name.removeprefix('SLOTLINE_').upper()}={shown}: {message}"
-
-
-_READY_LIMIT_S = 240.0
-_STOP_LIMIT_S = 60.0
 
 
 class ServerFailedError(RuntimeError):
@@ -151,125 +268,3 @@ class LocalServer:
         raise ServerFailedError(
             f"no answer from {self.url}/readyz in {_READY_LIMIT_S:.0f} s; its log:\n{self.tail()}"
         )
-
-
-app = typer.Typer()
-
-
-@app.command()
-def migrate(
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="REVISION",
-            help="Another revision than this version's: an older one, before an older Slotline is started. "
-            "Tables and columns that were added since are dropped",
-        ),
-    ] = "head",
-    as_json: JsonOption = False,
-) -> None:
-    """Bring the database that the settings name to this version's tables; `slotline serve` does it, too."""
-    database = Database(settings_or_fail().sqlalchemy_url)
-    shown = database.url.render_as_string(hide_password=True)
-    try:
-        asyncio.run(_start_and_close(database, to))
-    except (SQLAlchemyError, OSError, IncompatibleTablesError, NoSuchRevisionError) as error:
-        why = str(getattr(error, "orig", None) or error).strip().splitlines()
-        raise CliError(f"{shown} was not migrated: {why[0] if why else type(error).__name__}") from None
-    print(json.dumps({"migrated": shown}) if as_json else f"migrated {shown}")
-
-
-async def _start_and_close(database: Database, to: str) -> None:
-    try:
-        await database.start(to=to)
-    finally:
-        await database.close()
-
-
-_REQUEST_HEAD_LIMIT_BYTES = 65536
-"""Limit of a request's line and headers together."""
-
-
-@app.command()
-def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on (SLOTLINE_HOST)")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (SLOTLINE_PORT)")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Run the control plane; with no RAY_ADDRESS it starts a local Ray too. Ctrl-C ends both."""
-    import uvicorn
-
-    from service.control_plane import control_plane_app
-
-    settings = settings_or_fail(host=host, port=port)
-    set_up_logging(
-        level=settings.log_level.upper(),
-        log_format=settings.log_format,
-        line_format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        time_format=None,
-    )
-    for name, meant in misspelt_settings(os.environ).items():
-        logging.warning("%s is no setting: did you mean %s?", name, meant)
-    for noisy in ("httpx", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    app = control_plane_app(settings)
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_level=settings.log_level.lower(),
-        access_log=settings.log_level.lower() == "debug",
-        timeout_graceful_shutdown=3,
-        log_config=None,
-        # httptools, the default, takes a header without end, and copies what it has with every piece
-        http="h11",
-        h11_max_incomplete_event_size=_REQUEST_HEAD_LIMIT_BYTES,
-    )
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_expected_traceback(record, app.state))
-    listener = _bind_listener(settings)
-    if settings.port == 0:
-        settings.port = listener.getsockname()[1]
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                gc.collect()
-                gc.freeze()  # else a report of thousands of slots sets off walks over all that was imported
-                text = json.dumps({"url": settings.url}) if as_json else f"Slotline at {settings.url}"
-                out.print(text, soft_wrap=True)
-
-    server = Server(config)
-    with contextlib.suppress(SystemExit):  # uvicorn's way to say that it did not start
-        server.run(sockets=[listener])
-    if not server.started:
-        raise CliError(f"the server did not start: {_start_error_text(app.state)}")
-
-
-def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
-    """True for uvicorn's traceback of a failed start that `_start_error_text` says in one line."""
-    expected = isinstance(getattr(state, "start_error", None), OSError | RuntimeError | OperationalError)
-    return expected and record.getMessage().startswith("Traceback")
-
-
-def _start_error_text(state: Any) -> str:
-    """The cause of a failed start, in one line."""
-    error = getattr(state, "start_error", None)
-    lines = str(getattr(error, "orig", None) or error or "its log above says why").strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _bind_listener(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-        listener.listen()  # at once: until then another server could take the same port
-    except OSError as error:
-        listener.close()
-        where = f"cannot listen on {settings.host}:{settings.port} ({error.strerror})"
-        if error.errno == errno.EADDRINUSE:
-            raise CliError(f"{where}: another server runs there; end it or give --port") from None
-        raise CliError(f"{where}: give --host and --port of this machine that you may use") from None
-    return listener

@@ -104,8 +104,7 @@ class UnreachableError(ClientError):
 
 
 class ApiError(ClientError):
-    """The server answered with a problem; its `detail` is the message, its `code` is for programs. `errors` name
-    fields, where some are wrong."""
+    """The server answered with a problem: `detail` is the message, `code` is for programs, `errors` name wrong fields."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)
@@ -253,7 +252,7 @@ class Client:
         return self._items(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", limit=_PAGE_SIZE)
 
     def plan(self, job_id: str) -> JobPlanView:
-        """The job's stage starts, the costs that were planned, and the plan (DESIGN section 4)."""
+        """The job's stage starts, its pipeline spec, and the plan (DESIGN section 4)."""
         return self._get(JobPlanView, f"/api/v1/jobs/{job_id}/plan")
 
     def timeline(self, job_id: str, step: int | None = None) -> TimelineView:

@@ -502,10 +502,10 @@ class JobSpec(SpecPart):
         check_optimizer_sharding(self.resources.shard, self.resources.meshes, self.optimizer.factory)
         check_tensor_parallel_optimizer(self.resources.tensor, self.optimizer.factory)
         count = self.training.microbatches
-        shares = [
+        dp_sizes = [
             size // tensor for size, tensor in zip(self.mesh_sizes, self.resources.mesh_tensors, strict=True)
         ]
-        check_batch_divides(self.training.global_batch, None if count == "auto" else count, shares)
+        check_batch_divides(self.training.global_batch, None if count == "auto" else count, dp_sizes)
         return self
 
     @property

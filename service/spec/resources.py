@@ -90,7 +90,7 @@ def check_optimizer_sharding(shard: str | Sequence[str], meshes: int | None, opt
         )
     if "optimizer" in (shard, *shard) and (name := _non_elementwise_name(optimizer)):
         raise ValueError(
-            f"resources.shard is optimizer, and {name} does not update each element by itself: its state cannot be shared "
+            f"resources.shard is optimizer, and {name} does not update each element by itself: its state cannot be sharded "
             "over the workers of a mesh; set shard to none, or choose another optimizer (torch.optim:AdamW, ...)"
         )
 
@@ -130,7 +130,7 @@ def check_tensor_list(tensors: Sequence[int], meshes: int | None, largest: int) 
     """Raise ValueError unless `tensors` has one number for each mesh, not all equal, the largest of them `largest`."""
     if meshes != len(tensors) or tensor_fields(tensors) != {"tensor": largest, "tensors": list(tensors)}:
         raise ValueError(
-            f"tensors {list(tensors)} does not say among how many workers each of {meshes} meshes shares its matrices, with "
+            f"tensors {list(tensors)} does not give the tensor parallel size of each of {meshes} meshes, with "
             f"tensor {largest}: write meshes as a list, one entry {{workers: N, parallel: {{tensor: N}}}} a mesh, and leave "
             "both out"
         )
@@ -144,12 +144,12 @@ def check_tensor_parallel(
     if tensor == 1:
         if plan is not None:
             raise ValueError(
-                "tensor_plan says how matrices are shared, and tensor is 1: set tensor, or leave the plan out"
+                "tensor_plan says how matrices are split, and tensor is 1: set tensor, or leave the plan out"
             )
         return
     if plan is not None and {*plan.values()} <= {"replicate"}:
         raise ValueError(
-            f"tensor_plan shares no matrix and tensor is {tensor}: say which are colwise, rowwise or vocab, leave the plan "
+            f"tensor_plan splits no matrix and tensor is {tensor}: say which are colwise, rowwise or vocab, leave the plan "
             "out for that of the known model families, or set tensor to 1"
         )
     for size, tensor in zip(workers, tensors, strict=True):
@@ -217,7 +217,7 @@ def _check_entry_sizes(place: str, entry: MeshEntry) -> None:
     data = workers // tensor if entry.parallel.data is None else entry.parallel.data
     if data * tensor != workers:
         raise ValueError(
-            f"{place}.parallel shares among data {data} x tensor {tensor} = {data * tensor} workers, "
+            f"{place}.parallel is data {data} x tensor {tensor} = {data * tensor} workers, "
             f"and there are {workers}: "
             f"set data to {workers // tensor}, or workers to {data * tensor}"
         )

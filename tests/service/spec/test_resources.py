@@ -99,7 +99,7 @@ def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_devic
         ({"meshes": [{}], "workers": [1]}, "meshes is a list and workers is given too"),
         (
             {"meshes": 2, "workers_per_mesh": 2, "tensor": 2, "tensors": [2, 1, 1]},
-            "tensors [2, 1, 1] does not say among how many workers each of 2 meshes shares its matrices",
+            "tensors [2, 1, 1] does not give the tensor parallel size of each of 2 meshes",
         ),
         ({"meshes": [{}], "tensors": [1]}, "meshes is a list and tensors is given too"),
         (
@@ -118,8 +118,8 @@ def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_devic
         ),
         (TENSOR_2 | {"tensor_plan": {"*": "split"}}, "tensor_plan.*"),
         (TENSOR_2 | {"tensor_plan": {"re:(": "colwise"}}, "'re:(' is no regular expression"),
-        (TENSOR_2 | {"tensor_plan": {}}, "tensor_plan shares no matrix and tensor is 2"),
-        (TENSOR_2 | {"tensor_plan": {"*": "replicate"}}, "tensor_plan shares no matrix and tensor is 2"),
+        (TENSOR_2 | {"tensor_plan": {}}, "tensor_plan splits no matrix and tensor is 2"),
+        (TENSOR_2 | {"tensor_plan": {"*": "replicate"}}, "tensor_plan splits no matrix and tensor is 2"),
         (
             {"meshes": [{"workers": 2, "shard": "optimizer"}, {"workers": 2}], "shard": "none"},
             "shard is given in entries of meshes and beside them: leave it out beside them",
