@@ -222,7 +222,7 @@ class JobPlanView(BaseModel):
     update_s: float | None = None
     update: list[MeshUpdateView] = []
     named: SavedPlanRef | None = Field(
-        default=None, description="The kept plan that this is; null where it was made for its job alone"
+        default=None, description="The saved plan that this is; null where it was made for its job alone"
     )
 
 
