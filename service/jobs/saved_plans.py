@@ -110,8 +110,11 @@ async def plan_named_by(service: Service, spec: JobSpec, caller: Principal) -> S
     async with service.database.read() as session:
         plan = await find_saved_plan(session, caller.name, spec.plan, whole=False)
     if plan is None:
-        message = "you have no such saved plan: `slotline plan job.yaml --name ...` makes one, `slotline plans list` lists them"
-        raise field_problem("plan", spec.plan, message)
+        raise field_problem(
+            "plan",
+            spec.plan,
+            "you have no such saved plan: `slotline plan job.yaml --name ...` makes one, `slotline plans list` lists all",
+        )
     differences = await asyncio.to_thread(_differences_from_plan, spec, plan)
     if differences:
         raise ProblemError(
@@ -187,7 +190,7 @@ async def _own_saved_plan(service: Service, caller: Principal, name: str, spec: 
     """The caller's plan of this name for this job, or None; 409 where it was made for another job."""
     async with service.database.read() as session:
         plan = await find_saved_plan(session, caller.name, name)
-    if plan is not None and plan.request_digest != _request_digest(spec):
+    if plan is not None and plan.request_digest != request_digest(spec):
         raise ProblemError(
             409,
             f"you have saved a plan of another job as {name!r}: choose another name, or remove it (slotline plans remove "
@@ -218,7 +221,7 @@ async def _save_new_plan(
     new = NewSavedPlan(
         owner=caller.name,
         name=name,
-        request_digest=_request_digest(spec),
+        request_digest=request_digest(spec),
         measured_by=provenance.measured_by,
         summary=await asyncio.to_thread(
             _stored_summary, job, plan, json.loads(made_for)["device"], provenance.notes
@@ -241,8 +244,11 @@ async def _save_new_plan(
         return saved
 
 
-def _request_digest(spec: JobSpec) -> str:
-    """Equal for equal jobs: a repeated request for a plan under the same name is answered with the saved one."""
+def request_digest(spec: JobSpec) -> str:
+    """SHA-256 of a job, by which a repeated request is known and answered as the first was.
+
+    Defaults are left out: a newer Slotline knows more fields, and the same body must keep its digest.
+    """
     return hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
 

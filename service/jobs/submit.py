@@ -5,14 +5,13 @@ The planner's previews and the retries of jobs pass the same checks.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from urllib.parse import urlsplit
 
 from sqlalchemy.exc import IntegrityError
 
 from service.jobs.problems import ProblemCode, ProblemError, field_problem
-from service.jobs.saved_plans import plan_named_by
+from service.jobs.saved_plans import plan_named_by, request_digest
 from service.jobs.service import Service
 from service.jobs.views import current_view, job_view
 from service.observability.tracing import REQUEST_SPAN
@@ -50,8 +49,7 @@ async def submit_job(
 
     409 for a key that was used for another body. The job's trace is the present request's, else `traceparent`, else new.
     """
-    # without defaults: a new version knows more fields, and the same body must stay the same
-    digest = hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+    digest = request_digest(spec)
     job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
         await check_references(service, spec, caller)
