@@ -42,7 +42,7 @@ async def log_lines(
 ) -> list[LogLine]:
     """Lines of the drivers' logs behind `after`, at most `limit`. Raises ClusterError when Ray is needed and away.
 
-    Attempts in `read` are passed over; those whose log is kept and has been gone through are added to it.
+    Attempts in `read` (their ids) are passed over; attempts whose stored log was read to its end are added to it.
     """
     async with service.database.read() as session:
         places = await log_locations(session, job_id)

@@ -93,8 +93,8 @@ def _failed_attempt(job_id: str, attempts: list[Attempt], number: int | None) ->
         if number
         else f"no attempt of job {job_id} has failed"
     )
-    which = f": those that did are {', '.join(str(attempt.number) for attempt in failed)}" if failed else ""
-    raise ProblemError(404, f"{problem}{which}")
+    others = f": those that did are {', '.join(str(attempt.number) for attempt in failed)}" if failed else ""
+    raise ProblemError(404, f"{problem}{others}")
 
 
 async def _attempt_log(service: Service, job_id: str, number: int) -> list[str]:

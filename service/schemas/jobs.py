@@ -319,7 +319,7 @@ class Health(BaseModel):
 
 
 class Readiness(Health):
-    """`clusters_away` are those of several that do not answer, and what is wrong with each; absent where all do."""
+    """`clusters_away`: clusters that do not answer, each with its error; absent where all answer."""
 
     clusters_away: dict[str, str] = {}
 
