@@ -24,18 +24,8 @@ from service.jobs.problems import ProblemCode, ProblemError
 from service.jobs.service import Service
 from service.jobs.submit import check_admitted
 from service.orchestrator.tasks.artifacts import RemovalFailedError
-from service.schemas.artifacts import (
-    ArtifactList,
-    ArtifactView,
-    RemovedView,
-)
-from service.schemas.jobs import (
-    CheckpointFile,
-    CheckpointFiles,
-    ExportedFile,
-    ExportView,
-    PackageView,
-)
+from service.schemas.artifacts import ArtifactList, ArtifactView, RemovedView
+from service.schemas.jobs import CheckpointFile, CheckpointFiles, ExportedFile, ExportView, PackageView
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import FOR_EVER
 from service.spec.job import PACKAGE_PREFIX, stored_field

@@ -28,9 +28,7 @@ from service.orchestrator.ray.jobs_api import ClusterError
 from service.spec.states import AttemptState
 from service.store.attempts import attempts_of
 from service.store.events import events_of, find_post_mortem
-from service.store.measurements import (
-    last_steps,
-)
+from service.store.measurements import last_steps
 from service.store.tables import Attempt
 
 LOG_LIMIT_BYTES = 512 * 1024

@@ -18,17 +18,11 @@ from service.observability.tracing import REQUEST_SPAN
 from service.orchestrator.notify.webhook import is_known_private
 from service.schemas.jobs import JobView
 from service.settings.settings import Settings
-from service.spec.job import (
-    PACKAGE_PREFIX,
-    JobSpec,
-)
+from service.spec.job import PACKAGE_PREFIX, JobSpec
 from service.spec.states import Principal, Role
 from service.store.database import utc_now
 from service.store.files import find_package
-from service.store.jobs import (
-    NewJob,
-    find_by_idempotency_key,
-)
+from service.store.jobs import NewJob, find_by_idempotency_key
 from service.store.plans import mark_saved_plan_used
 from service.store.secrets import missing_secrets
 from service.store.tables import Job

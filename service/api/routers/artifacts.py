@@ -15,27 +15,12 @@ from service.api.errors import responses
 from service.api.middleware import UserRoute
 from service.jobs import artifacts as rules
 from service.jobs.service import Service
-from service.schemas.artifacts import (
-    ArtifactList,
-    OwnerUsage,
-    RemovedView,
-    RemovingView,
-    UsageList,
-)
-from service.schemas.jobs import (
-    CheckpointFiles,
-    ExportingView,
-    ExportView,
-    PackageView,
-)
+from service.schemas.artifacts import ArtifactList, OwnerUsage, RemovedView, RemovingView, UsageList
+from service.schemas.jobs import CheckpointFiles, ExportingView, ExportView, PackageView
 from service.spec.job import OWNER_PATTERN
 from service.spec.states import Principal
-from service.store.files import (
-    storage_usage_by_owner,
-)
-from worker.contract.checkpoint_files import (
-    step_folder_name,
-)
+from service.store.files import storage_usage_by_owner
+from worker.contract.checkpoint_files import step_folder_name
 
 weights_router = APIRouter(
     prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 409, 422), route_class=UserRoute
