@@ -97,9 +97,10 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
     """
     _check_plan_size(spec, service.settings)
     check_queue(service.settings, spec.queue, caller)
-    _check_places(spec)
+    _check_checkpoint_uri(spec)
     await _check_secrets(service, spec, caller)
     _check_notifications(service.settings, spec)
+    _check_weights(spec)
     await _check_package(service, spec, caller)
 
 
@@ -136,19 +137,13 @@ def check_admitted(settings: Settings, name: str, caller: Principal) -> None:
     )
 
 
-def _check_places(spec: JobSpec) -> None:
+def _check_checkpoint_uri(spec: JobSpec) -> None:
     if spec.checkpoint is not None and not _ABSOLUTE_URI.match(spec.checkpoint.uri):
         raise field_problem(
             "checkpoint.uri",
             spec.checkpoint.uri,
             "is relative, and every worker has another current folder: "
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
-        )
-    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
-        raise field_problem(
-            "model.weights",
-            spec.model.weights,
-            "is no absolute path: every worker reads its part itself; give one that all of them see",
         )
 
 
@@ -175,6 +170,15 @@ def _check_notifications(settings: Settings, spec: JobSpec) -> None:
                 "is of the server's own machine or of a private network, which jobs may not have it call: give a public "
                 "one, or ask the operator for SLOTLINE_WEBHOOKS_ANYWHERE",
             )
+
+
+def _check_weights(spec: JobSpec) -> None:
+    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
+        raise field_problem(
+            "model.weights",
+            spec.model.weights,
+            "is no absolute path: every worker reads its part itself; give one that all of them see",
+        )
 
 
 async def _check_package(service: Service, spec: JobSpec, caller: Principal) -> None:
