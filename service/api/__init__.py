@@ -1,5 +1,4 @@
-"""The REST API: authentication, errors, middleware, OpenAPI, routers and web pages.
+"""The REST API: authentication, errors, middleware, routers and web pages over the rules of service.jobs.
 
-Knows the store, and of the orchestrator what reads, plans and applies reports, never its rounds.
-Must not import service.control_plane; routes never plan in the event loop.
+Must not import service.control_plane, nor the orchestrator's rounds; routes never plan in the event loop.
 """

@@ -31,7 +31,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
             try:
                 app.state.service = await stack.enter_async_context(serving())
             except Exception as error:
-                app.state.start_error = error  # for the command, which tells it in one line
+                app.state.start_error = error  # for the command, which prints it in one line
                 raise
             yield
 

@@ -65,7 +65,7 @@ _VIEWER_ROUTES = (
 _SUBMITTER_ROUTES = (
     ("POST", "/api/v1/jobs"),
     ("PATCH", "/api/v1/jobs/{job_id}"),  # their own, as the next ones
-    ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators those of all
+    ("POST", "/api/v1/jobs/{job_id}/cancel"),  # their own; operators all
     ("POST", "/api/v1/jobs/{job_id}/export"),  # it runs on the cluster
     ("POST", "/api/v1/jobs/{job_id}/retry"),
     ("DELETE", "/api/v1/jobs/{job_id}/checkpoints/{step}"),
@@ -73,7 +73,7 @@ _SUBMITTER_ROUTES = (
     ("POST", "/api/v1/packages"),
     ("POST", "/api/v1/plans"),  # it computes
     ("POST", "/api/v1/plans/job"),  # it runs the job's code
-    ("DELETE", "/api/v1/plans/named/{name}"),  # their own; operators those of all
+    ("DELETE", "/api/v1/plans/named/{name}"),  # their own; operators all
     ("GET", "/api/v1/secrets"),  # their own, as all of these
     ("PUT", "/api/v1/secrets/{name}"),
     ("DELETE", "/api/v1/secrets/{name}"),

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, get_args
 
@@ -44,7 +45,7 @@ _CODE_OF_STATUS = {
 
 
 def code_of(status: int) -> ProblemCode:
-    """The code of a problem of which no more is known than its status."""
+    """The code of a problem that has none of its own."""
     return _CODE_OF_STATUS.get(status, ProblemCode.INTERNAL_ERROR if status >= 500 else ProblemCode.REFUSED)
 
 
@@ -53,9 +54,9 @@ logger = logging.getLogger(__name__)
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 _VALUE_LIMIT = 200
 _INLINE_VALUE_LIMIT = 80  # longer ones stand in `errors` only
-_ERRORS_SHOWN = 50  # looking for the name that was meant takes its time
+_ERRORS_SHOWN = 50  # each unknown name is compared with all known ones
 _UNION_TAG = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged-\w+)\[.*\]", re.DOTALL)
-"""In the place of an error where a field may have several forms: which of these is meant. No name of ours has brackets."""
+"""Pydantic's name, in the location of an error, for one of a field's several forms. No name of ours has brackets."""
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
@@ -92,6 +93,37 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """The problem that an exception of the rooms below is answered with: its message, and a way out behind it."""
+
+    error: type[Exception]
+    status: int
+    code: ProblemCode
+    way_out: str = ""
+    retry_after_s: int | None = None
+
+    async def handle(self, _: Request, error: Exception) -> Response:
+        headers = None if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return problem_response(self.status, f"{error}{self.way_out}", headers=headers, code=self.code)
+
+
+_ANSWERS = (
+    _Answer(TransitionError, 409, ProblemCode.STATE_FORBIDS, "; read the job to see its state"),
+    _Answer(StaleAttemptError, 409, ProblemCode.ATTEMPT_OVER),
+    _Answer(PlanRefusedError, 422, ProblemCode.PLAN_REFUSED),
+    _Answer(PlannerBusyError, 503, ProblemCode.PLANNER_BUSY, ": try again", retry_after_s=5),
+    _Answer(
+        PlanTimeoutError,
+        503,
+        ProblemCode.PLAN_TOO_SLOW,
+        ": lower the budget, choose a named schedule, or shrink the spec",
+        retry_after_s=30,
+    ),
+    _Answer(ClusterError, 503, ProblemCode.CLUSTER_AWAY, retry_after_s=5),
+)
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception with a problem."""
 
@@ -117,29 +149,6 @@ def install_error_handlers(app: FastAPI) -> None:
             message += f"; and {len(details) - len(errors)} more"
         return problem_response(422, message, errors=errors)
 
-    async def transition(_: Request, error: TransitionError) -> Response:
-        return problem_response(
-            409, f"{error}; read the job to see its state", code=ProblemCode.STATE_FORBIDS
-        )
-
-    async def stale(_: Request, error: StaleAttemptError) -> Response:
-        return problem_response(409, str(error), code=ProblemCode.ATTEMPT_OVER)
-
-    async def refused(_: Request, error: PlanRefusedError) -> Response:
-        return problem_response(422, str(error), code=ProblemCode.PLAN_REFUSED)
-
-    async def busy(_: Request, error: PlannerBusyError) -> Response:
-        return problem_response(
-            503, f"{error}: try again", headers={"Retry-After": "5"}, code=ProblemCode.PLANNER_BUSY
-        )
-
-    async def too_slow(_: Request, error: PlanTimeoutError) -> Response:
-        detail = f"{error}: lower the budget, choose a named schedule, or shrink the spec"
-        return problem_response(503, detail, headers={"Retry-After": "30"}, code=ProblemCode.PLAN_TOO_SLOW)
-
-    async def no_cluster(_: Request, error: ClusterError) -> Response:
-        return problem_response(503, str(error), headers={"Retry-After": "5"}, code=ProblemCode.CLUSTER_AWAY)
-
     async def no_database(request: Request, error: DBAPIError) -> Response:
         request.app.state.service.database.outage.away(error.orig or error)
         detail = "the database does not answer: try again"
@@ -161,17 +170,12 @@ def install_error_handlers(app: FastAPI) -> None:
         (ProblemError, problem),
         (HTTPException, http),
         (RequestValidationError, invalid),
-        (TransitionError, transition),
-        (StaleAttemptError, stale),
-        (PlanRefusedError, refused),
-        (PlannerBusyError, busy),
-        (PlanTimeoutError, too_slow),
-        (ClusterError, no_cluster),
         (OperationalError, no_database),
         (InterfaceError, no_database),
         (PoolTimeoutError, no_connection),
         (RecursionError, too_deep),
         (Exception, unexpected),
+        *((answer.error, answer.handle) for answer in _ANSWERS),
     ]
     for kind, handler in handlers:
         app.add_exception_handler(kind, handler)

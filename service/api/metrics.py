@@ -68,7 +68,7 @@ def _cluster_gauges(clusters: Clusters) -> list[ClusterGauge]:
 @dataclass(frozen=True)
 class ProcessState:
     """The state of this process. `lag_s` None: no orchestrator runs in it; `leads`: it has the lease, of which the
-    database says `lease_left_s`, whoever has it."""
+    database says `lease_left_s`, whichever process has it."""
 
     url: str
     lag_s: float | None

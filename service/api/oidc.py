@@ -31,11 +31,11 @@ _LEEWAY_S = 30
 _TOKEN_MAX_CHARS = 16_384
 _RSA_MIN_BITS = 2048
 _REFRESH_AFTER_S = 600.0
-"""So old may keys be before they are asked for again."""
+"""Age at which keys are read again."""
 _KEYS_EXPIRE_AFTER_S = 3600.0
-"""So old may keys be at all: an identity provider that is away is borne with for so long."""
+"""Age at which keys are no longer used: an identity provider may be away for this time."""
 _MIN_FETCH_INTERVAL_S = 30.0
-"""So long after one question the next is asked, whatever key ids callers make up."""
+"""Least time between two reads of the keys, whatever key ids callers make up."""
 _FETCH_TIMEOUT_S = 5.0
 _JWKS_LIMIT_BYTES = 262_144
 _MAX_KEYS = 100

@@ -21,13 +21,7 @@ from service.observability.tracing import Span, attempt_context, exporting, reco
 from service.orchestrator.attempts import outcome
 from service.orchestrator.attempts.outcome import check_current, end_attempt
 from service.orchestrator.planning.pool import PlanTimeoutError
-from service.schemas.drivers import (
-    AttemptInput,
-    ReportAnswer,
-    ReportedSpan,
-    ReportedStep,
-    ReportIn,
-)
+from service.schemas.drivers import AttemptInput, ReportAnswer, ReportedSpan, ReportedStep, ReportIn
 from service.spec.job import stored_plan_name
 from service.spec.states import AttemptState
 from service.store.attempts import lock_attempt

@@ -153,6 +153,7 @@ def _mesh_memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any
 
 
 def explained_gaps(plan_text: str, records: list[SlotRecord]) -> dict[str, Any]:
+    """Names of the meshes, and gaps of the planned and of the measured slots; no gaps for a plan of an older Slotline."""
     measured = [SlotView(**record._asdict()) for record in records]
     body = json.loads(plan_text)
     planned = [SlotView.model_validate(slot) for slot in body["plan"]["slots"]]

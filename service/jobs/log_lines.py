@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from service.jobs.service import Service
-from service.schemas.jobs import (
-    LogLine,
-)
+from service.schemas.jobs import LogLine
 from service.store.attempts import log_locations
 
 LinePlace = tuple[int, int]
@@ -42,7 +40,7 @@ async def log_lines(
 ) -> list[LogLine]:
     """Lines of the drivers' logs behind `after`, at most `limit`. Raises ClusterError when Ray is needed and away.
 
-    Attempts in `read` are passed over; those whose log is kept and has been gone through are added to it.
+    Attempts in `read` (their ids) are passed over; attempts whose stored log was read to its end are added to it.
     """
     async with service.database.read() as session:
         places = await log_locations(session, job_id)

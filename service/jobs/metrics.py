@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, literal, select
+from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.spec.states import FINAL_STATES, WAITING_STATES, JobState
@@ -119,7 +119,7 @@ async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
     query = select(
         Job.id,
         Job.name,
-        getattr(Job, "owner", literal("")).label("owner"),  # of whoever submitted it, where jobs have one
+        Job.owner,
         Attempt.created_at.label("created"),
         Attempt.submitted_at.label("submitted"),
         Attempt.started_at.label("trains"),

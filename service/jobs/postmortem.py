@@ -28,9 +28,7 @@ from service.orchestrator.ray.jobs_api import ClusterError
 from service.spec.states import AttemptState
 from service.store.attempts import attempts_of
 from service.store.events import events_of, find_post_mortem
-from service.store.measurements import (
-    last_steps,
-)
+from service.store.measurements import last_steps
 from service.store.tables import Attempt
 
 LOG_LIMIT_BYTES = 512 * 1024
@@ -93,8 +91,8 @@ def _failed_attempt(job_id: str, attempts: list[Attempt], number: int | None) ->
         if number
         else f"no attempt of job {job_id} has failed"
     )
-    which = f": those that did are {', '.join(str(attempt.number) for attempt in failed)}" if failed else ""
-    raise ProblemError(404, f"{problem}{which}")
+    others = f": those that did are {', '.join(str(attempt.number) for attempt in failed)}" if failed else ""
+    raise ProblemError(404, f"{problem}{others}")
 
 
 async def _attempt_log(service: Service, job_id: str, number: int) -> list[str]:

@@ -111,8 +111,11 @@ async def plan_named_by(service: Service, spec: JobSpec, caller: Principal) -> S
     async with service.database.read() as session:
         plan = await find_saved_plan(session, caller.name, spec.plan, whole=False)
     if plan is None:
-        message = "you keep no such plan: `slotline plan job.yaml --name ...` makes one, `slotline plans list` lists them"
-        raise field_problem("plan", spec.plan, message)
+        raise field_problem(
+            "plan",
+            spec.plan,
+            "you have no such saved plan: `slotline plan job.yaml --name ...` makes one, `slotline plans list` lists all",
+        )
     differences = await asyncio.to_thread(_differences_from_plan, spec, plan)
     if differences:
         raise ProblemError(
@@ -180,7 +183,7 @@ async def remove_saved_plan(service: Service, name: str, owner: str, caller: Pri
 
 
 def _no_plan_problem(name: str, owner: str) -> ProblemError:
-    subject = f"{owner} keeps" if owner else "there is"
+    subject = f"{owner} has" if owner else "there is"
     return ProblemError(404, f"{subject} no plan {name}: GET /api/v1/plans/named lists them")
 
 
@@ -188,10 +191,10 @@ async def _own_saved_plan(service: Service, caller: Principal, name: str, spec: 
     """The caller's plan of this name for this job, or None; 409 where it was made for another job."""
     async with service.database.read() as session:
         plan = await find_saved_plan(session, caller.name, name)
-    if plan is not None and plan.request_digest != _request_digest(spec):
+    if plan is not None and plan.request_digest != request_digest(spec):
         raise ProblemError(
             409,
-            f"you keep a plan of another job as {name!r}: choose another name, or remove it (slotline plans remove "
+            f"you have saved a plan of another job as {name!r}: choose another name, or remove it (slotline plans remove "
             f"{name})",
             code=ProblemCode.PLAN_NAME_TAKEN,
         )
@@ -212,14 +215,14 @@ async def _save_new_plan(
     if (size := len(plan)) > settings.named_plan_limit_bytes:
         raise ProblemError(
             413,
-            f"the plan is JSON of {size} bytes, and one that is kept has at most {settings.named_plan_limit_bytes}: use "
+            f"the plan is JSON of {size} bytes, and a saved one has at most {settings.named_plan_limit_bytes}: use "
             "fewer microbatches, or raise SLOTLINE_NAMED_PLAN_LIMIT_BYTES",
         )
     made_for = await service.planner.made_for(job, costs, plan)
     new = NewSavedPlan(
         owner=caller.name,
         name=name,
-        request_digest=_request_digest(spec),
+        request_digest=request_digest(spec),
         measured_by=provenance.measured_by,
         summary=await asyncio.to_thread(
             _stored_summary, job, plan, json.loads(made_for)["device"], provenance.notes
@@ -242,8 +245,11 @@ async def _save_new_plan(
         return saved
 
 
-def _request_digest(spec: JobSpec) -> str:
-    """Equal for equal jobs: a repeated request for a plan under the same name is answered with the saved one."""
+def request_digest(spec: JobSpec) -> str:
+    """SHA-256 of a job, by which a repeated request is known and answered as the first was.
+
+    Defaults are left out: a newer Slotline knows more fields, and the same body must keep its digest.
+    """
     return hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
 

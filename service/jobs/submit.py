@@ -5,14 +5,13 @@ The planner's previews and the retries of jobs pass the same checks.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from urllib.parse import urlsplit
 
 from sqlalchemy.exc import IntegrityError
 
 from service.jobs.problems import ProblemCode, ProblemError, field_problem
-from service.jobs.saved_plans import plan_named_by
+from service.jobs.saved_plans import plan_named_by, request_digest
 from service.jobs.service import Service
 from service.jobs.views import current_view, job_view
 from service.observability.tracing import REQUEST_SPAN
@@ -26,10 +25,7 @@ from service.spec.job import (
 from service.spec.principals import Principal, Role
 from service.store.database import utc_now
 from service.store.files import find_package
-from service.store.jobs import (
-    NewJob,
-    find_by_idempotency_key,
-)
+from service.store.jobs import NewJob, find_by_idempotency_key
 from service.store.plans import mark_saved_plan_used
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
@@ -50,8 +46,7 @@ async def submit_job(
 
     409 for a key that was used for another body. The job's trace is the present request's, else `traceparent`, else new.
     """
-    # without defaults: a new version knows more fields, and the same body must stay the same
-    digest = hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+    digest = request_digest(spec)
     job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
         await check_references(service, spec, caller)
@@ -105,9 +100,10 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
     """
     _check_plan_size(spec, service.settings)
     check_queue(service.settings, spec.queue, caller)
-    _check_places(spec)
+    _check_checkpoint_uri(spec)
     await _check_secrets(service, spec, caller)
     _check_notifications(service.settings, spec)
+    _check_weights(spec)
     await _check_package(service, spec, caller)
 
 
@@ -144,19 +140,13 @@ def check_admitted(settings: Settings, name: str, caller: Principal) -> None:
     )
 
 
-def _check_places(spec: JobSpec) -> None:
+def _check_checkpoint_uri(spec: JobSpec) -> None:
     if spec.checkpoint is not None and not _ABSOLUTE_URI.match(spec.checkpoint.uri):
         raise field_problem(
             "checkpoint.uri",
             spec.checkpoint.uri,
             "is relative, and every worker has another current folder: "
             "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
-        )
-    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
-        raise field_problem(
-            "model.weights",
-            spec.model.weights,
-            "is no absolute path: every worker reads its part itself; give one that all of them see",
         )
 
 
@@ -174,15 +164,25 @@ async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> 
 
 
 def _check_notifications(settings: Settings, spec: JobSpec) -> None:
+    if settings.webhooks_anywhere:
+        return
     for number, notification in enumerate(spec.notifications):
-        host = urlsplit(notification.url).hostname or ""
-        if not settings.webhooks_anywhere and is_known_private(host):
+        if is_known_private(urlsplit(notification.url).hostname or ""):
             raise field_problem(
                 f"notifications.{number}.url",
                 notification.url,
                 "is of the server's own machine or of a private network, which jobs may not have it call: give a public "
                 "one, or ask the operator for SLOTLINE_WEBHOOKS_ANYWHERE",
             )
+
+
+def _check_weights(spec: JobSpec) -> None:
+    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
+        raise field_problem(
+            "model.weights",
+            spec.model.weights,
+            "is no absolute path: every worker reads its part itself; give one that all of them see",
+        )
 
 
 async def _check_package(service: Service, spec: JobSpec, caller: Principal) -> None:

@@ -11,17 +11,8 @@ from service.jobs.lifecycle import existing_job
 from service.jobs.problems import ProblemError
 from service.jobs.service import Service
 from service.scheduler.views.chrome import NANOSECOND_US, TransferArrows
-from service.schemas.jobs import (
-    SlotView,
-    TimelineSide,
-    TimelineView,
-)
-from service.store.measurements import (
-    SlotRecord,
-    find_step,
-    find_timeline,
-    profiled_steps,
-)
+from service.schemas.jobs import SlotView, TimelineSide, TimelineView
+from service.store.measurements import SlotRecord, find_step, find_timeline, profiled_steps
 from service.store.plans import find_job_plan
 from service.store.tables import Job, JobPlan, Step, Timeline
 

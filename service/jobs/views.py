@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlsplit
 
-from service.schemas.admin import DeliveryView
 from service.schemas.jobs import (
     AttemptView,
     CheckpointView,
@@ -18,7 +16,7 @@ from service.schemas.jobs import (
 )
 from service.store.attempts import attempts_of
 from service.store.database import Database
-from service.store.tables import Attempt, Delivery, DeliveryState, Evaluation, Event, Job, Step
+from service.store.tables import Attempt, Evaluation, Event, Job, Step
 
 
 def job_summary(job: Job) -> JobSummary:
@@ -77,22 +75,3 @@ def evaluation_view(evaluation: Evaluation) -> EvaluationView:
 
 def step_view(step: Step) -> StepView:
     return StepView.model_validate(step, from_attributes=True)
-
-
-def delivery_view(delivery: Delivery, operator: bool) -> DeliveryView:
-    shown = delivery.secret is not None or operator
-    return DeliveryView(
-        id=delivery.id,
-        job_id=delivery.job_id,
-        event=delivery.event,
-        job_state=delivery.job_state,
-        url=delivery.url if shown else f"{urlsplit(delivery.url).scheme}://(the operator's)",
-        secret=delivery.secret,
-        state=delivery.state,  # type: ignore[arg-type]
-        tries=delivery.tries,
-        created_at=delivery.created_at,
-        next_at=delivery.next_at if delivery.state == DeliveryState.PENDING else None,
-        last_at=delivery.last_at,
-        status=delivery.status,
-        error=delivery.error if shown else None,
-    )

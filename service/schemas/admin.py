@@ -15,11 +15,11 @@ from service.spec.principals import Role
 
 
 class DeliveryView(BaseModel):
-    """One state of a job that one URL is told; `id` is the `webhook-id` that the receiver sees, in every try."""
+    """The notification of one job state to one URL; `id` is the `webhook-id` that the receiver sees, in every try."""
 
     id: str
     job_id: str
-    event: int = Field(description="The number of the job's event that it tells")
+    event: int = Field(description="The number of the job's event that it reports")
     job_state: str
     url: str
     secret: str | None = Field(description="The name of the secret that signs it; null: the operator's")
@@ -54,7 +54,9 @@ class TokenRequest(BaseModel):
 
     name: Name
     role: Role = Role.SUBMITTER
-    days: TokenDays | None = Field(default=None, description="So long it is valid; null: until it is revoked")
+    days: TokenDays | None = Field(
+        default=None, description="Days that it is valid; null: until it is revoked"
+    )
 
 
 class TokenView(BaseModel):

@@ -28,9 +28,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 SequenceNumber = Annotated[int, Field(ge=1, lt=2**63)]
 UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
 Printable = AfterValidator(storable_text)
-CachedPrintable = AfterValidator(
-    lru_cache(10_000)(storable_text)
-)  # thousands of slots name the same few things
+# thousands of slots name the same few meshes, lanes and stages
+CachedPrintable = AfterValidator(lru_cache(10_000)(storable_text))
 Label = Annotated[str, Field(max_length=100), CachedPrintable]
 SpanId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
@@ -266,7 +265,7 @@ class MeshProfile(MicrobatchProfile):
 
 class PlanRequest(_FromDriver):
     """Measured costs of a job. One profile stands in `profile`, several in `profiles`; `tried` are numbers of
-    microbatches, also those that were left out.
+    microbatches, also of ones that were left out.
 
     Drivers that measure no memory send no `memory`: their plans have no limit of the whole. `action_s` is what the
     engine itself takes of a processor for each action.

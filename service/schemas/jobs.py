@@ -222,7 +222,7 @@ class JobPlanView(BaseModel):
     update_s: float | None = None
     update: list[MeshUpdateView] = []
     named: SavedPlanRef | None = Field(
-        default=None, description="The kept plan that this is; null where it was made for its job alone"
+        default=None, description="The saved plan that this is; null where it was made for its job alone"
     )
 
 
@@ -319,7 +319,7 @@ class Health(BaseModel):
 
 
 class Readiness(Health):
-    """`clusters_away` are those of several that do not answer, and what is wrong with each; absent where all do."""
+    """`clusters_away`: clusters that do not answer, each with its error; absent where all answer."""
 
     clusters_away: dict[str, str] = {}
 

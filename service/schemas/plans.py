@@ -111,7 +111,7 @@ class ChangeView(BaseModel):
 
 
 class WhyView(BaseModel):
-    """Causes and changes begin with those that cost or bring most. `step` is null where none was measured."""
+    """Causes and changes, by falling cost and gain. `step` is null where none was measured."""
 
     job_id: str
     attempt: int

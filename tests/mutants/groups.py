@@ -52,7 +52,7 @@ GROUPS = [
     ),
     Group(
         "paging",
-        "service/api/routers/activity.py",
+        "service/api/streams.py service/api/routers/activity.py service/jobs/timelines.py",
         f"{_API}/routers/test_observe.py {_API}/routers/test_streams.py "
         f"{_API}/routers/test_drivers.py -k 'not postgresql and not prometheus "
         "and not profiles and not metrics and not pause and not neither_ends and not few_calls'",

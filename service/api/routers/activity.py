@@ -30,20 +30,10 @@ from service.jobs.log_lines import LogFilter, log_lines
 from service.jobs.postmortem import read_post_mortem
 from service.jobs.timelines import chrome_trace, read_timeline, stored_plan
 from service.jobs.views import evaluation_view, event_view, step_view
-from service.schemas.jobs import (
-    EvaluationPage,
-    EventPage,
-    JobPlanView,
-    LogPage,
-    StepPage,
-    TimelineView,
-)
+from service.schemas.jobs import EvaluationPage, EventPage, JobPlanView, LogPage, StepPage, TimelineView
 from service.schemas.plans import WhyView
 from service.store.events import events_of
-from service.store.measurements import (
-    evaluations_of,
-    steps_of,
-)
+from service.store.measurements import evaluations_of, steps_of
 
 router = APIRouter(
     prefix="/api/v1/jobs/{job_id}", tags=["jobs"], responses=responses(404, 422), route_class=UserRoute

@@ -15,10 +15,7 @@ from service.api.dependencies import CurrentService
 from service.api.errors import responses
 from service.api.middleware import UserRoute
 from service.jobs import clusters
-from service.schemas.clusters import (
-    ClusterView,
-    TargetGroup,
-)
+from service.schemas.clusters import ClusterView, TargetGroup
 from service.schemas.jobs import QueueList, QueueQuotaView
 from service.spec.job import NAME_PATTERN
 from service.store.queues import LARGEST_QUOTA

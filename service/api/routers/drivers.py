@@ -15,12 +15,7 @@ from service.api.dependencies import CurrentService, RunWhileConnected, json_tex
 from service.api.errors import responses
 from service.api.middleware import DriverRoute
 from service.jobs import drivers
-from service.schemas.drivers import (
-    AttemptInput,
-    PlanRequest,
-    ReportAnswer,
-    ReportIn,
-)
+from service.schemas.drivers import AttemptInput, PlanRequest, ReportAnswer, ReportIn
 from service.schemas.jobs import JobPlanView
 from service.spec.job import Arguments
 from worker.contract.versions import PROTOCOL_HEADER

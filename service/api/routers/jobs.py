@@ -21,21 +21,11 @@ from service.jobs import lifecycle, submit
 from service.jobs.problems import ProblemError
 from service.jobs.views import job_summary
 from service.schemas.jobs import JobChange, JobPage, JobView
-from service.spec.job import (
-    IDEMPOTENCY_KEY_PATTERN,
-    JOB_ID_PATTERN,
-    NAME_PATTERN,
-    OWNER_PATTERN,
-    JobSpec,
-)
+from service.spec.job import IDEMPOTENCY_KEY_PATTERN, JOB_ID_PATTERN, NAME_PATTERN, OWNER_PATTERN, JobSpec
 from service.spec.states import JobState
 from service.spec.values import LABEL_NAME_PATTERN, LABEL_VALUE_PATTERN, MAX_LABELS
 from service.store import jobs as store
-from service.store.jobs import (
-    JobFilter,
-    LabelFilter,
-    PageKey,
-)
+from service.store.jobs import JobFilter, LabelFilter, PageKey
 from service.store.tables import Job
 
 _LABEL_MAX_CHARS = 2 * 63 + 1

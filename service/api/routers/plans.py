@@ -44,7 +44,7 @@ async def plan_job(
         Query(
             pattern=NAME_PATTERN,
             max_length=100,
-            description="Keep the plan under this name, for jobs that ask for it; the same again answers the kept one",
+            description="Save the plan under this name, for jobs that ask for it; the same again answers the saved one",
         ),
     ] = None,
 ) -> Response:
@@ -60,7 +60,7 @@ async def plan_job(
 
 
 saved_plans_router = APIRouter(prefix="/api/v1/plans/named", tags=["plans"], route_class=UserRoute)
-PlanName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A kept plan's name")]
+PlanName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A saved plan's name")]
 PlanOwner = Annotated[
     str | None, Query(max_length=200, pattern=OWNER_PATTERN, description="Whose; the caller's own if absent")
 ]
@@ -75,7 +75,7 @@ async def read_saved_plans(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
     page_token: Annotated[str | None, Query(pattern=r"^plan-[0-9a-f]{16}$")] = None,
 ) -> SavedPlanList:
-    """Plans that are kept under names."""
+    """Plans that are saved under names."""
     return await saved_plans.list_summaries(service, owner=owner, after=page_token, limit=limit)
 
 
@@ -83,7 +83,7 @@ async def read_saved_plans(
 async def read_saved_plan(
     name: PlanName, caller: Caller, service: CurrentService, owner: PlanOwner = None
 ) -> SavedPlanView:
-    """A kept plan as a whole, and the job that it was made for."""
+    """A saved plan as a whole, and the job that it was made for."""
     return await saved_plans.read_saved_plan(service, name, caller.name if owner is None else owner)
 
 
@@ -91,7 +91,7 @@ async def read_saved_plan(
 async def remove_saved_plan(
     name: PlanName, caller: Caller, service: CurrentService, owner: PlanOwner = None
 ) -> Response:
-    """Forget a kept plan. Jobs that were submitted with it keep it."""
+    """Forget a saved plan. Jobs that were submitted with it keep it."""
     await saved_plans.remove_saved_plan(service, name, caller.name if owner is None else owner, caller)
     return Response(status_code=204)
 

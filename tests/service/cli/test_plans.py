@@ -51,7 +51,7 @@ def test_a_plan_is_kept_shown_used_and_removed(run: Run, served: Served, job_fil
     assert json.loads(run("plans", "remove", "mine", "--json").out) == {"removed": "mine"}
     assert "no saved plans" in run("plans", "list").out
     refused = run("submit", job_file, "--plan", "mine")
-    assert refused.code == 1 and "you keep no such plan" in refused.err
+    assert refused.code == 1 and "you have no such saved plan" in refused.err
 
 
 def test_what_cannot_be_kept_is_refused(run: Run, served: Served, job_file: Path, tmp_path: Path):

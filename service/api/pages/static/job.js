@@ -62,7 +62,7 @@ function showJob(job) {
     "Step time": seconds(progress.step_s),
     ...(progress.model_flops_per_s ? { Computes: `${number(progress.model_flops_per_s / 1e12, 3)} TFLOP/s of the model` } : {}),
     ...(progress.mfu ? { MFU: percent(progress.mfu) } : {}),
-    ...(spec.plan ? { Plan: `the kept plan ${spec.plan}` } : {}),
+    ...(spec.plan ? { Plan: `the saved plan ${spec.plan}` } : {}),
     Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${meshesOf(spec)}, ${chosen("microbatches", spec.training?.microbatches)}`,
     ...(choice?.step_s ? { "Planned step": seconds(choice.step_s) } : {}),
     ...(job.best_checkpoint ? { "Best checkpoint": `${job.best_checkpoint.metric} ${number(job.best_checkpoint.value)} after step ${job.best_checkpoint.step}` } : {}),

@@ -1,0 +1,180 @@
+"""Tokens, secrets, the audit list, and the log of notifications.
+
+Secrets are stored encrypted; no answer ever holds one, only the drivers of their owner's jobs read them.
+A token is shown once: the store keeps its digest.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from sqlalchemy.exc import IntegrityError
+
+from service.jobs.lifecycle import existing_job
+from service.jobs.problems import ProblemError
+from service.jobs.service import Service
+from service.schemas.admin import (
+    AuditPage,
+    AuditView,
+    DeliveryPage,
+    DeliveryView,
+    NewToken,
+    SecretList,
+    SecretView,
+    TokenList,
+    TokenRequest,
+    TokenView,
+)
+from service.spec.principals import Principal, Role
+from service.spec.values import MAX_SECRET_LENGTH, MIN_SECRET_LENGTH, checked_variable_name
+from service.store.database import utc_now
+from service.store.events import list_audit
+from service.store.notifications import deliveries_of
+from service.store.secrets import (
+    NoSecretsKeyError,
+    SecretBox,
+    delete_secret,
+    delete_token,
+    generate_token,
+    list_secrets,
+    list_tokens,
+    store_secret,
+    store_token,
+    token_digest,
+)
+from service.store.tables import Delivery, DeliveryState
+
+
+async def read_deliveries(
+    service: Service, job_id: str, caller: Principal, *, skip: int, limit: int
+) -> DeliveryPage:
+    """Notifications of the job's states, in pages; the operator's URL is shown to operators only."""
+    async with service.database.read() as session:
+        await existing_job(session, job_id)
+        deliveries = await deliveries_of(session, job_id, skip=skip, limit=limit + 1)
+    token = str(skip + limit) if len(deliveries) > limit else None
+    operator = caller.role.includes(Role.OPERATOR)
+    return DeliveryPage(
+        items=[_delivery_view(delivery, operator) for delivery in deliveries[:limit]], next_page_token=token
+    )
+
+
+def _delivery_view(delivery: Delivery, operator: bool) -> DeliveryView:
+    shown = delivery.secret is not None or operator
+    return DeliveryView(
+        id=delivery.id,
+        job_id=delivery.job_id,
+        event=delivery.event,
+        job_state=delivery.job_state,
+        url=delivery.url if shown else f"{urlsplit(delivery.url).scheme}://(the operator's)",
+        secret=delivery.secret,
+        state=delivery.state,  # type: ignore[arg-type]
+        tries=delivery.tries,
+        created_at=delivery.created_at,
+        next_at=delivery.next_at if delivery.state == DeliveryState.PENDING else None,
+        last_at=delivery.last_at,
+        status=delivery.status,
+        error=delivery.error if shown else None,
+    )
+
+
+async def read_tokens(service: Service) -> TokenList:
+    """All tokens, also expired ones, without their texts."""
+    async with service.database.read() as session:
+        tokens = await list_tokens(session)
+    return TokenList(items=[TokenView.model_validate(token, from_attributes=True) for token in tokens])
+
+
+async def create_token(service: Service, wanted: TokenRequest, caller: Principal) -> NewToken:
+    """A new token with its text. 409 for a name that is taken, and on a server that asks nobody for a token."""
+    if not service.settings.authenticates:
+        raise ProblemError(
+            409,
+            "this server asks nobody for a token, so anybody could make one that opens it later: "
+            "set SLOTLINE_REQUIRE_TOKEN=true, or use `slotline token create` beside its database",
+        )
+    token, now = generate_token(), utc_now()
+    expires_at = None if wanted.days is None else now + timedelta(days=wanted.days)
+    try:
+        async with service.database.write() as session:
+            stored = await store_token(
+                session,
+                wanted.name,
+                wanted.role,
+                token_digest(token),
+                by=caller.name,
+                at=now,
+                expires_at=expires_at,
+            )
+    except IntegrityError:
+        raise ProblemError(
+            409, f"there is a token named {wanted.name} already: choose another name, or revoke it"
+        ) from None
+    view = TokenView.model_validate(stored, from_attributes=True)
+    return NewToken(**view.model_dump(), token=token)
+
+
+async def revoke_token(service: Service, name: str, caller: Principal) -> None:
+    """Make a token invalid, at once; 404 where there is none of this name."""
+    async with service.database.write() as session:
+        known = await delete_token(session, name, by=caller.name, at=utc_now())
+    if not known:
+        raise ProblemError(404, f"there is no token named {name}: GET /api/v1/tokens lists them")
+
+
+async def read_audit(
+    service: Service, *, principal: str | None, subject: str | None, before: int | None, limit: int
+) -> AuditPage:
+    """Audit entries numbered below `before`, newest first; of one principal or subject, or of all."""
+    async with service.database.read() as session:
+        entries = await list_audit(
+            session, principal=principal, subject=subject, before=before, limit=limit + 1
+        )
+    token = str(entries[limit - 1].number) if len(entries) > limit else None
+    views = [AuditView.model_validate(entry, from_attributes=True) for entry in entries[:limit]]
+    return AuditPage(items=views, next_page_token=token)
+
+
+async def read_secrets(service: Service, caller: Principal) -> SecretList:
+    """The names of the caller's secrets, and when each was set."""
+    async with service.database.read() as session:
+        secrets = await list_secrets(session, caller.name)
+    return SecretList(items=[SecretView.model_validate(secret, from_attributes=True) for secret in secrets])
+
+
+async def write_secret(service: Service, name: str, value: bytes, caller: Principal) -> None:
+    """Encrypt and store a secret of the caller's: text in UTF-8, long enough to be hidden in logs.
+
+    409 without a key to encrypt it, 413 for a long one, 422 for a value or a name that no variable can have.
+    """
+    try:
+        checked_variable_name(name)
+    except ValueError as error:
+        raise ProblemError(422, str(error)) from None
+    if len(value) > MAX_SECRET_LENGTH:
+        raise ProblemError(413, f"the secret is longer than {MAX_SECRET_LENGTH} bytes: put it into a file")
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        raise ProblemError(422, "the secret is not text in UTF-8: encode it, e.g. in base64") from None
+    if len(text.strip()) < MIN_SECRET_LENGTH or "\0" in text:
+        raise ProblemError(
+            422,
+            f"a secret has at least {MIN_SECRET_LENGTH} characters, none of them NUL, so that it can be kept out of "
+            "logs: what is no secret belongs into the job's env",
+        )
+    try:
+        sealed = SecretBox.of(service.settings).seal(caller.name, name, text)
+    except NoSecretsKeyError as error:
+        raise ProblemError(409, str(error)) from None
+    async with service.database.write() as session:
+        await store_secret(session, caller.name, name, sealed, at=utc_now())
+
+
+async def remove_secret(service: Service, name: str, caller: Principal) -> None:
+    """Delete a secret of the caller's; 404 where there is none of this name."""
+    async with service.database.write() as session:
+        known = await delete_secret(session, caller.name, name, at=utc_now())
+    if not known:
+        raise ProblemError(404, f"you have no secret {name}: GET /api/v1/secrets lists them")
