@@ -36,91 +36,9 @@ from service.store.tables import Attempt, Job
 from service.store.transitions import explain_wait, lock_job, lock_jobs
 from worker.contract.reasons import Reason
 
+ItemT = TypeVar("ItemT")
 RELEASE_DELAY_S = 30.0
 """Time for which an attempt may still hold its accelerators after it was stopped."""
-
-
-def queue_rules(settings: Settings) -> QueueRules:
-    """The rules of all queues, from the settings."""
-    return QueueRules(
-        preempts=settings.preemption,
-        grace_s=settings.preemption_grace_s + RELEASE_DELAY_S,
-        patience_s=settings.queue_patience_s,
-    )
-
-
-def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
-    """The job as a value for `decisions`."""
-    longest_s = math.inf
-    if job.max_duration_s is not None:
-        longest_s = max(job.max_duration_s - job.held_s, 0.0) + settings.preemption_grace_s + RELEASE_DELAY_S
-    return WaitingJob(
-        id=job.id,
-        queue=job.queue,
-        priority=job.priority,
-        queued_at=job.queued_at.timestamp(),
-        accelerators=job.accelerators,
-        device=job.device,
-        began=job.attempts_made > 0,
-        not_before=None if job.not_before is None else job.not_before.timestamp(),
-        owner=fair_share_owner(job),
-        longest_s=longest_s,
-        cluster=settings.cluster_of(job.queue),
-        began_on=job.began_on,
-    )
-
-
-def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Holder:
-    """The attempt as a value for `decisions`, with the time until which it holds accelerators at most."""
-    until, stopping = math.inf, False
-    if (deadline := attempt_deadline(attempt, job)) is not None:
-        until = deadline + settings.preemption_grace_s + RELEASE_DELAY_S
-    for asked_at, grace_s in (
-        (attempt.end_asked_at, settings.preemption_grace_s),
-        (job.cancel_requested_at, settings.cancel_grace_s),
-    ):
-        if asked_at is not None:  # it ends, even if late: no other job is preempted in its place
-            stopping = True
-            until = max(asked_at.timestamp() + grace_s, now) + RELEASE_DELAY_S
-    return Holder(
-        job_id=job.id,
-        queue=job.queue,
-        accelerators=attempt.accelerators,
-        device=attempt.device,
-        owner=fair_share_owner(job),
-        priority=job.priority,
-        since=attempt.created_at.timestamp(),
-        until=until,
-        stopping=stopping,
-        cluster=attempt.cluster,
-    )
-
-
-def admission_order(
-    waiting: Sequence[Job],
-    active: Sequence[tuple[Attempt, Job]],
-    capacities: Mapping[str, Capacity | None],
-    settings: Settings,
-) -> list[Job]:
-    """Waiting jobs in the order of their turns on their clusters."""
-    now = time.time()
-    jobs_by_id = {job.id: job for job in waiting}
-    ordered = order_all_clusters(
-        [to_waiting_job(job, settings) for job in waiting],
-        [to_holder(attempt, job, settings, now=now) for attempt, job in active],
-        capacities=capacities,
-        now=now,
-        patience_s=settings.queue_patience_s,
-    )
-    return [jobs_by_id[job.id] for job in ordered]
-
-
-def fair_share_owner(job: Job) -> str:
-    """The owner whose turn the job takes in its queue; empty, and so shared by all, where the store has no owners."""
-    return getattr(job, "owner", None) or ""
-
-
-ItemT = TypeVar("ItemT")
 _EXPLANATIONS_PER_TRANSACTION = 200
 
 
@@ -202,3 +120,83 @@ def _is_news(job: Job, wait: Wait) -> bool:
 def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
     for begin in range(0, len(values), size):
         yield values[begin : begin + size]
+
+
+def admission_order(
+    waiting: Sequence[Job],
+    active: Sequence[tuple[Attempt, Job]],
+    capacities: Mapping[str, Capacity | None],
+    settings: Settings,
+) -> list[Job]:
+    """Waiting jobs in the order of their turns on their clusters."""
+    now = time.time()
+    jobs_by_id = {job.id: job for job in waiting}
+    ordered = order_all_clusters(
+        [to_waiting_job(job, settings) for job in waiting],
+        [to_holder(attempt, job, settings, now=now) for attempt, job in active],
+        capacities=capacities,
+        now=now,
+        patience_s=settings.queue_patience_s,
+    )
+    return [jobs_by_id[job.id] for job in ordered]
+
+
+def queue_rules(settings: Settings) -> QueueRules:
+    """The rules of all queues, from the settings."""
+    return QueueRules(
+        preempts=settings.preemption,
+        grace_s=settings.preemption_grace_s + RELEASE_DELAY_S,
+        patience_s=settings.queue_patience_s,
+    )
+
+
+def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
+    """The job as a value for `decisions`."""
+    longest_s = math.inf
+    if job.max_duration_s is not None:
+        longest_s = max(job.max_duration_s - job.held_s, 0.0) + settings.preemption_grace_s + RELEASE_DELAY_S
+    return WaitingJob(
+        id=job.id,
+        queue=job.queue,
+        priority=job.priority,
+        queued_at=job.queued_at.timestamp(),
+        accelerators=job.accelerators,
+        device=job.device,
+        began=job.attempts_made > 0,
+        not_before=None if job.not_before is None else job.not_before.timestamp(),
+        owner=fair_share_owner(job),
+        longest_s=longest_s,
+        cluster=settings.cluster_of(job.queue),
+        began_on=job.began_on,
+    )
+
+
+def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Holder:
+    """The attempt as a value for `decisions`, with the time until which it holds accelerators at most."""
+    until, stopping = math.inf, False
+    if (deadline := attempt_deadline(attempt, job)) is not None:
+        until = deadline + settings.preemption_grace_s + RELEASE_DELAY_S
+    for asked_at, grace_s in (
+        (attempt.end_asked_at, settings.preemption_grace_s),
+        (job.cancel_requested_at, settings.cancel_grace_s),
+    ):
+        if asked_at is not None:  # it ends, even if late: no other job is preempted in its place
+            stopping = True
+            until = max(asked_at.timestamp() + grace_s, now) + RELEASE_DELAY_S
+    return Holder(
+        job_id=job.id,
+        queue=job.queue,
+        accelerators=attempt.accelerators,
+        device=attempt.device,
+        owner=fair_share_owner(job),
+        priority=job.priority,
+        since=attempt.created_at.timestamp(),
+        until=until,
+        stopping=stopping,
+        cluster=attempt.cluster,
+    )
+
+
+def fair_share_owner(job: Job) -> str:
+    """The owner whose turn the job takes in its queue; empty, and so shared by all, where the store has no owners."""
+    return getattr(job, "owner", None) or ""

@@ -35,58 +35,6 @@ from service.store.transitions import add_attempt_span, add_event, move_attempt,
 from worker.contract.reasons import Cause, Reason, cause_of
 
 
-async def request_graceful_stop(
-    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
-) -> bool:
-    """Ask the attempt to save a checkpoint and end; False where it is over, or ends already."""
-    attempt, job = await lock_attempt(session, attempt_id)
-    if attempt.attempt_state.final or job.current_attempt != attempt_id:
-        return False
-    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
-        return False
-    attempt.end_asked_at, attempt.end_asked_for = at, reason
-    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
-    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
-    return True
-
-
-def outcome_of_graceful_stop(
-    attempt: Attempt, state: AttemptState, reason: str | None, message: str | None
-) -> tuple[AttemptState, str | None, str | None]:
-    """(state, reason, message) of an attempt, attributed to the graceful stop that was requested of it, if any.
-
-    A driver's report of that stop, and a driver that was killed since it was too slow, have the reason of the request;
-    a failure of another kind keeps its own.
-    """
-    if attempt.end_asked_for is None:
-        return state, reason, message
-    requested = Reason.parse(attempt.end_asked_for)
-    if state is AttemptState.CANCELLED:  # by Ray's SIGTERM: the driver took longer than it had
-        stopped = attempt.stopped_because or "the driver was told to end"
-        return AttemptState.FAILED, requested, f"{requested.meaning}; {stopped}"
-    if state is AttemptState.FAILED and reason == Reason.PREEMPTED:
-        return state, requested, message
-    return state, reason, message
-
-
-def attempt_deadline(attempt: Attempt, job: Job) -> float | None:
-    """Unix time at which the attempt has used up its job's max_duration; None where that has no limit."""
-    if job.max_duration_s is None:
-        return None
-    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
-
-
-def exceeds_max_duration(job: Job) -> bool:
-    """True where the job has used up its max_duration."""
-    return job.max_duration_s is not None and job.held_s >= job.max_duration_s
-
-
-def max_duration_message(job: Job, message: str | None) -> str:
-    """The final message of a job that has used up its max_duration."""
-    limit = f"max_duration is {job.max_duration_s:g} s: `slotline retry` goes on from the last checkpoint, as long again"
-    return f"{message}; {limit}" if message else limit
-
-
 @dataclass(frozen=True)
 class Backoff:
     """The pause before the next attempt, in seconds."""
@@ -180,6 +128,57 @@ def check_current(job: Job, attempt: Attempt) -> None:
         )
 
 
+async def _store_measurements(
+    session: AsyncSession, job: Job, attempt: Attempt, report: DriverReport, keep: int
+) -> None:
+    steps = {step.step: step for step in report.steps}
+    await record_steps(session, attempt, steps.values())
+    if steps:
+        last = steps[max(steps)]
+        job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
+        job.metrics = last.metrics
+    await record_evaluations(session, attempt, report.evaluations)
+    if report.best_checkpoint is not None:
+        job.best_checkpoint = dict(report.best_checkpoint)
+    for timeline in report.timelines:
+        await record_timeline(
+            session,
+            attempt,
+            step=timeline.step,
+            started_at=timeline.started_at,
+            uncertainty_s=timeline.uncertainty_s,
+            slots=timeline.slots,
+            keep=keep,
+        )
+    if report.peak_memory_bytes:
+        known, new = attempt.peak_memory_bytes or {}, report.peak_memory_bytes
+        attempt.peak_memory_bytes = {
+            mesh: max(known.get(mesh, 0), new.get(mesh, 0)) for mesh in {**known, **new}
+        }
+    if report.metrics_endpoint is not None:
+        attempt.metrics_endpoint = report.metrics_endpoint
+    if report.model_flops is not None:
+        job.step_flops, job.peak_flops_per_s = report.model_flops
+    if report.checkpoint is not None:
+        if report.checkpoint[0] > (job.checkpoint_step or 0):
+            job.infrastructure_forgiven = attempt.number - 1  # what was lost then has been made good
+        job.checkpoint_step, job.checkpoint_uri = report.checkpoint
+        job.stored_bytes = report.stored_bytes
+
+
+def _mark_running(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
+    if attempt.attempt_state is AttemptState.STARTING:
+        move_attempt(attempt, AttemptState.RUNNING, at=at)
+    if job.job_state is JobState.STARTING:
+        move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
+
+
+def _driver_command(job: Job, attempt: Attempt) -> str:
+    if job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
+        return "cancel"
+    return "continue" if attempt.end_asked_at is None else "stop"
+
+
 async def end_attempt(
     session: AsyncSession,
     job: Job,
@@ -234,6 +233,36 @@ async def end_attempt(
     move(JobState.RECOVERING, reason=reason, message=decision.message)
 
 
+def outcome_of_graceful_stop(
+    attempt: Attempt, state: AttemptState, reason: str | None, message: str | None
+) -> tuple[AttemptState, str | None, str | None]:
+    """(state, reason, message) of an attempt, attributed to the graceful stop that was requested of it, if any.
+
+    A driver's report of that stop, and a driver that was killed since it was too slow, have the reason of the request;
+    a failure of another kind keeps its own.
+    """
+    if attempt.end_asked_for is None:
+        return state, reason, message
+    requested = Reason.parse(attempt.end_asked_for)
+    if state is AttemptState.CANCELLED:  # by Ray's SIGTERM: the driver took longer than it had
+        stopped = attempt.stopped_because or "the driver was told to end"
+        return AttemptState.FAILED, requested, f"{requested.meaning}; {stopped}"
+    if state is AttemptState.FAILED and reason == Reason.PREEMPTED:
+        return state, requested, message
+    return state, reason, message
+
+
+def exceeds_max_duration(job: Job) -> bool:
+    """True where the job has used up its max_duration."""
+    return job.max_duration_s is not None and job.held_s >= job.max_duration_s
+
+
+def max_duration_message(job: Job, message: str | None) -> str:
+    """The final message of a job that has used up its max_duration."""
+    limit = f"max_duration is {job.max_duration_s:g} s: `slotline retry` goes on from the last checkpoint, as long again"
+    return f"{message}; {limit}" if message else limit
+
+
 async def _counted_failures(session: AsyncSession, job: Job, number: int) -> list[str]:
     """Reasons of the failed attempts before `number` since the user's last retry; failures of the infrastructure count
     only since the checkpoint that the job goes on from."""
@@ -249,52 +278,23 @@ async def _counted_failures(session: AsyncSession, job: Job, number: int) -> lis
     ]
 
 
-def _mark_running(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
-    if attempt.attempt_state is AttemptState.STARTING:
-        move_attempt(attempt, AttemptState.RUNNING, at=at)
-    if job.job_state is JobState.STARTING:
-        move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
+def attempt_deadline(attempt: Attempt, job: Job) -> float | None:
+    """Unix time at which the attempt has used up its job's max_duration; None where that has no limit."""
+    if job.max_duration_s is None:
+        return None
+    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
 
 
-async def _store_measurements(
-    session: AsyncSession, job: Job, attempt: Attempt, report: DriverReport, keep: int
-) -> None:
-    steps = {step.step: step for step in report.steps}
-    await record_steps(session, attempt, steps.values())
-    if steps:
-        last = steps[max(steps)]
-        job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
-        job.metrics = last.metrics
-    await record_evaluations(session, attempt, report.evaluations)
-    if report.best_checkpoint is not None:
-        job.best_checkpoint = dict(report.best_checkpoint)
-    for timeline in report.timelines:
-        await record_timeline(
-            session,
-            attempt,
-            step=timeline.step,
-            started_at=timeline.started_at,
-            uncertainty_s=timeline.uncertainty_s,
-            slots=timeline.slots,
-            keep=keep,
-        )
-    if report.peak_memory_bytes:
-        known, new = attempt.peak_memory_bytes or {}, report.peak_memory_bytes
-        attempt.peak_memory_bytes = {
-            mesh: max(known.get(mesh, 0), new.get(mesh, 0)) for mesh in {**known, **new}
-        }
-    if report.metrics_endpoint is not None:
-        attempt.metrics_endpoint = report.metrics_endpoint
-    if report.model_flops is not None:
-        job.step_flops, job.peak_flops_per_s = report.model_flops
-    if report.checkpoint is not None:
-        if report.checkpoint[0] > (job.checkpoint_step or 0):
-            job.infrastructure_forgiven = attempt.number - 1  # what was lost then has been made good
-        job.checkpoint_step, job.checkpoint_uri = report.checkpoint
-        job.stored_bytes = report.stored_bytes
-
-
-def _driver_command(job: Job, attempt: Attempt) -> str:
-    if job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
-        return "cancel"
-    return "continue" if attempt.end_asked_at is None else "stop"
+async def request_graceful_stop(
+    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
+) -> bool:
+    """Ask the attempt to save a checkpoint and end; False where it is over, or ends already."""
+    attempt, job = await lock_attempt(session, attempt_id)
+    if attempt.attempt_state.final or job.current_attempt != attempt_id:
+        return False
+    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
+        return False
+    attempt.end_asked_at, attempt.end_asked_for = at, reason
+    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
+    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
+    return True

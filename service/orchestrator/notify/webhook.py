@@ -23,65 +23,8 @@ from typing import Any
 import httpx
 
 _SECRET_PREFIX = "whsec_"
-
-
-def webhook_signature(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
-    """The value of `webhook-signature`: HMAC-SHA256 over id, Unix time and body, so that none of them can be replaced.
-
-    A secret `whsec_...` is base64 of the key; any other text is the key.
-    """
-    signed = f"{message_id}.{timestamp}.".encode() + body
-    return "v1," + base64.b64encode(hmac.new(_signing_key(secret), signed, hashlib.sha256).digest()).decode()
-
-
-def signature_headers(secret: str, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """Headers by which a receiver checks the message, as of standardwebhooks.com."""
-    return {
-        "webhook-id": message_id,
-        "webhook-timestamp": str(timestamp),
-        "webhook-signature": webhook_signature(secret, message_id, timestamp, body),
-    }
-
-
-def _signing_key(secret: str) -> bytes:
-    if secret.startswith(_SECRET_PREFIX):
-        try:
-            return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
-        except binascii.Error:
-            pass
-    return secret.encode()
-
-
 _NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")
 _LOCAL_HOST_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
-
-
-def is_public(address: str) -> bool:
-    """False for loopback, private, link-local, shared, reserved and multicast addresses, also inside an IPv6 one."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
-        if inner is None and ip in _NAT64_NETWORK:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-    return ip.is_global and not ip.is_multicast
-
-
-def is_known_private(host: str) -> bool:
-    """True for a host that is certainly not public: a private address, or a name of this machine.
-
-    Other names are checked when they are resolved.
-    """
-    host = host.strip("[]").rstrip(".").lower()
-    if host in _LOCAL_HOST_NAMES or host.endswith((".localhost", ".local", ".internal")):
-        return True
-    try:
-        return not is_public(host)
-    except ValueError:
-        return False
-
-
 _USER_AGENT = "Slotline-Webhook/1"
 _ADDRESSES_TRIED = 3
 
@@ -178,3 +121,56 @@ async def _resolve_addresses(url: httpx.URL, anywhere: bool) -> list[str]:
             "SLOTLINE_WEBHOOKS_ANYWHERE=true allows those"
         )
     return addresses
+
+
+def is_public(address: str) -> bool:
+    """False for loopback, private, link-local, shared, reserved and multicast addresses, also inside an IPv6 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+        if inner is None and ip in _NAT64_NETWORK:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast
+
+
+def is_known_private(host: str) -> bool:
+    """True for a host that is certainly not public: a private address, or a name of this machine.
+
+    Other names are checked when they are resolved.
+    """
+    host = host.strip("[]").rstrip(".").lower()
+    if host in _LOCAL_HOST_NAMES or host.endswith((".localhost", ".local", ".internal")):
+        return True
+    try:
+        return not is_public(host)
+    except ValueError:
+        return False
+
+
+def signature_headers(secret: str, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Headers by which a receiver checks the message, as of standardwebhooks.com."""
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": webhook_signature(secret, message_id, timestamp, body),
+    }
+
+
+def webhook_signature(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
+    """The value of `webhook-signature`: HMAC-SHA256 over id, Unix time and body, so that none of them can be replaced.
+
+    A secret `whsec_...` is base64 of the key; any other text is the key.
+    """
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    return "v1," + base64.b64encode(hmac.new(_signing_key(secret), signed, hashlib.sha256).digest()).decode()
+
+
+def _signing_key(secret: str) -> bytes:
+    if secret.startswith(_SECRET_PREFIX):
+        try:
+            return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
+        except binascii.Error:
+            pass
+    return secret.encode()

@@ -38,61 +38,11 @@ from service.orchestrator.planning.work import (
 if TYPE_CHECKING:
     from service.scheduler.problem.spec import PipelineSpec
 
-
-@dataclass(frozen=True)
-class PlannerLoad:
-    """Plans in progress, plans that wait, and planning processes."""
-
-    running: int
-    waiting: int
-    processes: int
-
-
-class WaitQueue:
-    """A queue for `places` that any caller may take and one more for drivers, who go first; places count from 0."""
-
-    def __init__(self, places: int) -> None:
-        self._places = places + 1
-        self._free = list(range(self._places))
-        self._drivers: deque[asyncio.Future[int]] = deque()
-        self._others: deque[asyncio.Future[int]] = deque()
-
-    async def take(self, *, driver: bool) -> int:
-        """Wait for a place. A cancelled wait takes none."""
-        turn = asyncio.get_running_loop().create_future()
-        (self._drivers if driver else self._others).append(turn)
-        self._give()
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave(turn.result())
-            raise
-
-    @property
-    def load(self) -> PlannerLoad:
-        waiting = sum(not turn.done() for turn in (*self._drivers, *self._others))
-        return PlannerLoad(self._places - len(self._free), waiting, self._places)
-
-    def leave(self, place: int) -> None:
-        self._free.append(place)
-        self._give()
-
-    def _give(self) -> None:
-        for waiting, reserved in ((self._drivers, 0), (self._others, 1)):
-            while waiting and len(self._free) > reserved:
-                turn = waiting.popleft()
-                if not turn.done():
-                    turn.set_result(self._free.pop())
-
-
 logger = logging.getLogger(__name__)
-
 _DRIVER_QUEUE_LIMIT = 64
 _SEARCH_TIME_FRACTION = 0.8
 """Share of the time limit after which the search ends with its best plan, so that on a busy machine the rest of the work
 (programs, proof) still ends before the process is killed."""
-
 PLAN_FORMATS = {
     "json": "application/json",
     "csv": "text/csv",
@@ -122,6 +72,15 @@ _OUTCOMES = {
     PlanTimeoutError: "timeout",
     asyncio.CancelledError: "given up",
 }
+
+
+@dataclass(frozen=True)
+class PlannerLoad:
+    """Plans in progress, plans that wait, and planning processes."""
+
+    running: int
+    waiting: int
+    processes: int
 
 
 class Planner:
@@ -313,6 +272,44 @@ class Planner:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+
+
+class WaitQueue:
+    """A queue for `places` that any caller may take and one more for drivers, who go first; places count from 0."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places + 1
+        self._free = list(range(self._places))
+        self._drivers: deque[asyncio.Future[int]] = deque()
+        self._others: deque[asyncio.Future[int]] = deque()
+
+    async def take(self, *, driver: bool) -> int:
+        """Wait for a place. A cancelled wait takes none."""
+        turn = asyncio.get_running_loop().create_future()
+        (self._drivers if driver else self._others).append(turn)
+        self._give()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave(turn.result())
+            raise
+
+    @property
+    def load(self) -> PlannerLoad:
+        waiting = sum(not turn.done() for turn in (*self._drivers, *self._others))
+        return PlannerLoad(self._places - len(self._free), waiting, self._places)
+
+    def leave(self, place: int) -> None:
+        self._free.append(place)
+        self._give()
+
+    def _give(self) -> None:
+        for waiting, reserved in ((self._drivers, 0), (self._others, 1)):
+            while waiting and len(self._free) > reserved:
+                turn = waiting.popleft()
+                if not turn.done():
+                    turn.set_result(self._free.pop())
 
 
 # In the pool

@@ -30,95 +30,6 @@ from worker.contract.job import placement_group_name
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
 _SHARE_ROUNDING = 0.01  # a third of a GPU is 0.3333 for Ray
-
-
-@dataclass(frozen=True)
-class ClusterSnapshot:
-    """State of the cluster at the last poll; `error` says why `nodes` is empty or old."""
-
-    nodes: tuple[RayNode, ...] = ()
-    held: tuple[ResourceUse, ...] = ()
-    seen_at: float | None = None
-    error: str | None = "not asked yet"
-
-    @property
-    def available(self) -> bool:
-        return self.error is None
-
-
-class ClusterWatcher:
-    """Renews `snapshot` every `refresh_s` between `start` and `stop`, sooner while the cluster is away."""
-
-    def __init__(self, cluster: Cluster, *, refresh_s: float, workers_per_gpu: int) -> None:
-        self.snapshot = ClusterSnapshot()
-        self._cluster, self._refresh_s, self._workers_per_gpu = cluster, refresh_s, workers_per_gpu
-        self._listeners: list[Callable[[], None]] = []
-        self._refreshing: asyncio.Task[None] | None = None
-
-    @property
-    def capacity(self) -> Capacity | None:
-        """Accelerators by device; None while the cluster does not answer."""
-        if not self.snapshot.available:
-            return None
-        shares = self._shares
-        total = {
-            device: sum(int(node.resources.get(name, 0) * shares[device]) for node in self.snapshot.nodes)
-            for device, name in RAY_RESOURCES.items()
-        }
-        return Capacity(total)
-
-    def others(self, attempts: Collection[str]) -> dict[str, int]:
-        """Accelerators by device that are held outside `attempts`: by other programs on the same Ray, and by attempts
-        that have ended but not released them yet."""
-        ours = {placement_group_name(attempt) for attempt in attempts}
-        held = [use.resources for use in self.snapshot.held if use.name not in ours]
-        return {
-            device: sum(
-                math.ceil(resources.get(name, 0) * self._shares[device] - _SHARE_ROUNDING)
-                for resources in held
-            )
-            for device, name in RAY_RESOURCES.items()
-        }
-
-    @property
-    def _shares(self) -> dict[str, int]:
-        return {"cpu": 1, "cuda": self._workers_per_gpu}
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when nodes came or went, and when a cluster that was away is back."""
-        self._listeners.append(listener)
-
-    def start(self) -> None:
-        self._refreshing = asyncio.create_task(self._refresh_for_ever())
-
-    async def stop(self) -> None:
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
-
-    async def refresh(self) -> None:
-        """Read the cluster's nodes and the resources in use."""
-        try:
-            nodes, held = await self._cluster.nodes(), await self._cluster.held()
-        except ClusterError as error:
-            if self.snapshot.error != str(error):
-                logger.warning("%s", error)
-            self.snapshot = replace(self.snapshot, error=str(error))
-            return
-        before, self.snapshot = self.snapshot, ClusterSnapshot(tuple(nodes), tuple(held), time.time(), None)
-        if not before.available or self.snapshot.nodes != before.nodes:
-            for listener in self._listeners:
-                listener()
-
-    async def _refresh_for_ever(self) -> None:
-        while True:
-            try:
-                await self.refresh()
-            except Exception:
-                logger.exception("the cluster's answer was not understood")
-            await asyncio.sleep(self._refresh_s if self.snapshot.available else _RETRY_INTERVAL_S)
-
-
 CLUSTER_REFRESH_S = 2.0
 
 
@@ -200,6 +111,22 @@ class Clusters:
         await asyncio.gather(*(cluster.watcher.refresh() for cluster in self))
 
 
+def build_clusters(
+    settings: ClusterAndQueueSettings,
+    clusters: Mapping[str, Cluster],
+    *,
+    refresh_s: float,
+    python: str = "python",
+) -> Clusters:
+    """Clusters by name, with their settings; `python` runs drivers of the default one, unless a setting says otherwise."""
+    known = []
+    for name, ray in clusters.items():
+        drivers = driver_settings(settings, name, python=python)
+        watcher = ClusterWatcher(ray, refresh_s=refresh_s, workers_per_gpu=drivers.workers_per_gpu)
+        known.append(NamedCluster(name, ray, watcher, drivers))
+    return Clusters(known)
+
+
 def ray_cluster(settings: ClusterAndQueueSettings, name: str) -> RayCluster:
     """The client of the cluster of this name in the settings."""
     if name == DEFAULT_CLUSTER:
@@ -233,20 +160,91 @@ def driver_settings(
     )
 
 
-def build_clusters(
-    settings: ClusterAndQueueSettings,
-    clusters: Mapping[str, Cluster],
-    *,
-    refresh_s: float,
-    python: str = "python",
-) -> Clusters:
-    """Clusters by name, with their settings; `python` runs drivers of the default one, unless a setting says otherwise."""
-    known = []
-    for name, ray in clusters.items():
-        drivers = driver_settings(settings, name, python=python)
-        watcher = ClusterWatcher(ray, refresh_s=refresh_s, workers_per_gpu=drivers.workers_per_gpu)
-        known.append(NamedCluster(name, ray, watcher, drivers))
-    return Clusters(known)
+@dataclass(frozen=True)
+class ClusterSnapshot:
+    """State of the cluster at the last poll; `error` says why `nodes` is empty or old."""
+
+    nodes: tuple[RayNode, ...] = ()
+    in_use: tuple[ResourceUse, ...] = ()
+    seen_at: float | None = None
+    error: str | None = "not asked yet"
+
+    @property
+    def available(self) -> bool:
+        return self.error is None
+
+
+class ClusterWatcher:
+    """Renews `snapshot` every `refresh_s` between `start` and `stop`, sooner while the cluster is away."""
+
+    def __init__(self, cluster: Cluster, *, refresh_s: float, workers_per_gpu: int) -> None:
+        self.snapshot = ClusterSnapshot()
+        self._cluster, self._refresh_s, self._workers_per_gpu = cluster, refresh_s, workers_per_gpu
+        self._listeners: list[Callable[[], None]] = []
+        self._refreshing: asyncio.Task[None] | None = None
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """Accelerators by device; None while the cluster does not answer."""
+        if not self.snapshot.available:
+            return None
+        shares = self._shares
+        total = {
+            device: sum(int(node.resources.get(name, 0) * shares[device]) for node in self.snapshot.nodes)
+            for device, name in RAY_RESOURCES.items()
+        }
+        return Capacity(total)
+
+    def others(self, attempts: Collection[str]) -> dict[str, int]:
+        """Accelerators by device that are held outside `attempts`: by other programs on the same Ray, and by attempts
+        that have ended but not released them yet."""
+        ours = {placement_group_name(attempt) for attempt in attempts}
+        held = [use.resources for use in self.snapshot.in_use if use.name not in ours]
+        return {
+            device: sum(
+                math.ceil(resources.get(name, 0) * self._shares[device] - _SHARE_ROUNDING)
+                for resources in held
+            )
+            for device, name in RAY_RESOURCES.items()
+        }
+
+    @property
+    def _shares(self) -> dict[str, int]:
+        return {"cpu": 1, "cuda": self._workers_per_gpu}
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when nodes came or went, and when a cluster that was away is back."""
+        self._listeners.append(listener)
+
+    def start(self) -> None:
+        self._refreshing = asyncio.create_task(self._refresh_for_ever())
+
+    async def stop(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Read the cluster's nodes and the resources in use."""
+        try:
+            nodes, in_use = await self._cluster.nodes(), await self._cluster.resources_in_use()
+        except ClusterError as error:
+            if self.snapshot.error != str(error):
+                logger.warning("%s", error)
+            self.snapshot = replace(self.snapshot, error=str(error))
+            return
+        before, self.snapshot = self.snapshot, ClusterSnapshot(tuple(nodes), tuple(in_use), time.time(), None)
+        if not before.available or self.snapshot.nodes != before.nodes:
+            for listener in self._listeners:
+                listener()
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            try:
+                await self.refresh()
+            except Exception:
+                logger.exception("the cluster's answer was not understood")
+            await asyncio.sleep(self._refresh_s if self.snapshot.available else _RETRY_INTERVAL_S)
 
 
 class _MissingCluster:
@@ -277,7 +275,7 @@ class _MissingCluster:
     async def nodes(self) -> list[RayNode]:
         raise ClusterUnreachableError(self.why)
 
-    async def held(self) -> list[ResourceUse]:
+    async def resources_in_use(self) -> list[ResourceUse]:
         raise ClusterUnreachableError(self.why)
 
     async def upload_package(self, name: str, content: bytes) -> str:

@@ -22,53 +22,6 @@ from service.store.attempts import LogLocation, attempts_without_log, find_attem
 from service.store.database import Database, Sessions, utc_now
 from service.store.tables import Attempt
 
-
-class LogWindow:
-    """The last `limit_bytes` of a log, in whole lines; earlier lines are dropped."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.read_bytes = 0
-        self.first_line = 1
-        self._limit_bytes = limit_bytes
-        self._lines: deque[bytes] = deque()
-        self._held_bytes = 0
-        self._partial_line = b""
-
-    @property
-    def next_line(self) -> int:
-        """Number of the line that is not complete yet."""
-        return self.first_line + len(self._lines)
-
-    def add(self, piece: bytes) -> None:
-        """Append the next piece of the log."""
-        self.read_bytes += len(piece)
-        *whole, rest = (
-            (self._partial_line + piece).split(b"\n") if b"\n" in piece else (self._partial_line + piece,)
-        )
-        self._partial_line = rest[-self._limit_bytes :]
-        self._lines.extend(whole)
-        self._held_bytes += sum(map(len, whole)) + len(whole)
-        while self._held_bytes > self._limit_bytes and self._lines:
-            self._held_bytes -= len(self._lines.popleft()) + 1
-            self.first_line += 1
-
-    def lines(self, after: int, *, ended: bool) -> Iterator[tuple[int, str]]:
-        """Number and text of the lines after number `after`; the last one only when complete or `ended`."""
-        skip = max(after + 1 - self.first_line, 0)
-        for number, line in enumerate(islice(self._lines, skip, None), self.first_line + skip):
-            yield number, _decode_line(line)
-        if ended and self._partial_line and after < self.next_line:
-            yield self.next_line, _decode_line(self._partial_line)
-
-    def text(self) -> str:
-        """The text of the window, from line `first_line` on."""
-        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + _decode_line(self._partial_line)
-
-
-def _decode_line(line: bytes) -> str:
-    return line.replace(b"\x00", b"").decode("utf-8", "replace")
-
-
 DEFAULT_LOG_LIMIT_BYTES = 1 << 20
 _LOG_SETTLES_S = 2.0
 _LOG_GIVEN_UP_S = 600.0
@@ -242,3 +195,49 @@ class LogKeeper:
         async with self._database.write() as session:
             if fresh := await find_attempt(session, attempt.id):
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
+
+
+class LogWindow:
+    """The last `limit_bytes` of a log, in whole lines; earlier lines are dropped."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.read_bytes = 0
+        self.first_line = 1
+        self._limit_bytes = limit_bytes
+        self._lines: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._partial_line = b""
+
+    @property
+    def next_line(self) -> int:
+        """Number of the line that is not complete yet."""
+        return self.first_line + len(self._lines)
+
+    def add(self, piece: bytes) -> None:
+        """Append the next piece of the log."""
+        self.read_bytes += len(piece)
+        *whole, rest = (
+            (self._partial_line + piece).split(b"\n") if b"\n" in piece else (self._partial_line + piece,)
+        )
+        self._partial_line = rest[-self._limit_bytes :]
+        self._lines.extend(whole)
+        self._held_bytes += sum(map(len, whole)) + len(whole)
+        while self._held_bytes > self._limit_bytes and self._lines:
+            self._held_bytes -= len(self._lines.popleft()) + 1
+            self.first_line += 1
+
+    def lines(self, after: int, *, ended: bool) -> Iterator[tuple[int, str]]:
+        """Number and text of the lines after number `after`; the last one only when complete or `ended`."""
+        skip = max(after + 1 - self.first_line, 0)
+        for number, line in enumerate(islice(self._lines, skip, None), self.first_line + skip):
+            yield number, _decode_line(line)
+        if ended and self._partial_line and after < self.next_line:
+            yield self.next_line, _decode_line(self._partial_line)
+
+    def text(self) -> str:
+        """The text of the window, from line `first_line` on."""
+        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + _decode_line(self._partial_line)
+
+
+def _decode_line(line: bytes) -> str:
+    return line.replace(b"\x00", b"").decode("utf-8", "replace")

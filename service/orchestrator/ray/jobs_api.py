@@ -78,7 +78,7 @@ class Cluster(Protocol):
 
     async def nodes(self) -> list[RayNode]: ...
 
-    async def held(self) -> list[ResourceUse]:
+    async def resources_in_use(self) -> list[ResourceUse]:
         """Resources that placement groups, and actors outside of them, hold now."""
 
     async def upload_package(self, name: str, content: bytes) -> str:
@@ -185,7 +185,7 @@ class RayCluster:
             if row["state"] == "ALIVE"
         ]
 
-    async def held(self) -> list[ResourceUse]:
+    async def resources_in_use(self) -> list[ResourceUse]:
         groups = await self._list("placement_groups", "CREATED")
         actors = await self._list("actors", "ALIVE")
         return [

@@ -27,37 +27,13 @@ import httpx
 from service.orchestrator.decisions.decide import RAY_RESOURCES
 from service.settings.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 # Below what Linux, macOS and Windows give to outgoing connections, beside Ray's workers (10002 to 19999)
 # and Kubernetes' node ports (from 30000): a port that the system itself chose ("bind to 0") is soon given
 # to an outgoing connection, and the server that was to have it cannot start.
 _PORT_RANGE = range(20000, 30000)
 _PORT_TRIES = 1000
-
-
-def free_ports(number: int) -> list[int]:
-    """`number` different ports that nobody on this machine listens at, on any IPv4 address.
-
-    Where the system's range for outgoing connections is the default one, no such connection takes them later; another
-    server still may, and the caller has to be ready for that. Raises OSError where too few are free.
-    """
-    ports: list[int] = []
-    with contextlib.ExitStack() as probes:
-        for port in random.SystemRandom().sample(_PORT_RANGE, _PORT_TRIES):
-            if len(ports) == number:
-                break
-            probe = probes.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                probe.bind(("", port))
-                ports.append(port)
-    if len(ports) < number:
-        raise OSError(
-            f"no {number} free ports between {_PORT_RANGE.start} and {_PORT_RANGE.stop - 1} on this machine"
-        )
-    return ports
-
-
-logger = logging.getLogger(__name__)
-
 _START_LIMIT_S = 180.0
 _START_TRIES = 3
 _STOP_LIMIT_S = 20.0
@@ -234,6 +210,28 @@ class LocalRay:
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_CONTROL_PLANE_VARIABLES, *cluster_tokens):
             environment.pop(name, None)
         return environment
+
+
+def free_ports(number: int) -> list[int]:
+    """`number` different ports that nobody on this machine listens at, on any IPv4 address.
+
+    Where the system's range for outgoing connections is the default one, no such connection takes them later; another
+    server still may, and the caller has to be ready for that. Raises OSError where too few are free.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as probes:
+        for port in random.SystemRandom().sample(_PORT_RANGE, _PORT_TRIES):
+            if len(ports) == number:
+                break
+            probe = probes.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                ports.append(port)
+    if len(ports) < number:
+        raise OSError(
+            f"no {number} free ports between {_PORT_RANGE.start} and {_PORT_RANGE.stop - 1} on this machine"
+        )
+    return ports
 
 
 # In the child process
