@@ -59,11 +59,11 @@ class PlanRefusedError(ValueError):
 
 
 class PlannerBusyError(Exception):
-    """Not now: all processes plan and as many requests wait as may, or the process was lost."""
+    """No plan now: all processes are busy and the queue is full, or the process was lost."""
 
 
 class PlanTimeoutError(Exception):
-    """A plan took longer than allowed; its process was ended."""
+    """A plan took longer than `timeout_s`; its process was killed."""
 
 
 _OUTCOMES = {
@@ -84,9 +84,9 @@ class PlannerLoad:
 
 
 class Planner:
-    """`processes` plan at once, `queue` more requests may wait, none longer than `timeout_s`.
+    """Plans in `processes` processes at once, each plan within `timeout_s`; `queue` more requests may wait.
 
-    One process more is kept for drivers. A plan whose caller has gone is given up, and its place is free again.
+    One process more is reserved for drivers. A plan whose caller has gone is cancelled, and its place is free again.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class Planner:
     ) -> None:
         self._processes, self._timeout_s, self._memory_bytes = processes, timeout_s, memory_bytes
         self._guard_s = 5.0  # the scheduler looks at its deadline now and then
-        self._free_requests = processes + queue
-        self._free_driver_requests = _DRIVER_QUEUE_LIMIT
+        self._free_requests = {"user": processes + queue, "driver": _DRIVER_QUEUE_LIMIT}
         self._queue = WaitQueue(processes)
         self._given_up = multiprocessing.get_context("spawn").RawArray("b", processes + 1)
         self._task_of_attempt: dict[str, asyncio.Task[str]] = {}
@@ -198,15 +197,15 @@ class Planner:
     async def _admitted(
         self, function: Callable[..., str], arguments: tuple[Any, ...], *, driver: bool = False
     ) -> str:
-        places = "_free_driver_requests" if driver else "_free_requests"
-        if getattr(self, places) <= 0:
+        caller = "driver" if driver else "user"
+        if self._free_requests[caller] <= 0:
             raise PlannerBusyError(f"all {self._processes} planning processes are busy and the queue is full")
-        setattr(self, places, getattr(self, places) - 1)
+        self._free_requests[caller] -= 1
         try:
             place = await self._queue.take(driver=driver)
             return await self._in_process(place, function, arguments)
         finally:
-            setattr(self, places, getattr(self, places) + 1)
+            self._free_requests[caller] += 1
 
     async def _in_process(self, place: int, function: Callable[..., str], arguments: tuple[Any, ...]) -> str:
         """Call `function` in a process and leave the place when it has ended, even where the caller has gone before."""

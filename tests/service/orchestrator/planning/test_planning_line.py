@@ -148,7 +148,7 @@ def test_a_request_that_is_broken_off_ends_its_plan(tmp_path: Path):
             until(began.exists)  # a process for the plan takes seconds to start on a busy machine
         until(over.exists)
         planner.plan_spec = plan_spec
-        until(lambda: planner._free_requests == 1)
+        until(lambda: planner._free_requests["user"] == 1)
         answer = httpx.post(f"{served.url}/api/v1/plans", json=SMALL, timeout=60)
         assert answer.status_code == 200, answer.text
 
