@@ -147,7 +147,7 @@ class _AdmissionRound:
         )
 
     def unable(self, job: WaitingJob) -> Wait | None:
-        """Why a job cannot start whoever else waits or ends; None where it can."""
+        """The Wait of a job that cannot start whoever else ends; None where it can."""
         if job.not_before is not None and self._now < job.not_before:
             return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
         quota = self._quotas.get(job.queue)
