@@ -100,7 +100,7 @@ async def run_control_plane(
             loop = asyncio.create_task(orchestrator.run())
             stack.push_async_callback(_stop_orchestrator, orchestrator, loop)
         else:
-            stack.push_async_callback(_cancel, asyncio.create_task(orchestrator.pulse.beat_forever()))
+            stack.push_async_callback(_cancel, asyncio.create_task(orchestrator.heartbeat.beat_forever()))
         yield ControlPlane(
             settings=settings,
             database=database,
@@ -111,9 +111,9 @@ async def run_control_plane(
             clusters=clusters,
             logs=logs,
             wake=orchestrator.wake,
-            problem=lambda: orchestrator.pulse.problem,
+            problem=lambda: orchestrator.heartbeat.problem,
             identity=identity,
-            lag_s=lambda: orchestrator.pulse.lag_s if settings.orchestrator else None,
+            lag_s=lambda: orchestrator.heartbeat.lag_s if settings.orchestrator else None,
             leads=lambda: orchestrator.lease.token is not None,
             orchestrator=orchestrator,
             notifier=notifier,

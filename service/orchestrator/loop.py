@@ -35,9 +35,9 @@ _STOP_LIMIT_S = 2.0
 _RENEWALS_A_LEASE = 4
 _SWEEP_INTERVAL_S = 3600.0
 _STUCK_AFTER_S = 120.0
-"""A loop that has not come round for so long gives the lease away: another's may."""
+"""A loop without a finished round for this time stops renewing its lease: another control plane may take it."""
 _REST_FACTOR = 3.0
-"""A round is followed by a rest of so many times its length, of a tick at most."""
+"""Rest after a round, as a multiple of its length; a tick at most."""
 
 
 class Orchestrator:
@@ -53,7 +53,7 @@ class Orchestrator:
         name = unique_process_name()
         self.lease = Lease(database, lease_s=settings.lease_s, holder=name)
         self.fenced = FencedDatabase(database, self.lease)
-        self.pulse = Heartbeat(database, tick_s=settings.tick_s, name=name)
+        self.heartbeat = Heartbeat(database, tick_s=settings.tick_s, name=name)
         self._wake = asyncio.Event()
         self._stopping, self._stopped = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,7 +66,7 @@ class Orchestrator:
             clusters,
             submitter=self.submitter,
             logs=self.logs,
-            hearing=self.pulse.hearing,
+            liveness=self.heartbeat.liveness,
             ended=self.wake,
         )
         self._admission = Admission(settings, self.fenced, clusters, changed=self.wake)
@@ -77,7 +77,7 @@ class Orchestrator:
         self._wake.set()
 
     def stop(self) -> None:
-        """Let `run` come to its end; calls under way get a moment."""
+        """Make `run` return; calls under way get a moment."""
         self._stopping = True
         self._stopped.set()
         self.wake()
@@ -91,9 +91,9 @@ class Orchestrator:
                 begun_at = time.monotonic()
                 try:
                     await self.round()
-                    self.pulse.round_finished()
+                    self.heartbeat.round_finished()
                 except LeaseLostError:
-                    self.pulse.round_finished()  # the lease has said it; the next round serves
+                    self.heartbeat.round_finished()  # the lease has logged it; the next round only serves
                 except DATABASE_UNAVAILABLE as error:
                     self._database.outage.away(error)  # one line an outage, not one a round
                 except Exception:
@@ -118,30 +118,32 @@ class Orchestrator:
             await asyncio.wait_for(self._stopped.wait(), min(seconds, self._settings.tick_s))
 
     async def round(self) -> None:
-        """One pass over active attempts and waiting jobs, where this control plane has the lease; slow calls go on
-        in tasks of their own."""
+        """Pass once over active attempts and waiting jobs, where this control plane has the lease.
+
+        Slow calls go on in tasks of their own.
+        """
         self._beat()
         if await self._holds_lease():
             with ROUND_SECONDS.time():
                 await self._round()
 
     async def _holds_lease(self) -> bool:
-        """Whether the lease is ours. It is taken only when all that was begun under an earlier one has ended."""
+        """True while the lease is ours. It is taken only when all tasks of an earlier term have ended."""
         if self.lease.token is not None:
             return await self.lease.acquire()
         if self._tasks or not await self.lease.acquire():
             return False
-        # as after a restart: drivers may have talked to the one before, which may have been frozen
+        # as after a restart: drivers may have reported to the control plane before, which may have been frozen
         self.attempts.retain_only([])
-        self.pulse.hearing.begin(time.time())
+        self.heartbeat.liveness.begin(time.time())
         return True
 
     async def _renew_for_ever(self) -> None:
-        """Beside the rounds, which may be long; not for a loop that has stuck."""
+        """Renew the lease beside the rounds, which may be long; not for a loop that is stuck."""
         while True:
             await asyncio.sleep(self._settings.lease_s / _RENEWALS_A_LEASE)
             try:
-                if self.pulse.lag_s < _STUCK_AFTER_S:
+                if self.heartbeat.lag_s < _STUCK_AFTER_S:
                     await self.lease.renew()
             except LeaseLostError:
                 self.wake()
@@ -151,7 +153,7 @@ class Orchestrator:
                 logger.exception("the lease was not renewed; it is tried again")
 
     async def _round(self) -> None:
-        now = time.time()  # before the reports are read: what came since is not taken for silence
+        now = time.time()  # before the reports are read: a report since then is not taken for silence
         async with self.fenced.read() as session:
             active = await active_attempts(session)
             waiting = await waiting_jobs(session)
@@ -166,15 +168,15 @@ class Orchestrator:
             self._spawn(self._retention.sweep())
 
     def _beat(self) -> None:
-        if self.pulse.due:
-            task = asyncio.create_task(self.pulse.beat())  # of this process, whoever has the lease
+        if self.heartbeat.due:
+            task = asyncio.create_task(self.heartbeat.beat())  # whoever has the lease
             self._heartbeat_tasks.add(task)
             task.add_done_callback(self._heartbeat_tasks.discard)
 
     async def settle(self) -> None:
         """Wait for the calls that rounds have begun (tests)."""
-        while waits := [*self._tasks, *self._heartbeat_tasks]:
-            await asyncio.gather(*waits, return_exceptions=True)
+        while pending := [*self._tasks, *self._heartbeat_tasks]:
+            await asyncio.gather(*pending, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -85,7 +85,7 @@ class FakeCluster:
         self._answer()
         return [RayNode("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
 
-    async def held(self) -> list[ResourceUse]:
+    async def resources_in_use(self) -> list[ResourceUse]:
         self._answer()
         return list(self.others)
 

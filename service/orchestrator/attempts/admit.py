@@ -36,12 +36,113 @@ from service.store.tables import Attempt, Job
 from service.store.transitions import explain_wait, lock_job, lock_jobs
 from worker.contract.reasons import Reason
 
+ItemT = TypeVar("ItemT")
 RELEASE_DELAY_S = 30.0
-"""So long after it was stopped an attempt may hold its accelerators still."""
+"""Time for which an attempt may still hold its accelerators after it was stopped."""
+_EXPLANATIONS_PER_TRANSACTION = 200
+
+
+class Admission:
+    """Creates attempts for the accelerators of each cluster, by the rules of the queues; calls `changed` after each."""
+
+    def __init__(
+        self, settings: Settings, database: Sessions, clusters: Clusters, *, changed: Callable[[], None]
+    ) -> None:
+        self._settings, self._database, self._clusters = settings, database, clusters
+        self._changed = changed
+
+    async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
+        """Start or explain every waiting job, and request a graceful stop of each job that gives way."""
+        attempt_ids = defaultdict[str, list[str]](list)
+        for attempt, _ in active:
+            attempt_ids[attempt.cluster].append(attempt.id)
+        capacities, now = self._clusters.capacities(attempt_ids), time.time()
+        async with self._database.read() as session:
+            quotas = await effective_quotas(session, self._settings.quotas)
+        answers = await asyncio.to_thread(  # thousands of jobs take their time
+            admit_all_clusters,
+            [to_waiting_job(job, self._settings) for job in waiting],
+            [to_holder(attempt, job, self._settings, now=now) for attempt, job in active],
+            capacities=capacities,
+            quotas=quotas,
+            now=now,
+            rules=queue_rules(self._settings),
+        )
+        attempt_of = {job.id: attempt.id for attempt, job in active}
+        cluster_of = {job.id: self._settings.cluster_of(job.queue) for job in waiting}
+        for answer in answers:
+            if isinstance(answer, Start):
+                await self._start(answer, cluster_of[answer.job_id])
+            elif isinstance(answer, Preempt):
+                await self._preempt(attempt_of[answer.job_id], answer.message)
+        jobs_by_id = {job.id: job for job in waiting}
+        waits = [(jobs_by_id[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)]
+        await explain_waits(self._database, waits)
+
+    async def _preempt(self, attempt_id: str, message: str) -> None:
+        async with self._database.write() as session:
+            requested = await request_graceful_stop(
+                session, attempt_id, Reason.PREEMPTED, message, at=utc_now()
+            )
+        if requested:
+            self._changed()
+
+    async def _start(self, start: Start, cluster: str | None) -> None:
+        async with self._database.write() as session:
+            job = await lock_job(session, start.job_id)
+            if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
+                return
+            if job.device not in ("auto", start.device):
+                return  # its device was fixed since it was read: the next round knows
+            if cluster is None or self._settings.cluster_of(job.queue) != cluster:
+                return  # moved to another cluster's queue since then
+            await create_attempt(session, job, device=start.device, at=utc_now(), cluster=cluster)
+        self._changed()
+
+
+async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -> None:
+    """Write to jobs why they wait, where that has changed; one start or end changes it for every job behind."""
+    news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
+    for ids in _batched(sorted(news), _EXPLANATIONS_PER_TRANSACTION):
+        async with database.write() as session:
+            for fresh in await lock_jobs(session, ids):
+                job, wait = news[fresh.id]
+                if fresh.job_state == job.job_state:
+                    explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
+
+
+def _is_news(job: Job, wait: Wait) -> bool:
+    if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
+        return False  # the failure that it recovers from says more
+    return (job.reason, job.message) != (wait.reason, wait.message)
+
+
+def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]
+
+
+def admission_order(
+    waiting: Sequence[Job],
+    active: Sequence[tuple[Attempt, Job]],
+    capacities: Mapping[str, Capacity | None],
+    settings: Settings,
+) -> list[Job]:
+    """Waiting jobs in the order of their turns on their clusters."""
+    now = time.time()
+    jobs_by_id = {job.id: job for job in waiting}
+    ordered = order_all_clusters(
+        [to_waiting_job(job, settings) for job in waiting],
+        [to_holder(attempt, job, settings, now=now) for attempt, job in active],
+        capacities=capacities,
+        now=now,
+        patience_s=settings.queue_patience_s,
+    )
+    return [jobs_by_id[job.id] for job in ordered]
 
 
 def queue_rules(settings: Settings) -> QueueRules:
-    """How jobs take turns and give way."""
+    """The rules of all queues, from the settings."""
     return QueueRules(
         preempts=settings.preemption,
         grace_s=settings.preemption_grace_s + RELEASE_DELAY_S,
@@ -50,7 +151,7 @@ def queue_rules(settings: Settings) -> QueueRules:
 
 
 def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
-    """A job that waits."""
+    """The job as a value for `decisions`."""
     longest_s = math.inf
     if job.max_duration_s is not None:
         longest_s = max(job.max_duration_s - job.held_s, 0.0) + settings.preemption_grace_s + RELEASE_DELAY_S
@@ -71,16 +172,16 @@ def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
 
 
 def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Holder:
-    """An attempt that holds accelerators, and until when at most."""
-    until, leaving = math.inf, False
+    """The attempt as a value for `decisions`, with the time until which it holds accelerators at most."""
+    until, stopping = math.inf, False
     if (deadline := attempt_deadline(attempt, job)) is not None:
         until = deadline + settings.preemption_grace_s + RELEASE_DELAY_S
     for asked_at, grace_s in (
         (attempt.end_asked_at, settings.preemption_grace_s),
         (job.cancel_requested_at, settings.cancel_grace_s),
     ):
-        if asked_at is not None:  # it goes, if later than it should: nobody else has to for that
-            leaving = True
+        if asked_at is not None:  # it ends, even if late: no other job is preempted in its place
+            stopping = True
             until = max(asked_at.timestamp() + grace_s, now) + RELEASE_DELAY_S
     return Holder(
         job_id=job.id,
@@ -91,112 +192,11 @@ def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> 
         priority=job.priority,
         since=attempt.created_at.timestamp(),
         until=until,
-        stopping=leaving,
+        stopping=stopping,
         cluster=attempt.cluster,
     )
 
 
-def admission_order(
-    waiting: Sequence[Job],
-    active: Sequence[tuple[Attempt, Job]],
-    capacities: Mapping[str, Capacity | None],
-    settings: Settings,
-) -> list[Job]:
-    """Waiting jobs in the order in which their turns come on their clusters."""
-    now = time.time()
-    known = {job.id: job for job in waiting}
-    line = order_all_clusters(
-        [to_waiting_job(job, settings) for job in waiting],
-        [to_holder(attempt, job, settings, now=now) for attempt, job in active],
-        capacities=capacities,
-        now=now,
-        patience_s=settings.queue_patience_s,
-    )
-    return [known[one.id] for one in line]
-
-
 def fair_share_owner(job: Job) -> str:
-    """Whose turn the job takes in its queue; nobody's name where the store knows no owners: then all are one."""
+    """The owner whose turn the job takes in its queue; empty, and so shared by all, where the store has no owners."""
     return getattr(job, "owner", None) or ""
-
-
-ItemT = TypeVar("T")
-_EXPLANATIONS_PER_TRANSACTION = 200
-
-
-class Admission:
-    """Makes attempts for what each cluster has, under the rules of the queues; `changed` is called after each."""
-
-    def __init__(
-        self, settings: Settings, database: Sessions, clusters: Clusters, *, changed: Callable[[], None]
-    ) -> None:
-        self._settings, self._database, self._clusters = settings, database, clusters
-        self._changed = changed
-
-    async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
-        """Start or explain every waiting job, and ask those to end that give way."""
-        held = defaultdict[str, list[str]](list)
-        for attempt, _ in active:
-            held[attempt.cluster].append(attempt.id)
-        capacities, now = self._clusters.capacities(held), time.time()
-        async with self._database.read() as session:
-            quotas = await effective_quotas(session, self._settings.quotas)
-        answers = await asyncio.to_thread(  # thousands of jobs take their time
-            admit_all_clusters,
-            [to_waiting_job(job, self._settings) for job in waiting],
-            [to_holder(attempt, job, self._settings, now=now) for attempt, job in active],
-            capacities=capacities,
-            quotas=quotas,
-            now=now,
-            rules=queue_rules(self._settings),
-        )
-        attempts = {job.id: attempt.id for attempt, job in active}
-        cluster_of = {job.id: self._settings.cluster_of(job.queue) for job in waiting}
-        for answer in answers:
-            if isinstance(answer, Start):
-                await self._start(answer, cluster_of[answer.job_id])
-            elif isinstance(answer, Preempt):
-                await self._preempt(attempts[answer.job_id], answer.message)
-        known = {job.id: job for job in waiting}
-        waits = [(known[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)]
-        await explain_waits(self._database, waits)
-
-    async def _preempt(self, attempt_id: str, message: str) -> None:
-        async with self._database.write() as session:
-            asked = await request_graceful_stop(session, attempt_id, Reason.PREEMPTED, message, at=utc_now())
-        if asked:
-            self._changed()
-
-    async def _start(self, start: Start, cluster: str | None) -> None:
-        async with self._database.write() as session:
-            job = await lock_job(session, start.job_id)
-            if job is None or job.job_state not in (JobState.QUEUED, JobState.RECOVERING):
-                return
-            if job.device not in ("auto", start.device):
-                return  # fixed since it was looked at: the next round knows
-            if cluster is None or self._settings.cluster_of(job.queue) != cluster:
-                return  # moved to another cluster's queue since then
-            await create_attempt(session, job, device=start.device, at=utc_now(), cluster=cluster)
-        self._changed()
-
-
-async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -> None:
-    """Tell jobs why they wait, where that is news: one start or end is news to all that wait for it."""
-    news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
-    for ids in _batched(sorted(news), _EXPLANATIONS_PER_TRANSACTION):
-        async with database.write() as session:
-            for fresh in await lock_jobs(session, ids):
-                job, wait = news[fresh.id]
-                if fresh.job_state == job.job_state:
-                    explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
-
-
-def _is_news(job: Job, wait: Wait) -> bool:
-    if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
-        return False  # the failure that it recovers from says more
-    return (job.reason, job.message) != (wait.reason, wait.message)
-
-
-def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
-    for begin in range(0, len(values), size):
-        yield values[begin : begin + size]

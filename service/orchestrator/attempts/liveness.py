@@ -18,7 +18,7 @@ from service.store.database import Database, utc_now
 from service.store.leases import record_heartbeat
 
 RECONNECT_S = 15.0
-"""Drivers ask a control plane that was away again within 10 s: what they have to say is waited for."""
+"""Drivers call a control plane that was away again within 10 s: their reports are waited for."""
 _HEARTBEAT_INTERVAL_S = 1.0
 _GAP_AFTER_S = 5.0
 _STALLED_AFTER_S = 15.0
@@ -26,9 +26,9 @@ _GAPS_REMEMBERED = 1000
 
 
 class LivenessWindow:
-    """Which times count as listening: those between two `heard` that are not far apart.
+    """The times that count as listening: between two `record_contact` that are at most `gap_s` apart.
 
-    After a longer gap the next `return_s` do not count either. Times are Unix seconds, as those of reports.
+    After a longer gap the next `return_s` do not count either. Times are Unix seconds, as the times of reports.
     """
 
     def __init__(self, since: float, *, gap_s: float = _GAP_AFTER_S, return_s: float = RECONNECT_S) -> None:
@@ -37,38 +37,38 @@ class LivenessWindow:
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_REMEMBERED)
 
     def begin(self, at: float) -> None:
-        """Count from here on only: this process has taken over."""
+        """Count from `at` on only: this process has taken over."""
         self.since = self.last_contact_at = at
         self._gaps.clear()
 
     def record_contact(self, at: float) -> None:
-        """A report that came at this time would have been stored."""
+        """Note that a report that came at this time would have been stored."""
         if at - self.last_contact_at > self._gap_s:
             last_end = self._gaps[-1][1] if self._gaps else self.since
             self._gaps.append((max(self.last_contact_at, last_end), at + self._return_s))
         self.last_contact_at = max(at, self.last_contact_at)
 
     def listening_s(self, begin: float, end: float) -> float:
-        """Seconds between `begin` and `end` in which this process could have heard."""
+        """Seconds between `begin` and `end` in which a report would have been stored."""
         begin = max(begin, self.since)
         if end - self.last_contact_at > self._gap_s:
-            end = self.last_contact_at  # it may be deaf now
-        deaf = sum(max(0.0, min(end, until) - max(begin, from_)) for from_, until in self._gaps)
-        return max(0.0, end - begin - deaf)
+            end = self.last_contact_at  # nothing may be stored since
+        gaps_s = sum(max(0.0, min(end, until) - max(begin, from_)) for from_, until in self._gaps)
+        return max(0.0, end - begin - gaps_s)
 
 
 class Heartbeat:
-    """Writes to the database about once a second, and tells `hearing` when that went well."""
+    """Writes a row of this process about once a second, and records each success in `liveness`."""
 
     def __init__(self, database: Database, *, tick_s: float, name: str) -> None:
-        self.hearing = LivenessWindow(time.time(), gap_s=max(_GAP_AFTER_S, 3 * tick_s))
+        self.liveness = LivenessWindow(time.time(), gap_s=max(_GAP_AFTER_S, 3 * tick_s))
         self.round_finished_at = time.time()
         self._late_s = max(_STALLED_AFTER_S, 3 * tick_s)
         self._database, self._name, self._tick_s = database, name, tick_s
         self._begun_at, self._busy = 0.0, False
 
     def round_finished(self) -> None:
-        """The loop has come round."""
+        """Note that the loop has come round."""
         self.round_finished_at = time.time()
 
     @property
@@ -78,12 +78,12 @@ class Heartbeat:
 
     @property
     def problem(self) -> str | None:
-        """What does not go on as it should: the rounds, or the writes."""
+        """A message about rounds or writes that do not go on; None while all is well."""
         now = time.time()
         if now - self.round_finished_at > self._late_s:
             return f"the orchestrator has finished no round for {now - self.round_finished_at:.0f} s"
-        if now - self.hearing.last_contact_at > self._late_s:
-            return f"the database has taken no write for {now - self.hearing.last_contact_at:.0f} s"
+        if now - self.liveness.last_contact_at > self._late_s:
+            return f"the database has taken no write for {now - self.liveness.last_contact_at:.0f} s"
         return None
 
     @property
@@ -91,7 +91,7 @@ class Heartbeat:
         return not self._busy and time.time() - self._begun_at >= _HEARTBEAT_INTERVAL_S
 
     async def beat(self) -> None:
-        """One write. What was under way when it began could not have been heard before its end."""
+        """Write once. The contact is recorded at the end: a report sent meanwhile could not have been stored before."""
         self._busy, self._begun_at = True, time.time()
         try:
             async with self._database.write() as session:
@@ -99,13 +99,13 @@ class Heartbeat:
         except (SQLAlchemyError, OSError) as error:
             self._database.outage.away(error)
         else:
-            self.hearing.record_contact(time.time())
+            self.liveness.record_contact(time.time())
             self._database.outage.back()
         finally:
             self._busy = False
 
     async def beat_forever(self) -> None:
-        """For a process without a loop of its own: an API replica."""
+        """Write until cancelled, for a process without a loop of its own: an API replica."""
         while True:
             if self.due:
                 await self.beat()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -35,57 +36,6 @@ from service.store.transitions import add_event, move_attempt, move_job
 from worker.contract.reasons import Cause, Reason, cause_of
 
 
-async def request_graceful_stop(
-    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
-) -> bool:
-    """Ask the attempt to end; False where it is over, or ends already."""
-    attempt, job = await lock_attempt(session, attempt_id)
-    if attempt.attempt_state.final or job.current_attempt != attempt_id:
-        return False
-    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
-        return False
-    attempt.end_asked_at, attempt.end_asked_for = at, reason
-    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
-    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
-    return True
-
-
-def outcome_of_graceful_stop(
-    attempt: Attempt, state: AttemptState, reason: str | None, message: str | None
-) -> tuple[AttemptState, str | None, str | None]:
-    """How an attempt ended that was asked to: what the driver says of that, and being stopped, is for that reason.
-
-    What went wrong meanwhile keeps its own.
-    """
-    if attempt.end_asked_for is None:
-        return state, reason, message
-    asked = Reason.parse(attempt.end_asked_for)
-    if state is AttemptState.CANCELLED:  # by Ray's SIGTERM: the driver took longer than it had
-        stopped = attempt.stopped_because or "the driver was told to end"
-        return AttemptState.FAILED, asked, f"{asked.meaning}; {stopped}"
-    if state is AttemptState.FAILED and reason == Reason.PREEMPTED:
-        return state, asked, message
-    return state, reason, message
-
-
-def attempt_deadline(attempt: Attempt, job: Job) -> float | None:
-    """Unix time at which the attempt has used up its job's time."""
-    if job.max_duration_s is None:
-        return None
-    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
-
-
-def exceeds_max_duration(job: Job) -> bool:
-    """Whether the job may hold accelerators no more."""
-    return job.max_duration_s is not None and job.held_s >= job.max_duration_s
-
-
-def max_duration_message(job: Job, message: str | None) -> str:
-    """What the user is told at the end of a job that is over its time."""
-    limit = f"max_duration is {job.max_duration_s:g} s: `slotline retry` goes on from the last checkpoint, as long again"
-    return f"{message}; {limit}" if message else limit
-
-
 @dataclass(frozen=True)
 class Backoff:
     """The pause before the next attempt, in seconds."""
@@ -96,6 +46,8 @@ class Backoff:
 
 @dataclass(frozen=True)
 class TimelineRecord:
+    """The measured slots of one step; `started_at` is Unix time."""
+
     step: int
     started_at: float
     uncertainty_s: float | None
@@ -104,6 +56,8 @@ class TimelineRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
+    """An event of a job that its driver reports."""
+
     at: datetime
     kind: str
     message: str
@@ -111,7 +65,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class DriverReport:
-    """What a driver says since its last report; `sequence` counts from 1 and makes it idempotent."""
+    """The news of a driver since its last report; `sequence` counts from 1 and makes it idempotent."""
 
     sequence: int
     state: AttemptState | None = None
@@ -125,7 +79,7 @@ class DriverReport:
     checkpoint: tuple[int, str] | None = None
     stored_bytes: int | None = None
     model_flops: tuple[float | None, float | None] | None = None
-    """Of a step, and what the accelerators could do in a second."""
+    """FLOPs of a step, and peak FLOP/s of all its accelerators."""
     evaluations: Sequence[EvaluationRecord] = ()
     best_checkpoint: Mapping[str, Any] | None = None
 
@@ -137,7 +91,7 @@ class StaleAttemptError(Exception):
 async def apply_report(
     session: AsyncSession, attempt_id: str, report: DriverReport, *, at: datetime, backoff: Backoff, keep: int
 ) -> str:
-    """Store a report; the command for the driver, `continue`, `stop` or `cancel`. Raises StaleAttemptError."""
+    """Store a report and return the command for the driver: continue, stop or cancel. Raises StaleAttemptError."""
     attempt, job = await lock_attempt(session, attempt_id)
     if report.sequence <= attempt.last_sequence:
         return _driver_command(job, attempt)
@@ -173,103 +127,6 @@ def check_current(job: Job, attempt: Attempt) -> None:
         raise StaleAttemptError(
             f"attempt {attempt.number} of job {job.id} is over ({attempt.state}): end this driver"
         )
-
-
-async def end_attempt(
-    session: AsyncSession,
-    job: Job,
-    attempt: Attempt,
-    state: AttemptState,
-    *,
-    reason: str | None,
-    message: str | None,
-    at: datetime,
-    backoff: Backoff,
-) -> None:
-    """Make the attempt final and move its (locked) job on: to an end, or to RECOVERING."""
-    number = attempt.number
-    job.held_s += max((at - attempt.created_at).total_seconds(), 0.0)
-    state, reason, message = outcome_of_graceful_stop(attempt, state, reason, message)
-    if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
-        state, reason = AttemptState.FAILED, Reason.DRIVER_LOST
-        message = (
-            "the driver was told to end by somebody else than Slotline"
-            if attempt.stopped_because is None
-            else f"Slotline stopped the driver: {attempt.stopped_because}"
-        )
-    if state is AttemptState.FAILED:
-        reason, message = reason or Reason.INTERNAL, message or "no message was given"
-    move_attempt(attempt, state, at=at, reason=reason, message=message)
-    add_attempt_span(session, job, attempt, at=at)
-    if state is AttemptState.FAILED:
-        await store_post_mortem(session, attempt, at=at)
-    if state is AttemptState.SUCCEEDED:
-        move_job(session, job, JobState.SUCCEEDED, at=at, reason=reason, message=message, attempt=number)
-        return
-    if job.job_state is JobState.CANCELLING:
-        message = "cancelled by the user"
-        move_job(
-            session,
-            job,
-            JobState.CANCELLED,
-            at=at,
-            reason=Reason.CANCELLED_BY_USER,
-            message=message,
-            attempt=number,
-        )
-        return
-    if reason == Reason.MAX_DURATION or exceeds_max_duration(job):
-        message = max_duration_message(job, message)
-        move_job(
-            session,
-            job,
-            JobState.FAILED,
-            at=at,
-            reason=Reason.MAX_DURATION,
-            message=message,
-            attempt=number,
-        )
-        return
-    decision = after_failure(
-        reason or Reason.INTERNAL,
-        message or "",
-        allowed=stored_retry(job.spec),
-        failures_before=await _counted_failures(session, job, number),
-        backoff_s=backoff.base_s,
-        backoff_limit_s=backoff.limit_s,
-    )
-    if isinstance(decision, FailJob):
-        move_job(
-            session, job, JobState.FAILED, at=at, reason=reason, message=decision.message, attempt=number
-        )
-        return
-    job.not_before = at + timedelta(seconds=decision.after_s)
-    job.queued_at = job.created_at  # a job that recovers keeps its place in the line
-    move_job(
-        session, job, JobState.RECOVERING, at=at, reason=reason, message=decision.message, attempt=number
-    )
-
-
-async def _counted_failures(session: AsyncSession, job: Job, number: int) -> list[str]:
-    """Reasons of the attempts before `number` that failed: since the user's last retry, and of those that are
-    nobody's fault only the ones since the checkpoint that the job goes on from."""
-    failed = [
-        (one.number, one.reason or Reason.INTERNAL)
-        for one in await attempts_of(session, job.id)
-        if job.attempts_forgiven < one.number < number and one.state == AttemptState.FAILED
-    ]
-    return [
-        reason
-        for at, reason in failed
-        if at > job.infrastructure_forgiven or cause_of(reason) is not Cause.INFRASTRUCTURE
-    ]
-
-
-def _mark_running(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
-    if attempt.attempt_state is AttemptState.STARTING:
-        move_attempt(attempt, AttemptState.RUNNING, at=at)
-    if job.job_state is JobState.STARTING:
-        move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
 
 
 async def _store_measurements(
@@ -310,7 +167,135 @@ async def _store_measurements(
         job.stored_bytes = report.stored_bytes
 
 
+def _mark_running(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
+    if attempt.attempt_state is AttemptState.STARTING:
+        move_attempt(attempt, AttemptState.RUNNING, at=at)
+    if job.job_state is JobState.STARTING:
+        move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
+
+
 def _driver_command(job: Job, attempt: Attempt) -> str:
     if job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
         return "cancel"
     return "continue" if attempt.end_asked_at is None else "stop"
+
+
+async def end_attempt(
+    session: AsyncSession,
+    job: Job,
+    attempt: Attempt,
+    state: AttemptState,
+    *,
+    reason: str | None,
+    message: str | None,
+    at: datetime,
+    backoff: Backoff,
+) -> None:
+    """Make the attempt final and move its (locked) job on: to an end, or to RECOVERING."""
+    number = attempt.number
+    job.held_s += max((at - attempt.created_at).total_seconds(), 0.0)
+    state, reason, message = outcome_of_graceful_stop(attempt, state, reason, message)
+    if state is AttemptState.CANCELLED and job.job_state is not JobState.CANCELLING:
+        state, reason = AttemptState.FAILED, Reason.DRIVER_LOST
+        message = (
+            "the driver was told to end by somebody else than Slotline"
+            if attempt.stopped_because is None
+            else f"Slotline stopped the driver: {attempt.stopped_because}"
+        )
+    if state is AttemptState.FAILED:
+        reason, message = reason or Reason.INTERNAL, message or "no message was given"
+    move_attempt(attempt, state, at=at, reason=reason, message=message)
+    add_attempt_span(session, job, attempt, at=at)
+    if state is AttemptState.FAILED:
+        await store_post_mortem(session, attempt, at=at)
+    move = partial(move_job, session, job, at=at, attempt=number)
+    if state is AttemptState.SUCCEEDED:
+        move(JobState.SUCCEEDED, reason=reason, message=message)
+        return
+    if job.job_state is JobState.CANCELLING:
+        move(JobState.CANCELLED, reason=Reason.CANCELLED_BY_USER, message="cancelled by the user")
+        return
+    if reason == Reason.MAX_DURATION or exceeds_max_duration(job):
+        move(JobState.FAILED, reason=Reason.MAX_DURATION, message=max_duration_message(job, message))
+        return
+    decision = after_failure(
+        reason or Reason.INTERNAL,
+        message or "",
+        allowed=stored_retry(job.spec),
+        failures_before=await _counted_failures(session, job, number),
+        backoff_s=backoff.base_s,
+        backoff_limit_s=backoff.limit_s,
+    )
+    if isinstance(decision, FailJob):
+        move(JobState.FAILED, reason=reason, message=decision.message)
+        return
+    job.not_before = at + timedelta(seconds=decision.after_s)
+    job.queued_at = job.created_at  # a job that recovers keeps its place in the queue
+    move(JobState.RECOVERING, reason=reason, message=decision.message)
+
+
+def outcome_of_graceful_stop(
+    attempt: Attempt, state: AttemptState, reason: str | None, message: str | None
+) -> tuple[AttemptState, str | None, str | None]:
+    """(state, reason, message) of an attempt, attributed to the graceful stop that was requested of it, if any.
+
+    A driver's report of that stop, and a driver that was killed since it was too slow, have the reason of the request;
+    a failure of another kind keeps its own.
+    """
+    if attempt.end_asked_for is None:
+        return state, reason, message
+    requested = Reason.parse(attempt.end_asked_for)
+    if state is AttemptState.CANCELLED:  # by Ray's SIGTERM: the driver took longer than it had
+        stopped = attempt.stopped_because or "the driver was told to end"
+        return AttemptState.FAILED, requested, f"{requested.meaning}; {stopped}"
+    if state is AttemptState.FAILED and reason == Reason.PREEMPTED:
+        return state, requested, message
+    return state, reason, message
+
+
+def exceeds_max_duration(job: Job) -> bool:
+    """True where the job has used up its max_duration."""
+    return job.max_duration_s is not None and job.held_s >= job.max_duration_s
+
+
+def max_duration_message(job: Job, message: str | None) -> str:
+    """The final message of a job that has used up its max_duration."""
+    limit = f"max_duration is {job.max_duration_s:g} s: `slotline retry` goes on from the last checkpoint, as long again"
+    return f"{message}; {limit}" if message else limit
+
+
+async def _counted_failures(session: AsyncSession, job: Job, number: int) -> list[str]:
+    """Reasons of the failed attempts before `number` since the user's last retry; failures of the infrastructure count
+    only since the checkpoint that the job goes on from."""
+    failures = [
+        (attempt.number, attempt.reason or Reason.INTERNAL)
+        for attempt in await attempts_of(session, job.id)
+        if job.attempts_forgiven < attempt.number < number and attempt.state == AttemptState.FAILED
+    ]
+    return [
+        reason
+        for failed_number, reason in failures
+        if failed_number > job.infrastructure_forgiven or cause_of(reason) is not Cause.INFRASTRUCTURE
+    ]
+
+
+def attempt_deadline(attempt: Attempt, job: Job) -> float | None:
+    """Unix time at which the attempt has used up its job's max_duration; None where that has no limit."""
+    if job.max_duration_s is None:
+        return None
+    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
+
+
+async def request_graceful_stop(
+    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
+) -> bool:
+    """Ask the attempt to save a checkpoint and end; False where it is over, or ends already."""
+    attempt, job = await lock_attempt(session, attempt_id)
+    if attempt.attempt_state.final or job.current_attempt != attempt_id:
+        return False
+    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
+        return False
+    attempt.end_asked_at, attempt.end_asked_for = at, reason
+    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
+    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
+    return True

@@ -42,19 +42,17 @@ _NOT_YET_SUBMITTED = Reason.WAITS_FOR_CLUSTER
 
 
 class Submitter:
-    """Gives attempts to Ray, each to the cluster that it was made for."""
+    """Submits attempts to Ray, each to its own cluster."""
 
     def __init__(self, settings: Settings, database: Sessions, clusters: Clusters) -> None:
         self._settings, self._database, self._clusters = settings, database, clusters
 
     async def submit(self, attempt: Attempt, job: Job) -> EndAttempt | None:
-        """Start the driver; the end of an attempt that Ray refuses. Where Ray cannot now, the job says so.
+        """Start the driver; returns the end of an attempt that Ray refuses.
 
-        Repeating it after a lost answer is safe: the id is the attempt's. Just before, the store is asked whether
-        it is still wanted, and wanted of this process; what is frozen even between that and Ray starts no second
-        driver (Ray knows the id) and none that trains (the control plane tells it at its first call).
+        Where the cluster cannot be reached, the job gets a message and the next round tries again.
         """
-        began = time.time()
+        began_at = time.time()
         cluster = self._clusters.of(attempt.cluster)
         try:
             submission = await self._submission(attempt, cluster)
@@ -69,7 +67,7 @@ class Submitter:
             return None
         except ClusterError as error:
             return EndAttempt(AttemptState.FAILED, Reason.START_REFUSED, str(error))
-        record_submission_span(job, attempt, began, time.time())
+        record_submission_span(job, attempt, began_at, time.time())
         async with self._database.write() as session:
             fresh = await find_attempt(session, attempt.id)
             if fresh is not None and fresh.submitted_at is None:
@@ -90,9 +88,8 @@ class Submitter:
         async with self._database.read() as session:  # rounds leave the specification out
             job = await find_job(session, attempt.job_id)
             assert job is not None, attempt.job_id
-            if names := spec_secret_names(
-                job.spec
-            ):  # the driver asks for them: Ray shows a driver's environment
+            if names := spec_secret_names(job.spec):
+                # checked only: the driver asks for them, since Ray shows a driver's environment
                 await open_secrets(session, SecretBox.of(self._settings), job.owner, names)
         return RayJobSubmission(
             id=attempt.id,
@@ -138,7 +135,7 @@ def _ray_address_env(cluster: NamedCluster) -> dict[str, str]:
 
 
 def _trace_env(job: Job, attempt: Attempt) -> dict[str, str]:
-    """The attempt's span, below which its driver's are; whether it should report any."""
+    """The attempt's span, the parent of its driver's spans, and the request to report spans, where some are exported."""
     context = attempt_context(job.traceparent, attempt.id)
     if context is None:
         return {}

@@ -51,12 +51,12 @@ logger = logging.getLogger(__name__)
 _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
 _STOP_DECISION_VALID_S = 5.0
-"""What was noted longer ago than this may no longer hold: the driver may have been heard of since."""
+"""A decision to stop a driver holds for this time: later a report of the driver may have come."""
 
 
 @dataclass
 class _WatchState:
-    """What this process knows about an attempt beside the store; lost at a restart, harmlessly."""
+    """State of an attempt that only this process has; lost at a restart, harmlessly."""
 
     ray: RayJob | None = None
     asked_at: float = 0.0
@@ -67,7 +67,7 @@ class _WatchState:
 
 
 class AttemptWatcher:
-    """Looks after attempts, one call each a round; `ended` is called after the end of one."""
+    """Watches attempts, by one call per attempt and round; calls `ended` after each end."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AttemptWatcher:
         *,
         submitter: Submitter,
         logs: LogKeeper,
-        hearing: LivenessWindow,
+        liveness: LivenessWindow,
         ended: Callable[[], None],
     ) -> None:
         self.limits = WatchLimits(
@@ -86,7 +86,7 @@ class AttemptWatcher:
             cancel_grace_s=settings.cancel_grace_s,
             end_grace_s=settings.preemption_grace_s,
         )
-        self.hearing = hearing
+        self.liveness = liveness
         self._heartbeat_timeout_s = settings.heartbeat_timeout_s
         self._backoff = Backoff(settings.retry_backoff_s, settings.retry_backoff_limit_s)
         self._database, self._clusters = database, clusters
@@ -95,12 +95,15 @@ class AttemptWatcher:
         self._watched: dict[str, _WatchState] = {}
 
     def retain_only(self, attempt_ids: Collection[str]) -> None:
-        self._watched = {one: self._watched.get(one, _WatchState()) for one in attempt_ids}
+        """Forget the state of all other attempts."""
+        self._watched = {
+            attempt_id: self._watched.get(attempt_id, _WatchState()) for attempt_id in attempt_ids
+        }
 
     async def look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
-        """Ask Ray when it is time, decide, act; never twice at once for one attempt.
+        """Poll Ray when it is due, decide, act; never twice at once for one attempt.
 
-        `read_at` is a time just before `attempt` was read: what the driver has said since is not known here.
+        `read_at` is a time just before `attempt` was read: reports since then are not in it.
         """
         with log_fields(job=job.id, attempt=attempt.number, step=job.step, trace_id=job.trace_id):
             await self._look_after(attempt, job, read_at)
@@ -135,11 +138,10 @@ class AttemptWatcher:
                     )
             elif isinstance(decision, StopDriver) and time.time() - watched.stopped_at >= _STOP_EVERY_S:
                 watched.stopped_at = time.time()
-                noted_at = time.monotonic()
-                noted = await self._record_stop(attempt, decision.why)
-                if (
-                    noted and time.monotonic() - noted_at < _STOP_DECISION_VALID_S
-                ):  # else it was frozen: decided anew
+                decided_at = time.monotonic()
+                recorded = await self._record_stop(attempt, decision.why)
+                # a process that was frozen meanwhile decides anew
+                if recorded and time.monotonic() - decided_at < _STOP_DECISION_VALID_S:
                     await cluster.stop(attempt.id)
             elif isinstance(decision, EndAttempt):
                 await self._end(attempt, decision)
@@ -156,17 +158,17 @@ class AttemptWatcher:
         return self._outages.setdefault(cluster, Outage(f"{named}, asked about attempts,", logger))
 
     def _silence_s(self, attempt: Attempt, until: float) -> float:
-        """Seconds since the driver's last word, or its making, in which it could have been heard."""
-        last = attempt.heartbeat_at or attempt.created_at
-        return self.hearing.listening_s(last.timestamp(), until)
+        """Seconds since the driver's last report, or the attempt's creation, in which a report could have come."""
+        last_report_at = attempt.heartbeat_at or attempt.created_at
+        return self.liveness.listening_s(last_report_at.timestamp(), until)
 
     async def _record_stop(self, attempt: Attempt, why: str) -> bool:
-        """Say first that and why Slotline stops the driver; False where it has been heard of since, or is over."""
+        """Write why Slotline stops the driver, before it does; False where the driver has reported since, or has ended."""
         async with self._database.write() as session:
             fresh, job = await lock_attempt(session, attempt.id)
-            to_end = job.cancel_requested_at is not None or fresh.end_asked_at is not None
-            heard = not to_end and fresh.heartbeat_at != attempt.heartbeat_at
-            if fresh.attempt_state.final or heard:
+            end_requested = job.cancel_requested_at is not None or fresh.end_asked_at is not None
+            reported = not end_requested and fresh.heartbeat_at != attempt.heartbeat_at
+            if fresh.attempt_state.final or reported:
                 return False
             if fresh.stopped_because is None:
                 fresh.stopped_because = why
@@ -182,7 +184,7 @@ class AttemptWatcher:
         return True
 
     async def _report_silence(self, attempt: Attempt, watched: _WatchState, read_at: float) -> None:
-        """One event when a driver falls silent, long before it is given up."""
+        """Add one event when a driver falls silent, long before it is given up."""
         silent = (
             attempt.heartbeat_at is not None
             and self._silence_s(attempt, read_at) >= self._heartbeat_timeout_s
@@ -196,7 +198,7 @@ class AttemptWatcher:
         watched.silence_reported = silent
 
     async def _report_missing(self, attempt: Attempt) -> None:
-        """One event where the settings do not name the attempt's cluster any more: nobody looks for it elsewhere."""
+        """Add one event where the settings do not name the attempt's cluster any more."""
         why = self._clusters.of(attempt.cluster).watcher.snapshot.error
         message = f"{why}; until then its driver is heard, but Ray is not asked about it and cannot stop it"
         async with self._database.write() as session:
@@ -215,15 +217,15 @@ class AttemptWatcher:
         seen = before.ended_seen_at if before is not None and before.ended_seen_at else read_at
         return replace(ray, ended_seen_at=seen)
 
-    async def _end(self, judged: Attempt, end: EndAttempt) -> None:
-        """End an attempt that nothing has been heard of since it was judged."""
+    async def _end(self, seen: Attempt, end: EndAttempt) -> None:
+        """End an attempt, unless its driver has reported since `seen` was read."""
         message = end.message
-        log = await self._logs.last_log(judged.id, judged.cluster)
+        log = await self._logs.last_log(seen.id, seen.cluster)
         async with self._database.write() as session:
-            attempt, job = await lock_attempt(session, judged.id)
-            if job.current_attempt != judged.id or attempt.attempt_state.final:
+            attempt, job = await lock_attempt(session, seen.id)
+            if job.current_attempt != seen.id or attempt.attempt_state.final:
                 return
-            if attempt.heartbeat_at != judged.heartbeat_at:
+            if attempt.heartbeat_at != seen.heartbeat_at:
                 return
             if attempt.stopped_because is not None and end.reason is Reason.DRIVER_LOST:
                 message = f"Slotline stopped the driver: {attempt.stopped_because}"

@@ -147,7 +147,7 @@ class _AdmissionRound:
         )
 
     def unable(self, job: WaitingJob) -> Wait | None:
-        """Why a job cannot start whoever else waits or ends; None where it can."""
+        """The Wait of a job that cannot start whoever else ends; None where it can."""
         if job.not_before is not None and self._now < job.not_before:
             return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
         quota = self._quotas.get(job.queue)
@@ -323,10 +323,10 @@ class _AdmissionRound:
             taken = f"; others than Slotline's running jobs hold {others}" if others else ""
             return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + device.used_by() + taken)
         first = queue.first if queue is not None and not queue.fits(job) else device.first
-        kept = f", kept for job {first}, which is before it"
+        behind = f", kept for job {first}, which is before it"
         if job.longest_s == math.inf:
-            kept += "; with max_duration it could start where it ends in time"
-        return Wait(job.id, Reason.WAITS_BEHIND, wanted + kept)
+            behind += "; with max_duration it could start where it ends in time"
+        return Wait(job.id, Reason.WAITS_BEHIND, wanted + behind)
 
     def _quota_is_short(self, job: WaitingJob) -> str | None:
         pool, quota = self._queues.get(job.queue), self._quotas.get(job.queue)
@@ -369,13 +369,13 @@ def _usage_message(users: Sequence[Holder]) -> str:
 class AvailabilityProfile:
     """Accelerators, or quota, free from `now` on, as a step function of time over numpy arrays, for backfill.
 
-    `held` are the parts of `total` that are taken now, as (amount, end).
+    `usage` are the parts of `total` that are taken now, as (amount, end).
     """
 
-    def __init__(self, total: int, now: float, held: Iterable[tuple[int, float]] = ()) -> None:
+    def __init__(self, total: int, now: float, usage: Iterable[tuple[int, float]] = ()) -> None:
         self.now = now
         taken, back = 0, dict[float, int]()
-        for amount, until in held:
+        for amount, until in usage:
             taken += amount
             if now < until < math.inf:  # an end in the past is unknown
                 back[until] = back.get(until, 0) + amount

@@ -1,1 +1,1 @@
-"""Webhook notifications: claims deliveries from the store, signs and sends them. Knows no jobs beyond their deliveries."""
+"""Webhook notifications: claims deliveries from the store, signs and sends them. Reads no jobs."""

@@ -1,9 +1,8 @@
 """Notifier: claims due webhook deliveries from the store and sends them, with retries and exponential backoff.
 
 Shares nothing with the orchestrator's rounds but the database: a receiver that hangs takes a slot here and no time
-there.
-With several control planes a delivery is claimed by one at a time; what a process leaves behind is due again when
-its claim ends.
+there. With several control planes a delivery is claimed by one at a time; a delivery that its process left unfinished
+is due again when the claim ends.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _BACKOFF_LIMIT_S = 3600.0
 
 
 class Notifier:
-    """Sends until `close`; of a database with several control planes each delivery is one's at a time."""
+    """Sends due deliveries until `close`; each is claimed by one control plane of the database at a time."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         self._settings, self._database = settings, database
         self._sender = WebhookSender(limit_s=settings.webhook_timeout_s)
         self._task: asyncio.Task[None] | None = None
         self._sending: dict[asyncio.Task[None], str] = {}
-        """What is on its way, and to which host."""
+        """The host of each delivery in progress."""
         if settings.webhook_url is not None:
             database.session_info[OPERATOR_WEBHOOK_KEY] = OperatorWebhook(
                 settings.webhook_url, settings.webhook_states
@@ -53,7 +52,7 @@ class Notifier:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """What is on its way is given up, and sent again by whoever comes next."""
+        """Cancel deliveries in progress; they are due again when their claims end."""
         tasks = [*self._sending, *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
@@ -63,24 +62,24 @@ class Notifier:
     async def _run(self) -> None:
         while True:
             try:
-                await self.look()
+                await self.send_due()
             except DATABASE_UNAVAILABLE as error:
                 self._database.outage.away(error)
             except Exception:
-                logger.exception("notifications were not looked at; the next look tries again")
+                logger.exception("due notifications were not read; the next poll tries again")
             await asyncio.sleep(_DELIVERY_POLL_S)
 
-    async def look(self) -> None:
-        """Begin to send what is due, as far as there are places."""
-        places, now = _CONCURRENT_DELIVERIES - len(self._sending), utc_now()
+    async def send_due(self) -> None:
+        """Start deliveries that are due, up to the limits of the process and of each host."""
+        free, now = _CONCURRENT_DELIVERIES - len(self._sending), utc_now()
         busy = Counter(self._sending.values())
         async with self._database.read() as session:
-            if places <= 0 or not await has_due_deliveries(session, at=now):
+            if free <= 0 or not await has_due_deliveries(session, at=now):
                 return
         until = now + timedelta(seconds=2 * self._settings.webhook_timeout_s + 30)
         async with self._database.write() as session:
             claimed = await claim_due_deliveries(
-                session, at=now, until=until, for_host=_CONCURRENT_PER_HOST, busy=busy, limit=places
+                session, at=now, until=until, for_host=_CONCURRENT_PER_HOST, busy=busy, limit=free
             )
         for delivery, owner in claimed:
             task = asyncio.create_task(self._deliver(delivery, owner))
@@ -88,20 +87,20 @@ class Notifier:
             task.add_done_callback(lambda done: self._sending.pop(done, None))
 
     async def settle(self) -> None:
-        """Wait for what is on its way (tests)."""
+        """Wait for deliveries in progress (tests)."""
         while self._sending:
             await asyncio.gather(*self._sending, return_exceptions=True)
 
     async def _deliver(self, delivery: Delivery, owner: str) -> None:
         try:
-            answer = await self._answer(delivery, owner)
-            await self._record(delivery, answer)
+            response = await self._send(delivery, owner)
+            await self._record(delivery, response)
         except DATABASE_UNAVAILABLE as error:
             self._database.outage.away(error)  # it is due again when its claim ends
         except Exception:
             logger.exception("a notification of job %s was not sent; it is tried again", delivery.job_id)
 
-    async def _answer(self, delivery: Delivery, owner: str) -> WebhookResponse:
+    async def _send(self, delivery: Delivery, owner: str) -> WebhookResponse:
         try:
             secret = await self._secret(delivery, owner)
         except (MissingSecretError, NoSecretsKeyError) as error:
@@ -121,13 +120,13 @@ class Notifier:
                 raise MissingSecretError("SLOTLINE_WEBHOOK_SECRET is not set any more")
             return secret.get_secret_value()
         async with self._database.read() as session:
-            found = await open_secrets(session, SecretBox.of(self._settings), owner, [delivery.secret])
-        return found[delivery.secret]
+            values = await open_secrets(session, SecretBox.of(self._settings), owner, [delivery.secret])
+        return values[delivery.secret]
 
-    async def _record(self, delivery: Delivery, answer: WebhookResponse) -> None:
+    async def _record(self, delivery: Delivery, response: WebhookResponse) -> None:
         now, tries = utc_now(), delivery.tries + 1
-        state = DeliveryState.DELIVERED if answer.delivered else DeliveryState.PENDING
-        if not answer.delivered and (answer.permanent or tries >= self._settings.webhook_tries):
+        state = DeliveryState.DELIVERED if response.delivered else DeliveryState.PENDING
+        if not response.delivered and (response.permanent or tries >= self._settings.webhook_tries):
             state = DeliveryState.GIVEN_UP
         pause_s = min(self._settings.webhook_backoff_s * 3.0 ** (tries - 1), _BACKOFF_LIMIT_S)
         async with self._database.write() as session:
@@ -137,8 +136,8 @@ class Notifier:
                 state=state,
                 at=now,
                 next_at=now + timedelta(seconds=pause_s * random.uniform(1.0, 1.2)),
-                status=answer.status,
-                error=answer.error,
+                status=response.status,
+                error=response.error,
             )
         if state is DeliveryState.GIVEN_UP:
             logger.warning(
@@ -147,5 +146,5 @@ class Notifier:
                 delivery.host,
                 delivery.job_state,
                 tries,
-                answer.error,
+                response.error,
             )

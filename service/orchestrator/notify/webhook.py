@@ -23,65 +23,8 @@ from typing import Any
 import httpx
 
 _SECRET_PREFIX = "whsec_"
-
-
-def webhook_signature(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
-    """The value of `webhook-signature`: HMAC-SHA256 over id, Unix time and body, so that none of them can be replaced.
-
-    A secret `whsec_...` is base64 of the key; any other text is the key.
-    """
-    signed = f"{message_id}.{timestamp}.".encode() + body
-    return "v1," + base64.b64encode(hmac.new(_signing_key(secret), signed, hashlib.sha256).digest()).decode()
-
-
-def signature_headers(secret: str, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """What a receiver checks."""
-    return {
-        "webhook-id": message_id,
-        "webhook-timestamp": str(timestamp),
-        "webhook-signature": webhook_signature(secret, message_id, timestamp, body),
-    }
-
-
-def _signing_key(secret: str) -> bytes:
-    if secret.startswith(_SECRET_PREFIX):
-        try:
-            return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
-        except binascii.Error:
-            pass
-    return secret.encode()
-
-
 _NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")
 _LOCAL_HOST_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
-
-
-def is_public(address: str) -> bool:
-    """False for loopback, private, link-local, shared, reserved and multicast addresses, also inside an IPv6 one."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-        if inner is None and found in _NAT64_NETWORK:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-    return found.is_global and not found.is_multicast
-
-
-def is_known_private(host: str) -> bool:
-    """True for a host that is certainly not public: an address of that kind, or a name of this machine.
-
-    Other names are known when they are resolved.
-    """
-    host = host.strip("[]").rstrip(".").lower()
-    if host in _LOCAL_HOST_NAMES or host.endswith((".localhost", ".local", ".internal")):
-        return True
-    try:
-        return not is_public(host)
-    except ValueError:
-        return False
-
-
 _USER_AGENT = "Slotline-Webhook/1"
 _ADDRESSES_TRIED = 3
 
@@ -92,7 +35,7 @@ class AddressNotAllowedError(Exception):
 
 @dataclass(frozen=True)
 class WebhookResponse:
-    """What a try brought: the receiver's status, or why there is none. `useless`: another try would end the same."""
+    """Result of one try: the receiver's status, or the error instead. `permanent`: another try would end the same."""
 
     status: int | None
     error: str | None
@@ -104,7 +47,7 @@ class WebhookResponse:
 
 
 class WebhookSender:
-    """Sends to one address that was looked up and found allowed: a name that changes its mind is asked once.
+    """Sends to an address that was resolved and checked once, so that DNS rebinding leads nowhere else.
 
     Redirects are not followed, proxies not used, answers not read.
     """
@@ -115,9 +58,8 @@ class WebhookSender:
             trust_env=False,
             follow_redirects=False,
             timeout=limit_s,
-            limits=httpx.Limits(
-                max_keepalive_connections=0
-            ),  # a connection is its address's, the pool knows names only
+            # a connection belongs to one address, and the pool knows only names
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     async def close(self) -> None:
@@ -152,12 +94,12 @@ class WebhookSender:
                     "host": url.netloc.decode("ascii"),
                     **headers,
                 },
-                extensions={"sni_hostname": url.host},  # and its certificate is checked for that name
+                extensions={"sni_hostname": url.host},  # the certificate is checked for that name
             )
             try:
                 response = await self._client.send(request, stream=True)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as one:
-                error = one
+            except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
+                error = failure
                 continue
             await response.aclose()
             status = response.status_code
@@ -168,14 +110,67 @@ class WebhookSender:
 
 
 async def _resolve_addresses(url: httpx.URL, anywhere: bool) -> list[str]:
-    """Where the name leads now; NotAllowedError when one of the addresses may not be called."""
+    """The addresses of the URL's host now. Raises AddressNotAllowedError where one of them may not be called."""
     port = url.port or (443 if url.scheme == "https" else 80)
     loop = asyncio.get_running_loop()
-    found: list[Any] = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
-    if not anywhere and (private := [one for one in addresses if not is_public(one)]):
+    entries: list[Any] = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in entries))
+    if not anywhere and (private := [address for address in addresses if not is_public(address)]):
         raise AddressNotAllowedError(
             f"{url.host} is {private[0]}, an address of this machine or of a private network: "
             "SLOTLINE_WEBHOOKS_ANYWHERE=true allows those"
         )
     return addresses
+
+
+def is_public(address: str) -> bool:
+    """False for loopback, private, link-local, shared, reserved and multicast addresses, also inside an IPv6 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+        if inner is None and ip in _NAT64_NETWORK:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast
+
+
+def is_known_private(host: str) -> bool:
+    """True for a host that is certainly not public: a private address, or a name of this machine.
+
+    Other names are checked when they are resolved.
+    """
+    host = host.strip("[]").rstrip(".").lower()
+    if host in _LOCAL_HOST_NAMES or host.endswith((".localhost", ".local", ".internal")):
+        return True
+    try:
+        return not is_public(host)
+    except ValueError:
+        return False
+
+
+def signature_headers(secret: str, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Headers by which a receiver checks the message, as of standardwebhooks.com."""
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": webhook_signature(secret, message_id, timestamp, body),
+    }
+
+
+def webhook_signature(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
+    """The value of `webhook-signature`: HMAC-SHA256 over id, Unix time and body, so that none of them can be replaced.
+
+    A secret `whsec_...` is base64 of the key; any other text is the key.
+    """
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    return "v1," + base64.b64encode(hmac.new(_signing_key(secret), signed, hashlib.sha256).digest()).decode()
+
+
+def _signing_key(secret: str) -> bytes:
+    if secret.startswith(_SECRET_PREFIX):
+        try:
+            return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
+        except binascii.Error:
+            pass
+    return secret.encode()

@@ -1,4 +1,4 @@
-"""Functions that planning processes run beside plain planning: explain a stored step, fit a saved plan to a job.
+"""Work of planning processes beside plain planning: explain a stored step, fit a saved plan to a job.
 
 Only inside these functions is the scheduler imported: the module itself is imported by the control plane. They
 return JSON text; ValueError is a refusal that the user sees.
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 EXPLAIN_LIMIT_S = 20.0
-"""So long changes are tried; those that are left are named."""
+"""Time for trying changes; changes that were not tried by then are named."""
 
 
 @dataclass(frozen=True)
 class StoredStep:
-    """What is stored of a job and one of its steps.
+    """The stored data of a job and one of its steps.
 
     `job` is its JobSpec's JSON, `plan` the text of its plan, `slots` the measured ones (none: nothing was measured
-    under this plan), `step_s` the step's length, `costs` all that was measured of such jobs, where it is still kept.
+    under this plan), `step_s` the step's length, `costs` all measured costs of such jobs, where the store still has them.
     """
 
     job: Mapping[str, Any]
@@ -40,20 +40,20 @@ class StoredStep:
 
 
 def explain_step(expired: Callable[[], bool], stored: StoredStep) -> str:
-    """The Explanation as JSON; raises ValueError where the plan was made by a Slotline of another time."""
+    """JSON of the Explanation; raises ValueError where the plan was made by a Slotline of another version."""
     from service.scheduler.why.explain import explain
 
     until = time.monotonic() + EXPLAIN_LIMIT_S
-    plan, begins = _read_planned_step(json.loads(stored.plan))
-    found = explain(
+    plan, stage_starts = _read_planned_step(json.loads(stored.plan))
+    explanation = explain(
         plan,
         stored.slots,
         step_s=stored.step_s,
-        layers=_known_layers(stored, begins),
+        layers=_known_layers(stored, stage_starts),
         expired=lambda: expired() or time.monotonic() > until,
     )
-    found = replace(found, notes=(*stored.notes, *found.notes))
-    return json.dumps(asdict(found), allow_nan=False)
+    explanation = replace(explanation, notes=(*stored.notes, *explanation.notes))
+    return json.dumps(asdict(explanation), allow_nan=False)
 
 
 def _read_planned_step(body: Mapping[str, Any]) -> tuple[PlannedStep, Sequence[str]]:
@@ -72,7 +72,7 @@ def _read_planned_step(body: Mapping[str, Any]) -> tuple[PlannedStep, Sequence[s
             "the job was planned by a Slotline of another version, whose plan can be shown, but not explained: "
             "`slotline retry` plans it anew"
         ) from None
-    found = PlannedStep(
+    planned = PlannedStep(
         spec=spec,
         slots=slots,
         programs=plan["programs"],
@@ -81,11 +81,11 @@ def _read_planned_step(body: Mapping[str, Any]) -> tuple[PlannedStep, Sequence[s
         update_s=body.get("update_s") or 0.0,
         recomputed=[stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]],
     )
-    return found, body.get("begins") or ()
+    return planned, body.get("begins") or ()
 
 
-def _known_layers(stored: StoredStep, begins: Sequence[str]) -> JobLayers:
-    """What is known of the job's layers; as much as fits together."""
+def _known_layers(stored: StoredStep, stage_starts: Sequence[str]) -> JobLayers:
+    """Profiles of the job's layers by number of microbatches; none where costs are missing or of another version."""
     from service.scheduler.job.plan_job import JobCosts, job_optimizer_state, measured_profile
     from service.scheduler.why.changes import JobLayers
     from worker.contract.job import Job, microbatch_counts
@@ -100,17 +100,17 @@ def _known_layers(stored: StoredStep, begins: Sequence[str]) -> JobLayers:
         return JobLayers({}, counts)
     try:
         costs = JobCosts.from_json(stored.costs, job)
-    except ValueError:  # measured by a Slotline of another time
+    except ValueError:  # measured by a Slotline of another version
         return JobLayers({}, counts)
     profiles = {}
     for count in costs.profiles:
-        with contextlib.suppress(ValueError):  # not of each mesh
+        with contextlib.suppress(ValueError):  # this number was not measured on each mesh
             profiles[count] = measured_profile(job, costs, count)
     recompute = job.pipeline.recompute
     return JobLayers(
         profiles=profiles,
         counts=counts,
-        stage_starts=begins,
+        stage_starts=stage_starts,
         optimizer=job_optimizer_state(job, costs),
         recompute=recompute if isinstance(recompute, str) else list(recompute),
         action_s=costs.action_s,
@@ -119,8 +119,8 @@ def _known_layers(stored: StoredStep, begins: Sequence[str]) -> JobLayers:
 
 @dataclass(frozen=True)
 class SavedPlanInput:
-    """A plan that a job was submitted with: `named` is JSON of a NamedPlanRef, `body` as `plan_job` made it, `made_for`
-    JSON of its MadeFor."""
+    """The saved plan that a job was submitted with: `named` is JSON of a NamedPlanRef, `body` the text that `plan_job`
+    made, `made_for` JSON of its PlanKey."""
 
     named: Mapping[str, Any]
     body: str
@@ -128,21 +128,21 @@ class SavedPlanInput:
 
 
 def plan_from_saved(
-    expired: Callable[[], bool], job: Mapping[str, Any], costs: Mapping[str, Any], given: SavedPlanInput
+    expired: Callable[[], bool], job: Mapping[str, Any], costs: Mapping[str, Any], saved: SavedPlanInput
 ) -> str:
-    """That plan for a job with these costs. Raises ValueError where it does not fit."""
+    """Fit a saved plan to a job with these costs. Raises ValueError where it does not."""
     from service.scheduler.job.saved_plan import PlanKey, saved_plan_answer
     from worker.contract.job import Job
 
-    made_for = PlanKey.from_json(json.loads(given.made_for))
-    answer = saved_plan_answer(given.named["name"], given.body, made_for, Job.from_json(job), costs)
-    return json.dumps({**answer, "named": dict(given.named)}, allow_nan=False)
+    made_for = PlanKey.from_json(json.loads(saved.made_for))
+    answer = saved_plan_answer(saved.named["name"], saved.body, made_for, Job.from_json(job), costs)
+    return json.dumps({**answer, "named": dict(saved.named)}, allow_nan=False)
 
 
 def plan_key_json(
     expired: Callable[[], bool], job: Mapping[str, Any], costs: Mapping[str, Any], body: str
 ) -> str:
-    """JSON of what the plan `body` of a job with these costs was made for."""
+    """JSON of the PlanKey of the plan `body` of a job with these costs."""
     from service.scheduler.job.saved_plan import PlanKey
 
     microbatches = json.loads(body)["spec"]["microbatches"]

@@ -1,7 +1,7 @@
 """The Ray clusters by name: client, watched nodes and capacity, and the settings that drivers get.
 
-Each cluster is polled by itself, so that one that is away holds up no other's jobs; nobody else asks Ray for its
-nodes. A name that the settings dropped while an attempt still has it is a cluster whose every call fails with the
+Each cluster is polled by itself, so that one that is away holds up no other's jobs; no other module asks Ray for
+its nodes. A name that the settings dropped while an attempt still has it is a cluster whose every call fails with the
 reason.
 """
 
@@ -31,14 +31,140 @@ from worker.contract.job import placement_group_name
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
 _SHARE_ROUNDING = 0.01  # a third of a GPU is 0.3333 for Ray
+CLUSTER_REFRESH_S = 2.0
+
+
+@dataclass(frozen=True)
+class DriverSettings:
+    """Settings of drivers of a cluster: their Python, the address of Ray, and the control plane's URL (None: the common
+    one)."""
+
+    python: str = "python"
+    ray_address: str | None = None
+    url: str | None = None
+    workers_per_gpu: int = 1
+
+
+@dataclass(frozen=True)
+class NamedCluster:
+    """A cluster with its name, its watcher, and the settings of its drivers."""
+
+    name: str
+    ray: Cluster
+    watcher: ClusterWatcher
+    drivers: DriverSettings = DriverSettings()
+
+
+class Clusters:
+    """All clusters of the settings, the default one first; `of` also answers for names that the settings dropped."""
+
+    def __init__(self, known: Sequence[NamedCluster]) -> None:
+        self._known = {cluster.name: cluster for cluster in known}
+
+    def __iter__(self) -> Iterator[NamedCluster]:
+        return iter(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._known)
+
+    def of(self, name: str) -> NamedCluster:
+        """The cluster of this name. An unknown one is a cluster that is away, and every call says why."""
+        if (known := self._known.get(name)) is not None:
+            return known
+        missing = _MissingCluster(name, self.names)
+        watcher = ClusterWatcher(missing, refresh_s=CLUSTER_REFRESH_S, workers_per_gpu=1)
+        watcher.snapshot = replace(watcher.snapshot, error=missing.why)
+        return NamedCluster(name, missing, watcher)
+
+    def capacities(self, attempts: Mapping[str, Collection[str]]) -> dict[str, Capacity | None]:
+        """Capacity of each cluster; None for a cluster that does not answer.
+
+        `attempts` (by cluster) hold accelerators of ours; everything else that is held counts as held by others.
+        """
+        capacities = dict[str, Capacity | None]()
+        for cluster in self:
+            capacity = cluster.watcher.capacity
+            others = cluster.watcher.others(attempts.get(cluster.name, ()))
+            capacities[cluster.name] = None if capacity is None else replace(capacity, others=others)
+        return capacities
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        for cluster in self:
+            cluster.watcher.on_change(listener)
+
+    def start(self) -> None:
+        """Poll all clusters from now on."""
+        for cluster in self:
+            cluster.watcher.start()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(cluster.watcher.stop() for cluster in self))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(cluster.ray.close() for cluster in self))
+
+    async def refresh(self) -> None:
+        """Poll all clusters once, concurrently."""
+        await asyncio.gather(*(cluster.watcher.refresh() for cluster in self))
+
+
+def build_clusters(
+    settings: Settings,
+    clusters: Mapping[str, Cluster],
+    *,
+    refresh_s: float,
+    python: str = "python",
+) -> Clusters:
+    """Clusters by name, with their settings; `python` runs drivers of the default one, unless a setting says otherwise."""
+    known = []
+    for name, ray in clusters.items():
+        drivers = driver_settings(settings, name, python=python)
+        watcher = ClusterWatcher(ray, refresh_s=refresh_s, workers_per_gpu=drivers.workers_per_gpu)
+        known.append(NamedCluster(name, ray, watcher, drivers))
+    return Clusters(known)
+
+
+def ray_cluster(settings: Settings, name: str) -> RayCluster:
+    """The client of the cluster of this name in the settings."""
+    if name == DEFAULT_CLUSTER:
+        assert settings.ray_address is not None, "a local Ray has an address of its own"
+        return RayCluster(settings.ray_address, timeout_s=settings.ray_timeout_s, token=settings.ray_token)
+    cluster = settings.clusters[name]
+    return RayCluster(
+        cluster.address,
+        timeout_s=cluster.timeout_s,
+        token=cluster.ray_token,
+        token_setting=f"the token of {name} in SLOTLINE_CLUSTERS",
+    )
+
+
+def driver_settings(settings: Settings, name: str, *, python: str = "python") -> DriverSettings:
+    """Settings of drivers of the cluster of this name; `python` runs them where the default cluster has no setting."""
+    if name == DEFAULT_CLUSTER:
+        return DriverSettings(
+            python=settings.driver_python or python,
+            ray_address=settings.driver_ray_address,
+            workers_per_gpu=settings.workers_per_gpu,
+        )
+    cluster = settings.clusters[name]
+    return DriverSettings(
+        python=cluster.driver_python,
+        ray_address=cluster.driver_ray_address,
+        url=cluster.driver_url,
+        workers_per_gpu=cluster.workers_per_gpu,
+    )
 
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """What was last seen of the cluster; `error` says why `nodes` is empty or old."""
+    """State of the cluster at the last poll; `error` says why `nodes` is empty or old."""
 
     nodes: tuple[RayNode, ...] = ()
-    held: tuple[ResourceUse, ...] = ()
+    in_use: tuple[ResourceUse, ...] = ()
     seen_at: float | None = None
     error: str | None = "not asked yet"
 
@@ -69,12 +195,15 @@ class ClusterWatcher:
         return Capacity(total)
 
     def others(self, attempts: Collection[str]) -> dict[str, int]:
-        """Accelerators by device that somebody else holds than these attempts: other programs on the same Ray, and
-        attempts that are over but have not let go of theirs."""
+        """Accelerators by device that are held outside `attempts`: by other programs on the same Ray, and by attempts
+        that have ended but not released them yet."""
         ours = {placement_group_name(attempt) for attempt in attempts}
-        held = [one.resources for one in self.snapshot.held if one.name not in ours]
+        held = [use.resources for use in self.snapshot.in_use if use.name not in ours]
         return {
-            device: sum(math.ceil(one.get(name, 0) * self._shares[device] - _SHARE_ROUNDING) for one in held)
+            device: sum(
+                math.ceil(resources.get(name, 0) * self._shares[device] - _SHARE_ROUNDING)
+                for resources in held
+            )
             for device, name in RAY_RESOURCES.items()
         }
 
@@ -83,7 +212,7 @@ class ClusterWatcher:
         return {"cpu": 1, "cuda": self._workers_per_gpu}
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called when nodes came or went, and when a cluster that was away is back."""
+        """Call `listener` when nodes came or went, and when a cluster that was away is back."""
         self._listeners.append(listener)
 
     def start(self) -> None:
@@ -95,15 +224,15 @@ class ClusterWatcher:
             await asyncio.gather(self._refreshing, return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Look at the cluster's nodes."""
+        """Read the cluster's nodes and the resources in use."""
         try:
-            nodes, held = await self._cluster.nodes(), await self._cluster.held()
+            nodes, in_use = await self._cluster.nodes(), await self._cluster.resources_in_use()
         except ClusterError as error:
             if self.snapshot.error != str(error):
                 logger.warning("%s", error)
             self.snapshot = replace(self.snapshot, error=str(error))
             return
-        before, self.snapshot = self.snapshot, ClusterSnapshot(tuple(nodes), tuple(held), time.time(), None)
+        before, self.snapshot = self.snapshot, ClusterSnapshot(tuple(nodes), tuple(in_use), time.time(), None)
         if not before.available or self.snapshot.nodes != before.nodes:
             for listener in self._listeners:
                 listener()
@@ -117,134 +246,8 @@ class ClusterWatcher:
             await asyncio.sleep(self._refresh_s if self.snapshot.available else _RETRY_INTERVAL_S)
 
 
-CLUSTER_REFRESH_S = 2.0
-
-
-@dataclass(frozen=True)
-class DriverSettings:
-    """What drivers of a cluster are given: their Python, where they join Ray, where they report (None: where all do)."""
-
-    python: str = "python"
-    ray_address: str | None = None
-    url: str | None = None
-    workers_per_gpu: int = 1
-
-
-@dataclass(frozen=True)
-class NamedCluster:
-    """A cluster, what was last seen of it, and what its drivers are given."""
-
-    name: str
-    ray: Cluster
-    watcher: ClusterWatcher
-    drivers: DriverSettings = DriverSettings()
-
-
-class Clusters:
-    """All clusters of the settings, the default one first; `of` also answers for names that are not among them."""
-
-    def __init__(self, known: Sequence[NamedCluster]) -> None:
-        self._known = {one.name: one for one in known}
-
-    def __iter__(self) -> Iterator[NamedCluster]:
-        return iter(self._known.values())
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._known)
-
-    def of(self, name: str) -> NamedCluster:
-        """The cluster of this name. One that is not there is away, and every call says why."""
-        found = self._known.get(name)
-        if found is not None:
-            return found
-        missing = _MissingCluster(name, self.names)
-        watcher = ClusterWatcher(missing, refresh_s=CLUSTER_REFRESH_S, workers_per_gpu=1)
-        watcher.snapshot = replace(watcher.snapshot, error=missing.why)
-        return NamedCluster(name, missing, watcher)
-
-    def capacities(self, attempts: Mapping[str, Collection[str]]) -> dict[str, Capacity | None]:
-        """The accelerators of each cluster, where others than `attempts` (by cluster, those that hold some) hold
-        some; None for one that does not answer."""
-        found = dict[str, Capacity | None]()
-        for one in self:
-            capacity = one.watcher.capacity
-            others = one.watcher.others(attempts.get(one.name, ()))
-            found[one.name] = None if capacity is None else replace(capacity, others=others)
-        return found
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        for one in self:
-            one.watcher.on_change(listener)
-
-    def start(self) -> None:
-        """Look at all of them from now on."""
-        for one in self:
-            one.watcher.start()
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(one.watcher.stop() for one in self))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(one.ray.close() for one in self))
-
-    async def refresh(self) -> None:
-        """Look at all of them once, beside each other."""
-        await asyncio.gather(*(one.watcher.refresh() for one in self))
-
-
-def ray_cluster(settings: Settings, name: str) -> RayCluster:
-    """How the cluster of this name in the settings is called."""
-    if name == DEFAULT_CLUSTER:
-        assert settings.ray_address is not None, "a local Ray has an address of its own"
-        return RayCluster(settings.ray_address, timeout_s=settings.ray_timeout_s, token=settings.ray_token)
-    given = settings.clusters[name]
-    return RayCluster(
-        given.address,
-        timeout_s=given.timeout_s,
-        token=given.ray_token,
-        token_setting=f"the token of {name} in SLOTLINE_CLUSTERS",
-    )
-
-
-def driver_settings(settings: Settings, name: str, *, python: str = "python") -> DriverSettings:
-    """What drivers of the cluster of this name are given; `python` where the default cluster's has no setting."""
-    if name == DEFAULT_CLUSTER:
-        return DriverSettings(
-            python=settings.driver_python or python,
-            ray_address=settings.driver_ray_address,
-            workers_per_gpu=settings.workers_per_gpu,
-        )
-    given = settings.clusters[name]
-    return DriverSettings(
-        python=given.driver_python,
-        ray_address=given.driver_ray_address,
-        url=given.driver_url,
-        workers_per_gpu=given.workers_per_gpu,
-    )
-
-
-def build_clusters(
-    settings: Settings,
-    clusters: Mapping[str, Cluster],
-    *,
-    refresh_s: float,
-    python: str = "python",
-) -> Clusters:
-    """These clusters as the settings have them; `python` runs drivers of the default one, unless that is set."""
-    known = []
-    for name, ray in clusters.items():
-        drivers = driver_settings(settings, name, python=python)
-        watcher = ClusterWatcher(ray, refresh_s=refresh_s, workers_per_gpu=drivers.workers_per_gpu)
-        known.append(NamedCluster(name, ray, watcher, drivers))
-    return Clusters(known)
-
-
 class _MissingCluster:
-    """Answers nothing, and says why."""
+    """Cluster that the settings do not name: every call raises ClusterUnreachableError with the reason."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         self.why = (
@@ -271,7 +274,7 @@ class _MissingCluster:
     async def nodes(self) -> list[RayNode]:
         raise ClusterUnreachableError(self.why)
 
-    async def held(self) -> list[ResourceUse]:
+    async def resources_in_use(self) -> list[ResourceUse]:
         raise ClusterUnreachableError(self.why)
 
     async def upload_package(self, name: str, content: bytes) -> str:

@@ -22,53 +22,6 @@ from service.store.attempts import LogLocation, attempts_without_log, find_attem
 from service.store.database import Database, Sessions, utc_now
 from service.store.tables import Attempt
 
-
-class LogWindow:
-    """The last `limit_bytes` of a log, in whole lines; what is longer is cut off at its beginning."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.read_bytes = 0
-        self.first_line = 1
-        self._limit_bytes = limit_bytes
-        self._lines: deque[bytes] = deque()
-        self._kept_bytes = 0
-        self._partial_line = b""
-
-    @property
-    def next_line(self) -> int:
-        """The number of the line that is not complete yet."""
-        return self.first_line + len(self._lines)
-
-    def add(self, piece: bytes) -> None:
-        """What comes next in the log."""
-        self.read_bytes += len(piece)
-        *whole, rest = (
-            (self._partial_line + piece).split(b"\n") if b"\n" in piece else (self._partial_line + piece,)
-        )
-        self._partial_line = rest[-self._limit_bytes :]
-        self._lines.extend(whole)
-        self._kept_bytes += sum(map(len, whole)) + len(whole)
-        while self._kept_bytes > self._limit_bytes and self._lines:
-            self._kept_bytes -= len(self._lines.popleft()) + 1
-            self.first_line += 1
-
-    def lines(self, after: int, *, ended: bool) -> Iterator[tuple[int, str]]:
-        """Number and text of the lines behind number `after`; the last one only when complete or `ended`."""
-        skip = max(after + 1 - self.first_line, 0)
-        for number, line in enumerate(islice(self._lines, skip, None), self.first_line + skip):
-            yield number, _decode_line(line)
-        if ended and self._partial_line and after < self.next_line:
-            yield self.next_line, _decode_line(self._partial_line)
-
-    def text(self) -> str:
-        """All that is kept, from line `first_line` on."""
-        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + _decode_line(self._partial_line)
-
-
-def _decode_line(line: bytes) -> str:
-    return line.replace(b"\x00", b"").decode("utf-8", "replace")
-
-
 DEFAULT_LOG_LIMIT_BYTES = 1 << 20
 _LOG_SETTLES_S = 2.0
 _LOG_GIVEN_UP_S = 600.0
@@ -94,24 +47,24 @@ class LogReader:
         self._readers: dict[str, _AttemptLogReader] = {}
 
     async def lines(
-        self, place: LogLocation, after: int, *, follow: bool = False
+        self, location: LogLocation, after: int, *, follow: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """Number and text of the lines behind number `after`, complete ones only while the attempt goes on.
+        """Number and text of the lines after number `after`, complete ones only while the attempt goes on.
 
-        From the store where it keeps them, else from Ray; with `follow` a reader stays for the next call.
+        From the store where it has them, else from Ray; with `follow` a reader stays for the next call.
         Raises ClusterError when Ray is needed and away.
         """
-        if place.stored:
+        if location.stored:
             async with self._database.read() as session:
-                first, text = await stored_log(session, place.attempt_id)
+                first, text = await stored_log(session, location.attempt_id)
             window = LogWindow(len(text.encode()) + 1)
             window.add(text.encode())
             window.first_line = first
             return window.lines(after, ended=True)
-        if not place.submitted:
+        if not location.submitted:
             return iter(())
-        window = await self._reader(place.attempt_id, place.cluster).window(follow=follow)
-        return window.lines(after, ended=place.ended)
+        window = await self._reader(location.attempt_id, location.cluster).window(follow=follow)
+        return window.lines(after, ended=location.ended)
 
     async def close(self) -> None:
         readers = list(self._readers.values())
@@ -120,7 +73,7 @@ class LogReader:
             reader.stop()
 
     def _reader(self, attempt_id: str, cluster: str) -> _AttemptLogReader:
-        """The one of this attempt, as the last used; the one that was not used for longest goes where there are many."""
+        """The reader of this attempt; above the limit the least recently used reader is stopped."""
         reader = self._readers.pop(attempt_id, None)
         if reader is None:
             reader = _AttemptLogReader(self._clusters.of(cluster).ray, attempt_id, self._limit_bytes)
@@ -131,7 +84,7 @@ class LogReader:
 
 
 class _AttemptLogReader:
-    """Reads one attempt's log for all who ask: once whole, then, while somebody follows, what is added."""
+    """Reads one attempt's log for all callers: once whole and then, while a caller follows, its additions."""
 
     def __init__(self, cluster: Cluster, attempt_id: str, limit_bytes: int) -> None:
         self._cluster, self._attempt_id, self._limit_bytes = cluster, attempt_id, limit_bytes
@@ -152,7 +105,7 @@ class _AttemptLogReader:
                 window = LogWindow(self._limit_bytes)
                 async for piece in self._cluster.read_log(self._attempt_id):
                     window.add(piece)
-                    await asyncio.sleep(0)  # a long log is many pieces: others have their turn
+                    await asyncio.sleep(0)  # a long log is many pieces: let other coroutines run
                 self._window, self._read_at = window, time.monotonic()
             if follow:
                 self._following = asyncio.create_task(self._follow())
@@ -163,7 +116,7 @@ class _AttemptLogReader:
             self._following.cancel()
 
     async def _follow(self) -> None:
-        """Add what comes to the window until nobody asks any more; what goes wrong the next one who asks sees."""
+        """Append to the window until no caller has asked for a while; the next caller meets an error by itself."""
         known = self._window.read_bytes
         try:
             async with asyncio.timeout(_FOLLOW_UNUSED_S) as self._follow_timeout:
@@ -180,7 +133,7 @@ class _AttemptLogReader:
 
 
 class LogKeeper:
-    """Keeps the logs of drivers that have ended, their last `limit_bytes`."""
+    """Stores the logs of drivers that have ended, their last `limit_bytes`."""
 
     def __init__(self, database: Sessions, clusters: Clusters, *, limit_bytes: int) -> None:
         self._database, self._clusters = database, clusters
@@ -189,12 +142,14 @@ class LogKeeper:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for `keep_logs` again."""
+        """True when it is time for `keep_logs` again."""
         return time.monotonic() - self._looked_at >= _LOG_SETTLES_S
 
     async def keep_logs(self) -> None:
-        """Keep the logs of drivers that reported their own end, before Ray forgets them; of each cluster by itself, so
-        that one that hangs keeps no other's waiting."""
+        """Store the logs of drivers that reported their own end, before Ray forgets them.
+
+        Each cluster has a task of its own: one that hangs delays no other.
+        """
         self._looked_at = time.monotonic()
         before = utc_now() - timedelta(seconds=_LOG_SETTLES_S)
         async with self._database.read() as session:
@@ -210,18 +165,18 @@ class LogKeeper:
                 raise result
 
     async def _keep_logs_of(self, cluster: str, attempts: Sequence[Attempt]) -> None:
-        """Those of one cluster, one after the other."""
-        there = self._clusters.of(cluster)
+        """Store the logs of one cluster, one after the other."""
+        known = self._clusters.of(cluster)
         self._busy.add(cluster)
         try:
             for attempt in attempts:
-                if there.watcher.snapshot.available or cluster not in self._clusters.names:
+                if known.watcher.snapshot.available or cluster not in self._clusters.names:
                     await self._keep_log(attempt)
         finally:
             self._busy.discard(cluster)
 
     async def last_log(self, attempt_id: str, cluster: str = DEFAULT_CLUSTER) -> DriverLog | None:
-        """The log of a driver as Ray has it now, clipped for the store; None when Ray does not give it out."""
+        """The last `limit_bytes` of a driver's log in Ray now; None where Ray does not give it out."""
         window = LogWindow(self._limit_bytes)
         try:
             async for piece in self._clusters.of(cluster).ray.read_log(attempt_id):
@@ -232,7 +187,7 @@ class LogKeeper:
         return DriverLog(window.first_line, window.text())
 
     async def _keep_log(self, attempt: Attempt) -> None:
-        """One log; one that Ray does not give out (its node is gone) is given up after a while."""
+        """Store one log. A log that Ray does not give out (its node is gone) is given up after _LOG_GIVEN_UP_S."""
         log = await self.last_log(attempt.id, attempt.cluster)
         ended_at = 0.0 if attempt.finished_at is None else attempt.finished_at.timestamp()
         if log is None and time.time() - ended_at < _LOG_GIVEN_UP_S:
@@ -240,3 +195,49 @@ class LogKeeper:
         async with self._database.write() as session:
             if fresh := await find_attempt(session, attempt.id):
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
+
+
+class LogWindow:
+    """The last `limit_bytes` of a log, in whole lines; earlier lines are dropped."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.read_bytes = 0
+        self.first_line = 1
+        self._limit_bytes = limit_bytes
+        self._lines: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._partial_line = b""
+
+    @property
+    def next_line(self) -> int:
+        """Number of the line that is not complete yet."""
+        return self.first_line + len(self._lines)
+
+    def add(self, piece: bytes) -> None:
+        """Append the next piece of the log."""
+        self.read_bytes += len(piece)
+        *whole, rest = (
+            (self._partial_line + piece).split(b"\n") if b"\n" in piece else (self._partial_line + piece,)
+        )
+        self._partial_line = rest[-self._limit_bytes :]
+        self._lines.extend(whole)
+        self._held_bytes += sum(map(len, whole)) + len(whole)
+        while self._held_bytes > self._limit_bytes and self._lines:
+            self._held_bytes -= len(self._lines.popleft()) + 1
+            self.first_line += 1
+
+    def lines(self, after: int, *, ended: bool) -> Iterator[tuple[int, str]]:
+        """Number and text of the lines after number `after`; the last one only when complete or `ended`."""
+        skip = max(after + 1 - self.first_line, 0)
+        for number, line in enumerate(islice(self._lines, skip, None), self.first_line + skip):
+            yield number, _decode_line(line)
+        if ended and self._partial_line and after < self.next_line:
+            yield self.next_line, _decode_line(self._partial_line)
+
+    def text(self) -> str:
+        """The text of the window, from line `first_line` on."""
+        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + _decode_line(self._partial_line)
+
+
+def _decode_line(line: bytes) -> str:
+    return line.replace(b"\x00", b"").decode("utf-8", "replace")

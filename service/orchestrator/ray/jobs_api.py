@@ -15,25 +15,23 @@ import httpx
 from service.orchestrator.decisions.decide import RayJob, RayState
 
 _AGENT_UNAVAILABLE_MARKS = ("No available agent", "ClientConnectorError", "ServerDisconnectedError")
-"""What Ray's head answers (with status 500) while the agent of its node is not there: nobody's failure."""
-
-
+"""Parts of the text that Ray's head answers (with status 500) while the agent of its node is not there."""
 _LOG_TAIL_BYTES = 16 << 20
 _FOLLOW_READ_TIMEOUT_S = 120.0
-"""So long a log that is followed may say nothing: a connection that is gone says nothing either."""
+"""Longest silence of a followed log: a connection that is gone is silent too."""
 
 
 class ClusterError(Exception):
-    """The cluster did not do what was asked: it is away, or it refused. The message says which."""
+    """A call to the cluster failed: it is away, or it refused. The message says which."""
 
 
 class ClusterUnreachableError(ClusterError):
-    """No answer: nothing is known about what was asked."""
+    """The cluster did not answer: the call may have taken effect or not."""
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node and what it offers, by Ray resource name."""
+    """A living node and its resources, by Ray resource name."""
 
     id: str
     address: str
@@ -42,7 +40,7 @@ class RayNode:
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """What somebody holds of the cluster, by Ray resource name; `name` is that of a placement group, else empty."""
+    """Resources in use, by Ray resource name; `name` is the placement group's, and empty for an actor outside of one."""
 
     name: str
     resources: Mapping[str, float]
@@ -50,7 +48,7 @@ class ResourceUse:
 
 @dataclass(frozen=True)
 class RayJobSubmission:
-    """A driver to start: `env` are its environment variables, `resources` (by Ray's names) what it holds itself."""
+    """A Ray job to start: `env` are its environment variables, `resources` (by Ray's names) its entrypoint's own."""
 
     id: str
     entrypoint: str
@@ -62,7 +60,7 @@ class RayJobSubmission:
 
 
 class Cluster(Protocol):
-    """What the orchestrator asks of a Ray cluster. Every call may raise ClusterError."""
+    """Interface to a Ray cluster. Every call may raise ClusterError."""
 
     async def submit(self, submission: RayJobSubmission) -> None:
         """Start a driver; a submission id that Ray knows already is not started twice."""
@@ -70,27 +68,27 @@ class Cluster(Protocol):
     async def job(self, submission_id: str) -> RayJob: ...
 
     async def stop(self, submission_id: str) -> None:
-        """Ask Ray to end a driver: SIGTERM, then SIGKILL. Unknown or ended ones are fine."""
+        """Ask Ray to end a driver: SIGTERM, then SIGKILL. No error for an unknown or ended one."""
 
     async def log(self, submission_id: str) -> str:
-        """The last 16 MiB of what a driver has printed; empty where there is nothing."""
+        """The last 16 MiB of a driver's output; empty where there is none."""
 
     def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
-        """What a driver has printed, in pieces; with `follow` also what it prints from now on."""
+        """The output of a driver in pieces; with `follow` also its output from now on."""
 
     async def nodes(self) -> list[RayNode]: ...
 
-    async def held(self) -> list[ResourceUse]:
-        """What placement groups, and actors outside of them, hold now."""
+    async def resources_in_use(self) -> list[ResourceUse]:
+        """Resources that placement groups, and actors outside of them, hold now."""
 
     async def upload_package(self, name: str, content: bytes) -> str:
-        """Make a zip available to drivers; the URI for `working_dir`."""
+        """Make a zip available to drivers and return the URI for `working_dir`."""
 
     async def close(self) -> None: ...
 
 
 class RayCluster:
-    """A Ray cluster by the address of its dashboard, e.g. http://head:8265; `token_setting` is what says its token."""
+    """A Ray cluster by the address of its dashboard, e.g. http://head:8265; `token_setting` names the token in messages."""
 
     def __init__(
         self,
@@ -153,8 +151,8 @@ class RayCluster:
 
     async def read_log(self, submission_id: str, *, follow: bool = False) -> AsyncIterator[bytes]:
         # Not the route of the Jobs API, which answers with the whole log in one JSON text.
-        answer = await self._call("GET", f"/api/jobs/{submission_id}", accept=(404,))
-        node = None if answer.status_code == 404 else answer.json().get("driver_node_id")
+        response = await self._call("GET", f"/api/jobs/{submission_id}", accept=(404,))
+        node = None if response.status_code == 404 else response.json().get("driver_node_id")
         if node is None:
             return  # unknown, or not started: nothing was printed
         path = f"/api/v0/logs/{'stream' if follow else 'file'}"
@@ -171,7 +169,7 @@ class RayCluster:
                     )
                 async for (
                     piece
-                ) in response.aiter_bytes():  # as it comes: a size would wait until it is reached
+                ) in response.aiter_bytes():  # no chunk size, which would wait until it is reached
                     yield piece
         except httpx.HTTPError as error:
             raise ClusterUnreachableError(
@@ -187,9 +185,9 @@ class RayCluster:
             if row["state"] == "ALIVE"
         ]
 
-    async def held(self) -> list[ResourceUse]:
-        groups = await self._listed("placement_groups", "CREATED")
-        actors = await self._listed("actors", "ALIVE")
+    async def resources_in_use(self) -> list[ResourceUse]:
+        groups = await self._list("placement_groups", "CREATED")
+        actors = await self._list("actors", "ALIVE")
         return [
             ResourceUse(
                 group.get("name") or "",
@@ -202,10 +200,10 @@ class RayCluster:
             if actor["required_resources"] and not actor["placement_group_id"]
         ]
 
-    async def _listed(self, what: str, state: str) -> list[dict[str, Any]]:
+    async def _list(self, kind: str, state: str) -> list[dict[str, Any]]:
         chosen = {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
         response = await self._call(
-            "GET", f"/api/v0/{what}", params={"detail": "1", "limit": "10000", **chosen}
+            "GET", f"/api/v0/{kind}", params={"detail": "1", "limit": "10000", **chosen}
         )
         return response.json()["data"]["result"]["result"]
 
@@ -221,7 +219,7 @@ class RayCluster:
     async def _call(
         self, method: str, path: str, *, accept: tuple[int, ...] = (), **kwargs: Any
     ) -> httpx.Response:
-        """The response, when it is a success or its status is in `accept`."""
+        """The response where it is a success or its status is in `accept`. Raises ClusterError otherwise."""
         try:
             response = await self._client.request(method, path, **kwargs)
         except httpx.HTTPError as error:

@@ -27,44 +27,20 @@ import httpx
 from service.orchestrator.decisions.decide import RAY_RESOURCES
 from service.settings.settings import Settings
 
-# Below what Linux, macOS and Windows give to outgoing connections, beside Ray's workers (10002 to 19999)
-# and Kubernetes' node ports (from 30000): a port that the system itself chose ("bind to 0") is soon given
-# to somebody's outgoing connection, and the server that was to have it cannot start.
-_PORT_RANGE = range(20000, 30000)
-_PORT_TRIES = 1000
-
-
-def free_ports(number: int) -> list[int]:
-    """`number` different ports that nobody on this machine listens at, on any IPv4 address.
-
-    Where the system's range for outgoing connections is the default one, none of those takes them later; but
-    another server may: who starts one still has to be ready for that. Raises OSError when none can be found.
-    """
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        for port in random.SystemRandom().sample(_PORT_RANGE, _PORT_TRIES):
-            if len(found) == number:
-                break
-            probe = held.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                probe.bind(("", port))
-                found.append(port)
-    if len(found) < number:
-        raise OSError(
-            f"no {number} free ports between {_PORT_RANGE.start} and {_PORT_RANGE.stop - 1} on this machine"
-        )
-    return found
-
-
 logger = logging.getLogger(__name__)
 
+# Below what Linux, macOS and Windows give to outgoing connections, beside Ray's workers (10002 to 19999)
+# and Kubernetes' node ports (from 30000): a port that the system itself chose ("bind to 0") is soon given
+# to an outgoing connection, and the server that was to have it cannot start.
+_PORT_RANGE = range(20000, 30000)
+_PORT_TRIES = 1000
 _START_LIMIT_S = 180.0
 _START_TRIES = 3
 _STOP_LIMIT_S = 20.0
 _RESTART_PAUSE_S = 1.0
 _RESTART_PAUSE_LIMIT_S = 60.0
 _STABLE_AFTER_S = 120.0
-"""A Ray that lived so long did not end because of how it was started."""
+"""A Ray that lived for this time did not end because of how it was started."""
 _CONTROL_PLANE_VARIABLES = (
     "SLOTLINE_API_TOKEN",
     "SLOTLINE_METRICS_TOKEN",
@@ -76,10 +52,10 @@ _CONTROL_PLANE_VARIABLES = (
 
 
 class LocalRay:
-    """Start and stop it; `address` and `token` are those of its Jobs API.
+    """A single-node Ray in a child process; `address` and `token` are for its Jobs API.
 
-    `gcs_address` is where its drivers join it: Ray itself looks for "the" cluster of a machine and
-    takes another one where several run. Both addresses hold once it has started.
+    Drivers join at `gcs_address`: Ray itself looks for "the" cluster of a machine and takes another one where several
+    run. Both addresses hold once it has started.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -90,7 +66,7 @@ class LocalRay:
 
     @property
     def process_id(self) -> int | None:
-        """Of the child that holds it, and of the session of all its processes; None while there is none."""
+        """Id of the child, and of the session of all its processes; None while there is none."""
         return None if self._process is None else self._process.pid
 
     def _choose_ports(self) -> None:
@@ -119,15 +95,15 @@ class LocalRay:
         ]
 
     async def start(self) -> None:
-        """Returns when the Jobs API serves. Raises RuntimeError when that does not come, OSError without ports.
+        """Return when the Jobs API serves. Raises RuntimeError where it does not within the limit, OSError without ports.
 
-        A Ray that ends while it starts is followed by another on other ports: ours may have been taken, and
-        Ray gives up by itself where a machine that is busy or cold needs longer than it waits for its parts.
+        A Ray that ends while it starts is followed by another on other ports: a port may have been taken, and Ray gives
+        up by itself where a busy machine needs longer than it waits for its parts.
         """
         try:
             async with asyncio.timeout(_START_LIMIT_S):
                 for tries_left in reversed(range(_START_TRIES)):
-                    code = await self._started()
+                    code = await self._start_once()
                     if code is None:
                         break
                     if not tries_left:
@@ -161,24 +137,24 @@ class LocalRay:
         while True:
             begun_at = time.monotonic()
             code = None if self._process is None else await self._process.wait()
-            await self.stop()  # what is left of it
+            await self.stop()  # kills the rest of its session
             if time.monotonic() - begun_at > _STABLE_AFTER_S:
                 pause_s = _RESTART_PAUSE_S
-            why = "did not serve" if code is None else f"ended with code {code}"
-            logger.error("the local Ray %s (its messages are above): once more in %g s", why, pause_s)
+            reason = "did not serve" if code is None else f"ended with code {code}"
+            logger.error("the local Ray %s (its messages are above): once more in %g s", reason, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _RESTART_PAUSE_LIMIT_S)
             try:
                 async with asyncio.timeout(_START_LIMIT_S):
-                    if await self._started() is None:
+                    if await self._start_once() is None:
                         logger.info("local Ray at %s again", self.address)
             except TimeoutError:
                 await self.stop()
             except OSError as error:  # no memory for a process, no file left
                 logger.error("the local Ray could not be started: %s", error)
 
-    async def _started(self) -> int | None:
-        """One try: None when the Jobs API serves, the exit code when Ray ended before that."""
+    async def _start_once(self) -> int | None:
+        """Try once: None when the Jobs API serves, the exit code where Ray ended before that."""
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -209,13 +185,13 @@ class LocalRay:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
                 await process.wait()
-        # whatever is left of its session: all of it when it did not end, and what a Ray that failed left behind
+        # the rest of its session: all of it where it did not end, and leftovers of a Ray that failed
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
     async def _has_node(self, client: httpx.AsyncClient) -> bool:
-        """The Jobs API serves before its node is there."""
+        """True when Ray has its node, which comes after the Jobs API serves."""
         response = await client.get(f"{self.address}/api/v0/nodes")
         return response.is_success and response.json()["data"]["result"]["total"] > 0
 
@@ -227,11 +203,35 @@ class LocalRay:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing moves elsewhere: end at once
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
-        # users' code runs in it: what opens the control plane and its database is none of its business
-        of_clusters = [one.token_variable for one in self._settings.clusters.values() if one.token_variable]
-        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_CONTROL_PLANE_VARIABLES, *of_clusters):
+        # users' code runs in it, which must not see the secrets of the control plane
+        cluster_tokens = [
+            cluster.token_variable for cluster in self._settings.clusters.values() if cluster.token_variable
+        ]
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_CONTROL_PLANE_VARIABLES, *cluster_tokens):
             environment.pop(name, None)
         return environment
+
+
+def free_ports(number: int) -> list[int]:
+    """`number` different ports that nobody on this machine listens at, on any IPv4 address.
+
+    Where the system's range for outgoing connections is the default one, no such connection takes them later; another
+    server still may, and the caller has to be ready for that. Raises OSError where too few are free.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as probes:
+        for port in random.SystemRandom().sample(_PORT_RANGE, _PORT_TRIES):
+            if len(ports) == number:
+                break
+            probe = probes.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                ports.append(port)
+    if len(ports) < number:
+        raise OSError(
+            f"no {number} free ports between {_PORT_RANGE.start} and {_PORT_RANGE.stop - 1} on this machine"
+        )
+    return ports
 
 
 # In the child process

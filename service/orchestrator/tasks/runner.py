@@ -96,15 +96,15 @@ class Task(ABC, Generic[RequestT, ResultT]):
 
     @abstractmethod
     def busy_message(self, runs: int) -> str:
-        """Why no further run is taken beside `runs`."""
+        """Message that `runs` runs are the limit."""
 
     @abstractmethod
     def timeout_message(self, began: bool) -> str:
-        """Why a run was ended after `limit_s`, which `began` or waited for its resources all the time."""
+        """Message that a run was ended after `limit_s`, which `began` or waited for its resources all the time."""
 
     @abstractmethod
     def no_result_message(self, detail: str) -> str:
-        """Why a run that ended has no result; `detail` is what Ray says of its end."""
+        """Message that a run ended without a result; `detail` is Ray's message or the last line of its output."""
 
     async def stored_result(self, request: RequestT, cluster: str) -> ResultT | None:
         """The result where the store has it already: then nothing is run."""
@@ -125,7 +125,7 @@ class Task(ABC, Generic[RequestT, ResultT]):
     async def run_in_ray(
         self, cluster: NamedCluster, submission: RayJobSubmission, read: Callable[[str], OutputT | None]
     ) -> OutputT:
-        """What `read` finds in the output of `submission`; raises `error`, whatever went wrong."""
+        """Run `submission` and return what `read` finds in its output. Raises `error` for every failure."""
         try:
             return await run_ray_task(cluster.ray, submission, read, limit_s=self._limit_s)
         except TaskTimeoutError as error:

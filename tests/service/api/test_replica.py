@@ -59,12 +59,12 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
 
             await until(ready)
             job_id = (await client.post("/api/v1/jobs", json=job_body())).json()["id"]
-            begun = replica.orchestrator.pulse.hearing.last_contact_at
+            begun = replica.orchestrator.heartbeat.liveness.last_contact_at
             beats = iter(range(2))
 
             async def has_beaten_again() -> bool:
                 nonlocal begun
-                heard = replica.orchestrator.pulse.hearing.last_contact_at
+                heard = replica.orchestrator.heartbeat.liveness.last_contact_at
                 if heard > begun:
                     begun = heard
                     return next(beats) == 1
@@ -92,8 +92,8 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
                 assert cancelled.is_success, "users are served by any"
 
             # a database that takes no writes makes it unready, as it does others
-            replica.orchestrator.pulse.hearing.last_contact_at -= 60
-            replica.orchestrator.pulse._begun_at = time.time() + 3600
+            replica.orchestrator.heartbeat.liveness.last_contact_at -= 60
+            replica.orchestrator.heartbeat._begun_at = time.time() + 3600
             answer = await client.get("/readyz")
             assert answer.status_code == 503 and "no write for" in answer.json()["detail"]
 

@@ -202,7 +202,7 @@ async def test_news_for_a_long_line_is_written_in_few_transactions(
     monkeypatch.setattr(world.database, "write", counted)
     await world.orchestrator.round()
     await world.orchestrator.settle()
-    assert written <= 7  # the pulse, the lease, a start in two: and two for 250 jobs
+    assert written <= 7  # the heartbeat, the lease, a start in two: and two for 250 jobs
     for job_id in waiting:
         assert f"job {first} uses 4" in (await world.job(job_id)).message
 
@@ -443,7 +443,7 @@ async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_l
     job_id = await world.start(retry={"infrastructure": 0})
     async with world.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=60)
-    world.orchestrator.pulse.hearing.since -= 1000
+    world.orchestrator.heartbeat.liveness.since -= 1000
     await world.rounds(3)
     async with world.database.read() as session:
         kinds = [event.kind for event in await events_of(session, job_id)]

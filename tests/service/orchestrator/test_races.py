@@ -149,7 +149,11 @@ class Chaos:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    for name in ("watching._STOP_EVERY_S", "watching._ASK_EVERY_S", "logs._LOG_SETTLES_S"):
+    for name in (
+        "attempts.watch._STOP_EVERY_S",
+        "attempts.watch._ASK_EVERY_S",
+        "ray.driver_logs._LOG_SETTLES_S",
+    ):
         monkeypatch.setattr(f"service.orchestrator.{name}", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     await database.start()

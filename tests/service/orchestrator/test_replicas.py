@@ -167,7 +167,7 @@ async def test_a_job_that_was_cancelled_meanwhile_is_not_started(pair: Pair, fen
 async def test_a_driver_that_spoke_to_another_meanwhile_is_not_stopped(pair: Pair, fenced: bool):
     """Frozen after it found the driver silent, and after it looked whether it still is: a note is all it lacks."""
     job_id = await pair.first.start()
-    pair.first.orchestrator.pulse.hearing.since -= 1000
+    pair.first.orchestrator.heartbeat.liveness.since -= 1000
     async with pair.first.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)
     note = pair.first.orchestrator.attempts._record_stop
@@ -194,7 +194,7 @@ async def test_a_stop_that_was_noted_before_a_freeze_is_not_sent_after_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ):
     job_id = await pair.first.start()
-    pair.first.orchestrator.pulse.hearing.since -= 1000
+    pair.first.orchestrator.heartbeat.liveness.since -= 1000
     async with pair.first.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=101)
     note, now = pair.first.orchestrator.attempts._record_stop, time.monotonic
@@ -213,7 +213,7 @@ async def test_a_stop_that_was_noted_before_a_freeze_is_not_sent_after_it(
 async def test_the_one_that_takes_over_counts_silence_from_then_on(pair: Pair):
     """Drivers may have talked to the one before, in whose sockets their words still are."""
     job_id = await pair.first.start()
-    pair.second.orchestrator.pulse.hearing.since -= 1000
+    pair.second.orchestrator.heartbeat.liveness.since -= 1000
     async with pair.first.database.write() as session:
         (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=500)
     await pair.take_over()

@@ -56,7 +56,7 @@ class NoCluster:
     async def nodes(self) -> list[RayNode]:
         return [RayNode("node-1", "127.0.0.1", {})]
 
-    async def held(self) -> list[ResourceUse]:
+    async def resources_in_use(self) -> list[ResourceUse]:
         return []
 
     async def close(self) -> None:

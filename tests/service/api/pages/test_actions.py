@@ -99,11 +99,11 @@ def test_a_quota_and_what_is_free_are_shown_as_they_change(
             RayNode("node-1", "10.0.0.7", {"slotline_worker": 3.0, "memory": 2.0**31, "node:10.0.0.7": 1.0})
         ]
 
-    async def held(_: object) -> list[ResourceUse]:
+    async def resources_in_use(_: object) -> list[ResourceUse]:
         return []
 
     monkeypatch.setattr(seed.NoCluster, "nodes", nodes)
-    monkeypatch.setattr(seed.NoCluster, "held", held)
+    monkeypatch.setattr(seed.NoCluster, "resources_in_use", resources_in_use)
     monkeypatch.setenv("SLOTLINE_QUEUES", '{"default": 8, "small": 0}')
     with seeded_site(tmp_path / "data") as site:
         page.open(f"{site.url}/cluster")

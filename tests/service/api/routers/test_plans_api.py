@@ -201,7 +201,7 @@ def _sleep(_expired, seconds: float) -> str:
 
 async def test_a_full_pool_answers_503_with_a_time_to_come_back(make_api: ApiMaker):
     async with make_api() as api:
-        api.service.planner._places = 0
+        api.service.planner._free_requests["user"] = 0
         response = await api.client.post("/api/v1/plans", json=SPEC)
         problem(response, 503)
         assert int(response.headers["retry-after"]) > 0

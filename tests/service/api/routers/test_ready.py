@@ -20,14 +20,14 @@ async def test_rounds_that_do_not_turn_and_writes_that_fail_are_not_ready(
     make_api: ApiMaker, monkeypatch: pytest.MonkeyPatch
 ):
     async with make_api(tick_s=0.5) as api:
-        pulse = api.service.orchestrator.pulse
+        heartbeat = api.service.orchestrator.heartbeat
         await api.service.cluster.refresh()
         assert (await _answer(api))[0] == 200, "it has just begun"
         began = time.time()
         monkeypatch.setattr(time, "time", lambda: began + 60)
         status, detail = await _answer(api)
         assert status == 503 and re.search(r"no round for \d+ s", detail)
-        pulse.round_finished()
+        heartbeat.round_finished()
         status, detail = await _answer(api)
         assert status == 503 and re.search(r"no write for \d+ s", detail)
 
@@ -36,8 +36,8 @@ async def test_rounds_that_do_not_turn_and_writes_that_fail_are_not_ready(
 
         write = api.service.database.write
         monkeypatch.setattr(api.service.database, "write", full)
-        await pulse.beat()
+        await heartbeat.beat()
         assert "no write" in (await _answer(api))[1]
         monkeypatch.setattr(api.service.database, "write", write)
-        await pulse.beat()
+        await heartbeat.beat()
         assert (await _answer(api))[0] == 200

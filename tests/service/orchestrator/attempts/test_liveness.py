@@ -22,26 +22,26 @@ __all__ = ["world"]
 
 
 def test_time_in_which_nothing_was_heard_is_no_silence():
-    hearing = LivenessWindow(100.0, gap_s=5, return_s=10)
+    liveness = LivenessWindow(100.0, gap_s=5, return_s=10)
     for at in (101.0, 104.0, 109.0):
-        hearing.record_contact(at)
-    assert hearing.listening_s(102.0, 108.0) == 6
-    assert hearing.listening_s(0.0, 110.0) == 10, "from its own beginning on"
-    assert hearing.listening_s(102.0, 200.0) == 7, "the time since it last heard may be deaf"
-    hearing.record_contact(200.0)
-    assert hearing.listening_s(102.0, 205.0) == 7, "what waits is waited for"
-    hearing.record_contact(205.0)
-    hearing.record_contact(210.0)
-    hearing.record_contact(214.0)
-    assert hearing.listening_s(102.0, 215.0) == 12
-    assert hearing.listening_s(212.0, 215.0) == 3
+        liveness.record_contact(at)
+    assert liveness.listening_s(102.0, 108.0) == 6
+    assert liveness.listening_s(0.0, 110.0) == 10, "from its own beginning on"
+    assert liveness.listening_s(102.0, 200.0) == 7, "the time since it last heard may be deaf"
+    liveness.record_contact(200.0)
+    assert liveness.listening_s(102.0, 205.0) == 7, "what waits is waited for"
+    liveness.record_contact(205.0)
+    liveness.record_contact(210.0)
+    liveness.record_contact(214.0)
+    assert liveness.listening_s(102.0, 215.0) == 12
+    assert liveness.listening_s(212.0, 215.0) == 3
 
 
 def test_several_deaf_times_that_touch_count_once():
-    hearing = LivenessWindow(0.0, gap_s=5, return_s=10)
+    liveness = LivenessWindow(0.0, gap_s=5, return_s=10)
     for at in (20.0, 40.0, 44.0, 48.0, 52.0):
-        hearing.record_contact(at)
-    assert hearing.listening_s(0.0, 53.0) == 3, "deaf from 0 to 30 and from 30 to 50"
+        liveness.record_contact(at)
+    assert liveness.listening_s(0.0, 53.0) == 3, "deaf from 0 to 30 and from 30 to 50"
 
 
 async def _kinds(world: World, job_id: str) -> list[str]:
@@ -58,7 +58,7 @@ async def test_a_control_plane_that_was_frozen_stops_no_driver_when_it_wakes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ):
     job_id = await world.start()
-    world.orchestrator.pulse.hearing.since -= 1000
+    world.orchestrator.heartbeat.liveness.since -= 1000
     await world.rounds(2)
     now = time.time()
     clock = [now + 500]  # five times the limit, with the driver's reports in the socket
@@ -81,7 +81,7 @@ async def test_a_database_that_takes_no_writes_makes_no_driver_silent(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     job_id = await world.start()
-    world.orchestrator.pulse.hearing.since -= 1000
+    world.orchestrator.heartbeat.liveness.since -= 1000
     await world.rounds(1)
     began = time.time()
     clock, write = [began], world.database.write
@@ -108,7 +108,7 @@ async def test_a_database_that_takes_no_writes_makes_no_driver_silent(
 
 async def test_a_driver_that_was_heard_while_it_was_judged_is_not_stopped(world: World):
     job_id = await world.start()
-    world.orchestrator.pulse.hearing.since -= 1000
+    world.orchestrator.heartbeat.liveness.since -= 1000
     await _last_heard(world, job_id, 101)
     ask = world.cluster.job
 
@@ -125,7 +125,7 @@ async def test_a_driver_that_was_heard_while_it_was_judged_is_not_stopped(world:
 
 async def test_why_slotline_stopped_a_driver_is_an_event_and_stays_the_reason(world: World):
     job_id = await world.start(retry={"infrastructure": 0})
-    world.orchestrator.pulse.hearing.since -= 1000
+    world.orchestrator.heartbeat.liveness.since -= 1000
     await _last_heard(world, job_id, 101)
     await world.rounds(1)
     assert world.cluster.stopped == [f"{job_id}-1"]
@@ -141,7 +141,7 @@ async def test_why_slotline_stopped_a_driver_is_an_event_and_stays_the_reason(wo
 
 async def test_a_stopped_driver_that_ends_without_a_word_ended_because_of_slotline(world: World):
     job_id = await world.start(retry={"infrastructure": 0})
-    world.orchestrator.pulse.hearing.since -= 1000
+    world.orchestrator.heartbeat.liveness.since -= 1000
     await _last_heard(world, job_id, 101)
     await world.rounds(1)
     world.restart()  # a control plane that counts silence from its own start knows it from the store

@@ -103,7 +103,7 @@ async def deliveries(database: Database) -> list[Delivery]:
 
 async def look(notifier: Notifier, times: int = 1) -> None:
     for _ in range(times):
-        await notifier.look()
+        await notifier.send_due()
         await notifier.settle()
 
 
@@ -182,9 +182,9 @@ async def test_one_that_hangs_holds_up_nobody_and_is_told_of_in_time(database: D
         for _ in range(80):  # more than there are places in all
             await submitted(database, given, stuck.url)
         for _ in range(25):
-            await notifier.look()
+            await notifier.send_due()
         await submitted(database, given, well.url)
-        await notifier.look()
+        await notifier.send_due()
         async with asyncio.timeout(60):
             while not well.heard:
                 await asyncio.sleep(0.01)
@@ -209,7 +209,7 @@ async def test_what_was_on_its_way_when_the_process_died_is_sent_by_the_next(
     async with receiver(None, 200) as one:
         async with notifier_of(database, given) as notifier:
             await submitted(database, given, one.url)
-            await notifier.look()
+            await notifier.send_due()
             async with asyncio.timeout(60):
                 while not one.heard:
                     await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ import pytest
 from service.api.dependencies import service_of
 from service.orchestrator.planning.pool import Planner, PlannerBusyError, PlanRefusedError, WaitQueue
 from service.settings.settings import Settings
-from tests.service.api.conftest import ApiMaker
+from tests.service.api.conftest import ApiMaker, make_api  # noqa: F401 (a fixture)
 from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
 from tests.service.serving import serve, until
@@ -148,12 +148,14 @@ def test_a_request_that_is_broken_off_ends_its_plan(tmp_path: Path):
             until(began.exists)  # a process for the plan takes seconds to start on a busy machine
         until(over.exists)
         planner.plan_spec = plan_spec
-        until(lambda: planner._places == 1)
+        until(lambda: planner._free_requests["user"] == 1)
         answer = httpx.post(f"{served.url}/api/v1/plans", json=SMALL, timeout=60)
         assert answer.status_code == 200, answer.text
 
 
-async def test_a_job_with_more_actions_than_can_be_planned_is_refused(make_api: ApiMaker):
+async def test_a_job_with_more_actions_than_can_be_planned_is_refused(
+    make_api: ApiMaker,  # noqa: F811
+):
     async with make_api() as api:
         body = job_body(
             training={"steps": 1, "global_batch": 1_000_000, "microbatches": 1_000_000},

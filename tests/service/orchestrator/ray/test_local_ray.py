@@ -122,7 +122,7 @@ async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
         )  # as a worker that measures a job
         while (await cluster.job("one")).state is RayState.PENDING:
             await asyncio.sleep(0.1)
-        held = [(one.name, dict(one.resources)) for one in await cluster.held()]
+        held = [(one.name, dict(one.resources)) for one in await cluster.resources_in_use()]
         assert sorted(held) == [("", {"slotline_worker": 1.0}), ("slotline-mine", {"slotline_worker": 2.0})]
         await cluster.stop("holder")
         await cluster.stop("one")
